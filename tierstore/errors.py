@@ -10,6 +10,7 @@
     ├── ReadOnlyError          a write to a store opened with mode="r", or to quantized rows
     ├── BudgetError            the memory budget cannot hold what was asked
     ├── TableError             unknown table, or a table created again with another configuration
+    ├── RankError              another rank of a sharded store failed, ended or hangs
     ├── DiskFullError          the file system has no room left; nothing committed was lost
     └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read
@@ -27,6 +28,7 @@ __all__ = [
     "DamagedError",
     "DiskFullError",
     "FormatError",
+    "RankError",
     "ReadOnlyError",
     "StoreLockedError",
     "StoreNotFoundError",
@@ -68,6 +70,10 @@ class BudgetError(TierstoreError):
 
 class TableError(TierstoreError):
     """No such table, or one of that name with another configuration."""
+
+
+class RankError(TierstoreError, RuntimeError):
+    """Another rank failed, has ended, or hangs; the message names it."""
 
 
 class DiskFullError(TierstoreError):

@@ -326,15 +326,15 @@ def test_bits_tell_any_change_of_a_row_or_weight(folder):
     config = config_of(folder, "bits")
     with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
         built = trainer.build_run(config, store)
-        digests = [trainer.digest_bits(store, built.model)]
+        digests = [trainer.digest_bits(built)]
         row = store["C26"].read(torch.tensor([149]))
         row[0, 3] = np.nextafter(row[0, 3].item(), 1, dtype=np.float32).item()
         store["C26"].write(torch.tensor([149]), row)
-        digests.append(trainer.digest_bits(store, built.model))
+        digests.append(trainer.digest_bits(built))
         with torch.no_grad():
             built.model.top[-1].bias += 1
-        digests.append(trainer.digest_bits(store, built.model))
-        digests.append(trainer.digest_bits(store, built.model))
+        digests.append(trainer.digest_bits(built))
+        digests.append(trainer.digest_bits(built))
     assert len(set(digests)) == 3
     assert digests[2] == digests[3]
 

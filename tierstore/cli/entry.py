@@ -12,12 +12,14 @@ from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
+from ..system.launch import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, TRACE, WARM_UP
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
+    from ..train import Summary
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -89,7 +91,8 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"tierstore: {message}", file=sys.stderr)
+    rank = launched_rank()
+    print(f"tierstore: {'' if rank is None else f'rank {rank}: '}{message}", file=sys.stderr)
     return status
 
 
@@ -127,7 +130,6 @@ def _train(options: argparse.Namespace) -> int:
     from ..settings.sections import to_toml
     from ..train import RunConfig, train
     from ..train.config import load
-    from ..train.terminal import command_name
 
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
@@ -136,14 +138,20 @@ def _train(options: argparse.Namespace) -> int:
         raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
     config = load(options.run_file, _overrides(options))
     summary = train(config, resume=options.resume, bits=options.json is not None and not options.no_bits)
+    if not launched_rank():
+        _tell(summary, options)
+    return EXIT_INTERRUPTED if summary.interrupted else 0
+
+
+def _tell(summary: "Summary", options: argparse.Namespace) -> None:
+    from ..train.terminal import command_name
+
     print(summary.describe())
     if options.json is not None:
         summary.write(options.json)
-    if not summary.interrupted:
-        return 0
-    words = [word for word in options.words if word != "--resume"]
-    print(f"stopped after step {summary.step:,}; continue with: {command_name()} {shlex.join([*words, '--resume'])}")
-    return EXIT_INTERRUPTED
+    if summary.interrupted:
+        words = shlex.join([*(word for word in options.words if word != "--resume"), "--resume"])
+        print(f"stopped after step {summary.step:,}; continue with: {command_name()} {words}")
 
 
 def _overrides(options: argparse.Namespace) -> "list[Override]":

@@ -2,7 +2,7 @@
 
 from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection
 from .plan import Plan, Sharding
-from .replicas import data_parallel
+from .replicas import average, data_parallel
 from .store import ShardedStore, open_sharded
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ShardedTieredEmbeddingBagCollection",
     "ShardedTieredEmbeddingCollection",
     "Sharding",
+    "average",
     "data_parallel",
     "open_sharded",
 ]

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..errors import RankError
+
 _GRACE_SECONDS: Final = 2.0
 """So long after the last report of a failure, who has not reported is gone: an exchange fails everywhere at once."""
 _POLL_SECONDS: Final = 0.1
@@ -17,14 +19,14 @@ def naming_gone(group: Any, rank: int, size: int) -> Iterator[None]:
     """Run an exchange.
 
     Raises:
-        RuntimeError: it failed; names the ranks that ended or hang.
+        RankError: it failed; names the ranks that ended or hang.
     """
     try:
         yield
     except RuntimeError as error:
         gone = _gone(dist.get_process_group_ranks(group), rank, size)
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
-        raise RuntimeError(
+        raise RankError(
             f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from the "
             "last commit that all have"
         ) from error
@@ -37,7 +39,7 @@ def _gone(members: list[int], rank: int, size: int) -> list[int]:
     try:
         reports.set(keys[rank], "")
         known, since = 0, time.monotonic()
-        while time.monotonic() - since < _GRACE_SECONDS:
+        while known < size - 1 and time.monotonic() - since < _GRACE_SECONDS:  # the last one left is gone
             count = sum(map(reports.check, ([key] for key in keys)))
             if count > known:
                 known, since = count, time.monotonic()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import RankError
 from .gone import naming_gone
 from .wire import Precision, decoded, encoded
 
@@ -79,7 +80,7 @@ class Ranks:
         """All ranks get through what is within, which exchanges nothing, or all raise.
 
         Raises:
-            RuntimeError: another rank failed, and which.
+            RankError: another rank failed, and which.
         """
         try:
             yield
@@ -103,7 +104,7 @@ class Ranks:
         """What each rank has for this one, where this one has ``given`` for each; None: it failed.
 
         Raises:
-            RuntimeError: another rank failed, or is over, and which.
+            RankError: another rank failed, or is over, and which.
         """
         return self._counts([_FAILED] * self.size if given is None else given)
 
@@ -118,9 +119,9 @@ class Ranks:
             return found
         for rank, count in enumerate(found):
             if count == _FAILED:
-                raise RuntimeError(f"rank {rank} cannot take part in this step; its own error says why")
+                raise RankError(f"rank {rank} cannot take part in this step; its own error says why")
             if count == _OVER:
-                raise RuntimeError(f"rank {rank} has no more batches, and rank {self.rank} has: give all ranks as many")
+                raise RankError(f"rank {rank} has no more batches, and rank {self.rank} has: give all ranks as many")
         return found
 
     def exchange(self, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:

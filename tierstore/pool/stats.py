@@ -71,3 +71,9 @@ class Stats(NamedTuple):
     hbm: TierStats
     ddr: TierStats
     ssd: TierStats
+
+
+def total(stats: Sequence[Stats]) -> Stats:
+    """What several stores did, as one's."""
+    tiers = (TierStats(*map(sum, zip(*each, strict=True))) for each in zip(*stats, strict=True))
+    return Stats(*tiers)

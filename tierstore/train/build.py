@@ -1,6 +1,6 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,8 +8,9 @@ from .. import init, optim
 from ..config import TableConfig
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
-from ..store import Store, open_store
+from ..store import Store
 from .config import OptimizerSection, RunConfig
+from .processes import ALONE, Processes
 from .readers import FeatureHasher, Reader, Schema, open_reader
 
 
@@ -17,10 +18,17 @@ class Run(NamedTuple):
     """What a training step needs, beside its batch: the model is on the store's device, the optimizer that of its dense
     weights. Rows are updated inside backward."""
 
-    store: Store
+    store: Any
+    """A ``Store``, or over ranks a ``ShardedStore``."""
     model: DLRM
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
+    processes: Processes = ALONE
+
+    @property
+    def local(self) -> Store:
+        """The store of this process, or its part."""
+        return self.processes.local(self.store)
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
@@ -34,13 +42,11 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
 
 
-def open_run_store(config: RunConfig) -> Store:
-    """The store of the run, created where there is none."""
+def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
+    """The store of the run, created where there is none: a ``Store``, or over ranks a ``ShardedStore``."""
     section = config.store
-    return open_store(
-        section.path,
-        mode="w",
-        keep=section.keep,
+    return processes.open(
+        config,
         slack=section.slack,
         ddr=section.ddr,
         hbm=section.hbm,
@@ -50,7 +56,7 @@ def open_run_store(config: RunConfig) -> Store:
     )
 
 
-def build_run(config: RunConfig, store: Store) -> Run:
+def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Run:
     """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch. TableError
     if the store has a table of the same name and another configuration.
 
@@ -60,13 +66,13 @@ def build_run(config: RunConfig, store: Store) -> Run:
     for table_config in configs:
         store.create_table(table_config)
     torch.manual_seed(config.train.seed)
-    embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
+    embeddings = processes.make_embeddings(store, [table_config.name for table_config in configs])
     model = build_model(config, embeddings)
-    model.to(store.device)
+    model.to(processes.local(store).device)
     section = config.optimizer
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
     optimizer = rule(model.dense_parameters().values(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
-    return Run(store, model, embeddings, optimizer)
+    return Run(store, model, embeddings, optimizer, processes)
 
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:

@@ -14,14 +14,17 @@ from torch import Tensor
 from ..errors import ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
-from ..store import Store
 from ..store.commits import PendingCommit
 from .build import Run
 from .config import RunConfig
+from .processes import Processes
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
-    {"data.path", "data.test_rows", "train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"}
+    {
+        *("data.path", "data.test_rows", "ranks.plan", "ranks.timeout_seconds"),
+        *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
+    }
 )
 """Keys that may differ when a run continues, beside [store]: they change no result, or (epochs) only its end."""
 
@@ -44,34 +47,45 @@ def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
     extra = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
-    return run.store.commit_async(extra=extra, tensors=tensors)
+    return run.processes.commit(run.store, extra, tensors)
 
 
-def require_resumable(store: Store, config: RunConfig) -> None:
+def require_alike(config: RunConfig, processes: Processes) -> None:
+    """ValueError, naming the keys that differ, unless all processes have the same run. Collective."""
+    own = to_dict(config)
+    for rank, other in enumerate(processes.gather(own)):
+        if differing := _differing(other, own):
+            raise ValueError(f"rank {rank} has {differing} in its run file: give all ranks the same")
+
+
+def require_resumable(store: Any, config: RunConfig) -> None:
     """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none.
     ReadOnlyError if it was made by ``tierstore quantize``, of such a store."""
     if not store.version:
         return
     trained_as = _saved(store)["config"]["embedding"]["dtype"]
-    for name in filter(store.__contains__, config.data.sparse_columns):
-        if (dtype := store[name].config.dtype) != trained_as:
+    for name in filter(store.tables.__contains__, config.data.sparse_columns):
+        if (dtype := store.tables[name].config.dtype) != trained_as:
             raise ReadOnlyError(
                 f"{store.directory} is quantized: table {name!r} has {dtype} rows, and was trained as {trained_as}. "
                 "It can only be looked up; train the store that it was quantized from"
             )
-    current = to_dict(config)
-    differing = [
-        f"{section}.{key} = {value!r}, not {current[section].get(key)!r}"
-        for section, keys in _saved(store)["config"].items()
-        if section != "store"
-        for key, value in keys.items()
-        if f"{section}.{key}" not in _FREE_KEYS and current[section].get(key) != value
-    ]
-    if differing:
+    if differing := _differing(_saved(store)["config"], to_dict(config)):
         raise ValueError(
-            f"{store.directory} was trained with {'; '.join(differing)}. "
+            f"{store.directory} was trained with {differing}. "
             "Continue with the run file it was begun with, or train anew in another folder (--store)"
         )
+
+
+def _differing(other: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:
+    """The keys of another run that decide results and that this one has not so; "" if there are none."""
+    return "; ".join(
+        f"{section}.{key} = {value!r}, not {own[section].get(key)!r}"
+        for section, keys in other.items()
+        if section != "store"
+        for key, value in keys.items()
+        if f"{section}.{key}" not in _FREE_KEYS and own[section].get(key) != value
+    )
 
 
 def restore_run(run: Run) -> Position:
@@ -102,7 +116,7 @@ def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
     return None if saved is None else sections_of(RunConfig, saved["config"], origin)
 
 
-def _saved(store: Store) -> dict[str, Any]:
+def _saved(store: Any) -> dict[str, Any]:
     saved: dict[str, Any] | None = store.extra.get(_EXTRA_KEY)
     if saved is None:
         raise ValueError(f"{store.directory} was not written by tierstore train; give another folder with --store")

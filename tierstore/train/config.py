@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
+from ..dist.wire import Precision
 from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
 from ..settings import sections
@@ -25,6 +26,7 @@ _MAX_THREADS: Final = 1024
 _MAX_WIDTH: Final = 1 << 20
 _MAX_LAYERS: Final = 1000
 _MAX_COUNT: Final = (1 << 63) - 1
+_MAX_TIMEOUT: Final = 1 << 20
 _MAX_RATE: Final = 1e30
 """Bounds far above any use, so that a slip of the pen is told at once and not by what overflows later."""
 
@@ -39,7 +41,11 @@ class StoreSection:
     """[store]: where the tables live and what memory they get. Nothing here but ``device`` changes a result."""
 
     path: str = option("./run", "folder of the store")
-    ddr: str | int = option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
+    ddr: str | int = option(
+        "50%",
+        'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"; over ranks, of each rank (the '
+        "default is divided among those of a host)",
+    )
     hbm: str | int = option(
         0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" of the device\'s or "5% of tables"; 0: none'
     )
@@ -54,7 +60,9 @@ class StoreSection:
         'train.lookahead, or "reference-" and one of them',
     )
     threads: int = option(0, "threads of the store; 0 chooses", low=0, high=_MAX_THREADS)
-    keep: int = option(1, "commits to keep; tierstore rollback goes back to one", low=1, high=MAX_KEPT_VERSIONS)
+    keep: int = option(
+        1, "commits to keep; tierstore rollback goes back to one; over ranks at least 2", low=1, high=MAX_KEPT_VERSIONS
+    )
     slack: float = option(DEFAULT_SLACK, "room that rows may take on the device, of what they need, before cleaning")
     record: str = option("", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none')
     record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
@@ -157,7 +165,7 @@ class OptimizerSection:
 class TrainSection:
     """[train]: how to go through the data."""
 
-    batch_size: int = option(128, "rows of a step", low=1, high=1 << 24)
+    batch_size: int = option(128, "rows of a step; over ranks, of all together", low=1, high=1 << 24)
     epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
     seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=_MAX_THREADS)
@@ -183,6 +191,21 @@ class TrainSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksSection:
+    """[ranks]: of a run that torchrun starts in several processes."""
+
+    plan: str = option("", 'file that says which rank has which table, of tierstore plan place; "": all share all rows')
+    forward_precision: Precision = option("fp32", 'how rows cross between ranks: "fp32", "bf16", "fp16" or "int8"')
+    backward_precision: Precision = option("fp32", "the same of their gradients; fewer bits cost accuracy")
+    timeout_seconds: int = option(
+        300, "how long to wait for another rank before it counts as hung", low=1, high=_MAX_TIMEOUT
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run; ``load`` reads it from TOML."""
 
@@ -192,6 +215,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
+    ranks: RanksSection = field(default_factory=RanksSection)
 
     def __post_init__(self) -> None:
         sizes = self.embedding.num_embeddings

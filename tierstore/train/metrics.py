@@ -1,6 +1,7 @@
 """How well logits rank and fit binary labels."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,15 @@ class Predictions:
     def __init__(self) -> None:
         self._labels: list[Bools] = []
         self._logits: list[Floats] = []
+
+    @classmethod
+    def merged(cls, parts: "Sequence[Predictions]") -> "Predictions":
+        """All of them, as one."""
+        made = cls()
+        for part in parts:
+            made._labels += part._labels
+            made._logits += part._logits
+        return made
 
     def add(self, labels: Tensor, logits: Tensor) -> None:
         """Add a batch: labels and logits, each [B], of any device; logits are kept as float32."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 from torch import Tensor
@@ -13,14 +13,29 @@ from .build import Run
 from .readers import Batch
 
 
-def train_step(run: Run, batch: Batch) -> Tensor:
-    """One step; rows are updated inside backward. Returns the batch's mean loss, a scalar where the model is. On a GPU
-    the step may still be under way."""
-    loss = binary_cross_entropy_with_logits(run.model(batch.dense, batch.sparse), batch.labels)
+def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, bool]:
+    """One step; rows are updated inside backward.
+
+    Args:
+        wants_stop: asked once the gradients are there.
+
+    Returns:
+        the mean loss of the batch of all processes, a scalar, and whether one of them wants to stop. On a GPU the step
+        may still be under way.
+    """
+    share = len(batch) * run.processes.size / batch.total_rows
+    loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [each.grad for each in run.model.dense_parameters().values() if each.grad is not None]
+    agreed = run.processes.average(gradients, loss.detach(), wants_stop())
     run.optimizer.step()
-    return loss.detach()
+    return agreed
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean of nothing would be NaN; but backward, in which all processes take part, needs a loss."""
+    return binary_cross_entropy_with_logits(logits, labels) if len(labels) else logits.sum()
 
 
 def feed(run: Run, batches: Iterator[Batch], *, depth: int, lookahead: int = 0) -> Generator[Batch, None, None]:
@@ -29,7 +44,7 @@ def feed(run: Run, batches: Iterator[Batch], *, depth: int, lookahead: int = 0) 
 
     Closing it releases what was made ready and not used.
     """
-    copies = _Copies(run.store.device)
+    copies = _Copies(run.local.device)
     ahead = prefetch(
         map(copies.begin, batches),
         run.embeddings,

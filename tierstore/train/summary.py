@@ -5,28 +5,39 @@ import json
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 
-from ..models import DLRM
 from ..pool.stats import Stats, TierStats
-from ..store import Store
 from ..system.sizes import format_size
+from .build import Run
 from .metrics import Evaluation
 
 _DIGEST_ROWS: Final = 65_536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """One run of the trainer."""
+class RankSummary(NamedTuple):
+    """What one process used; fields as in ``Summary``."""
 
     store: str
+    tiers: Stats
+    start_bytes: int
+    end_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run of the trainer; over ranks of all together, but for ``store`` and where ``ranks`` tells them apart."""
+
+    store: str
+    """Of this process."""
     device: str
     """Where the model computed."""
     version: int
@@ -38,7 +49,7 @@ class Summary:
     epochs: int
     """Whole times through the training rows since the run was begun."""
     rows: int
-    """Rows trained on by this process."""
+    """Rows trained on since this process began."""
     seconds: float
     """Time it took to train on them, commits included; evaluation and compiling kernels not."""
     samples_per_second: float
@@ -58,6 +69,8 @@ class Summary:
     """Digest of all rows of all tables and the dense weights: equal digests, equal bits."""
     recorded: str | None = None
     """What the run recorded of its lookups, and where."""
+    ranks: tuple[RankSummary, ...] = ()
+    """Of each rank, in order; none of one process."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; an AUC that is not defined is null."""
@@ -66,9 +79,8 @@ class Summary:
         if self.test is not None:
             auc = None if math.isnan(self.test.auc) else self.test.auc
             fields["test"] = {"rows": self.test.rows, "auc": auc, "log_loss": self.test.log_loss}
-        fields["tiers"] = {
-            name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in self.tiers._asdict().items()
-        }
+        fields["tiers"] = _tiers_to_dict(self.tiers)
+        fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
         return fields
 
     def write(self, path: str | Path) -> None:
@@ -96,6 +108,8 @@ class Summary:
             f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} after the first step",
             f"store    {self.store}, version {self.version}",
         ]
+        if self.ranks:
+            lines.append(f"ranks    {_describe_ranks(self.ranks)}")
         if self.recorded is not None:
             lines.append(f"recorded {self.recorded}")
         if self.bits is not None:
@@ -107,19 +121,35 @@ def _describe_cache(tier: TierStats) -> str:
     return f"{format_size(tier.bytes)} for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
 
 
-def digest_bits(store: Store, model: DLRM) -> str:
-    """SHA-256 over all rows of all tables and the dense weights, in hexadecimal; the same wherever these are."""
+def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:
+    return {name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in tiers._asdict().items()}
+
+
+def _describe_ranks(ranks: Sequence[RankSummary]) -> str:
+    """The least and the most of any rank."""
+    hits = [100 * each.tiers.ddr.hit_rate for each in ranks]
+    read, memory = [each.tiers.ssd.bytes_read for each in ranks], [each.end_bytes for each in ranks]
+    return (
+        f"{len(ranks)}: {min(hits):.1f} - {max(hits):.1f} % DDR hits, "
+        f"{format_size(min(read))} - {format_size(max(read))} read from SSD, "
+        f"{format_size(min(memory))} - {format_size(max(memory))} of memory"
+    )
+
+
+def digest_bits(run: Run) -> str:
+    """SHA-256 over all rows of all tables and the dense weights, in hexadecimal; the same wherever these are.
+    Collective."""
     digest = hashlib.sha256()
-    for name in sorted(store.tables):
-        table = store[name]
-        digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
-        for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
-            ids = torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
-            digest.update(_bytes(table.read(ids)))
-    for name, parameter in sorted(model.dense_parameters().items()):
+    for name in sorted(run.store.tables):
+        config = run.store.tables[name].config
+        digest.update(f"{name} {config.num_embeddings} {config.embedding_dim}\n".encode())
+        for begin in range(0, config.num_embeddings, _DIGEST_ROWS):
+            ids = torch.arange(begin, min(begin + _DIGEST_ROWS, config.num_embeddings))
+            digest.update(_bytes(run.processes.read(run.store, name, ids)))
+    for name, parameter in sorted(run.model.dense_parameters().items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))
-    return digest.hexdigest()
+    return run.processes.gather(digest.hexdigest())[0]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from ..pool.stats import Stats
 from ..store import Store
+from ..system.launch import launched_rank
+from ..system.signals import SIGNALS
 from ..system.sizes import format_size
 
 _LOSS_STEPS: Final = 100
@@ -27,16 +29,22 @@ _REFRESH_SECONDS: Final = 0.5
 class Progress:
     """Samples/s, mean loss of the last steps, the tiers' hit rates and bytes from SSD, on a terminal's stderr.
 
-    Where stderr is no terminal, only ``say`` writes.
+    Where stderr is no terminal, only ``say`` writes; unless ``shown``, nothing does.
     """
 
-    def __init__(self, store: Store, *, total_rows: int | None, done_rows: int) -> None:
+    def __init__(self, store: Store, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
         self._store = store
         self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
         self._next_refresh = 0.0
         self._bar = tqdm(
-            total=total_rows, initial=done_rows, unit=" samples", unit_scale=True, disable=None, leave=False
+            total=total_rows,
+            initial=done_rows,
+            unit=" samples",
+            unit_scale=True,
+            disable=None if shown else True,
+            leave=False,
         )
+        self._shown = shown
 
     @property
     def loss(self) -> float | None:
@@ -64,14 +72,15 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.write(text, file=sys.stderr)
+        if self._shown:
+            self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
 
 
 class StopRequest:
-    """While entered, the first SIGINT sets ``requested``; a second one interrupts as usual.
+    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual.
 
     The run then stops once the step under way is done and committed.
     Outside the main thread, where Python allows no signal handlers, it never is requested.
@@ -79,33 +88,36 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._restore()
 
     def _restore(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous = {}
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
         # A plain write: a handler may run in the middle of any other output.
-        sys.stderr.write("\nstopping after this step ... (Ctrl-C again: stop now, losing what is not committed)\n")
+        sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 
 
 def command_name() -> str:
     """What a reader types to run this program again, quoted for a shell.
 
-    ``tierstore`` if that is found on PATH, else the path that this process was started by.
+    ``tierstore`` if that is found on PATH, else the path that this process was started by; torchrun where that did.
     """
+    if launched_rank() is not None:
+        local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ["WORLD_SIZE"]
+        return f"torchrun {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == "tierstore":
         return f"{_shortest(Path(sys.executable))} -m tierstore"

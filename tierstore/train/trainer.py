@@ -6,15 +6,17 @@ from collections.abc import Generator
 
 import torch
 
+from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store
-from .checkpoint import Position, commit_run, require_resumable, restore_run
+from .checkpoint import Position, commit_run, require_alike, require_resumable, restore_run
 from .config import RunConfig
 from .metrics import Evaluation, Predictions
+from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
 from .steps import feed, train_step
-from .summary import Summary, digest_bits, own_bytes, peak_rss_bytes
+from .summary import RankSummary, Summary, digest_bits, own_bytes, peak_rss_bytes
 from .terminal import Progress, StopRequest
 from .warmup import warm_up
 
@@ -24,7 +26,11 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
 
     The result depends on the configuration's [data], [embedding], [model], [optimizer] and [train] only, and in its
     last bits on the device; not on budgets, policies, threads of the store, prefetching or interruptions. Sets
-    torch's seed and number of threads. Ctrl-C commits and returns early.
+    torch's seed and number of threads. Ctrl-C, or SIGTERM, commits and returns early.
+
+    Where torchrun started this process, or there is a process group already, all its ranks train together, on the CPU:
+    each takes its part of each batch, and owns its part of the rows. Then the number of ranks, [ranks] and which rank
+    owns what, where owners pool, decide the last bits too. All ranks return the same, but for ``store``.
 
     Args:
         resume: continue from the last commit of the store, or begin if there is none.
@@ -36,26 +42,33 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         TierstoreError: what goes wrong with a store.
     """
     torch.set_num_threads(config.train.torch_threads)
+    with joined(config) as processes:
+        return _train(config, processes, resume=resume, bits=bits)
+
+
+def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool) -> Summary:
     section = config.store
     if section.record:
         require_recordable(section.record)
+    require_alike(config, processes)
     reader, hasher = open_data(config)
-    with open_run_store(config) as store:
+    with open_run_store(config, processes) as store:
         require_resumable(store, config)
         if store.version and not resume:
             raise ValueError(
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
             )
         warm_up(config)
-        training = _Training(config, reader, hasher, build_run(config, store))
-        recorder = store.record(section.record, rate=section.record_rate) if section.record else None
+        training = _Training(config, reader, hasher, build_run(config, store, processes))
+        run = training.run
+        recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
         with recorder or contextlib.nullcontext():
             training.train()
-            tiers, end = store.stats(), own_bytes()
+            ranks = processes.gather(training.measure())
             test = training.evaluate() if config.data.test_rows and training.is_whole else None
         return Summary(
-            store=str(store.directory),
-            device=str(store.device),
+            store=str(run.local.directory),
+            device=str(run.local.device),
             version=store.version,
             interrupted=not training.is_whole,
             step=training.position.step,
@@ -65,12 +78,13 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
             samples_per_second=training.rows / training.seconds if training.seconds else 0.0,
             loss=training.progress.loss,
             test=test,
-            tiers=tiers,
-            start_bytes=training.start_bytes,
-            end_bytes=end,
-            peak_rss_bytes=peak_rss_bytes(),
-            bits=digest_bits(store, training.run.model) if bits else None,
+            tiers=total([each.tiers for each in ranks]),
+            start_bytes=sum(each.start_bytes for each in ranks),
+            end_bytes=sum(each.end_bytes for each in ranks),
+            peak_rss_bytes=sum(each.peak_rss_bytes for each in ranks),
+            bits=digest_bits(run) if bits else None,
             recorded=None if recorder is None else recorder.describe(),
+            ranks=tuple(ranks) if processes.size > 1 else (),
         )
 
 
@@ -85,10 +99,12 @@ class _Training:
         self.start_bytes = own_bytes()
         rows_per_epoch = config.data.train_rows
         self.progress = Progress(
-            run.store,
+            run.local,
             total_rows=rows_per_epoch * config.train.epochs or None,
             done_rows=rows_per_epoch * self.position.epoch + self.position.row,
+            shown=run.processes.rank == 0,
         )
+        self._stopped = False
         self._config = config
         self._reader = reader
         self._hasher = hasher
@@ -105,7 +121,7 @@ class _Training:
         started = time.perf_counter()
         self.run.model.train()
         with contextlib.closing(self.progress), StopRequest() as stop:
-            while not self.is_whole and not stop.requested:
+            while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
             self._end_commit()
             if self.position.step > self._commit[0]:
@@ -117,14 +133,14 @@ class _Training:
         every = self._config.train.commit_every
         with contextlib.closing(self._batches(self.position.row, self._config.data.train_rows or None)) as batches:
             for batch in batches:
-                loss = train_step(self.run, batch)
+                loss, self._stopped = train_step(self.run, batch, lambda: stop.requested)
                 if not self.rows:
                     self.start_bytes = own_bytes()
-                self.rows += len(batch)
-                step, epoch, row = self.position.step + 1, self.position.epoch, self.position.row + len(batch)
+                self.rows += batch.total_rows
+                step, epoch, row = self.position.step + 1, self.position.epoch, self.position.row + batch.total_rows
                 self.position = Position(step, epoch, row)
-                self.progress.step(len(batch), loss)
-                if stop.requested:
+                self.progress.step(batch.total_rows, loss)
+                if self._stopped:
                     return
                 if every and step % every == 0:
                     self._end_commit()
@@ -144,18 +160,34 @@ class _Training:
             self.progress.say(f"step {step:,}: committed version {pending.result()}, loss {loss:.4f}")
 
     def _batches(self, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
-        train, log_dense = self._config.train, self._config.data.log_dense
+        train, processes = self._config.train, self.run.processes
         batches = self._reader.batches(
-            self._hasher, batch_size=train.batch_size, start_row=start_row, stop_row=stop_row, log_dense=log_dense
+            self._hasher,
+            batch_size=train.batch_size,
+            start_row=start_row,
+            stop_row=stop_row,
+            log_dense=self._config.data.log_dense,
+            part=processes.rank,
+            parts=processes.size,
         )
         return feed(self.run, batches, depth=train.prefetch_depth, lookahead=train.lookahead)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, which follow the training rows."""
+        """Evaluate on the test rows, which follow the training rows; of all processes."""
         data, predictions = self._config.data, Predictions()
         self.run.model.eval()
         with contextlib.closing(self._batches(data.train_rows, data.train_rows + data.test_rows)) as batches:
             for batch in batches:
                 predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
-        return predictions.evaluate()
+        return Predictions.merged(self.run.processes.gather(predictions)).evaluate()
+
+    def measure(self) -> RankSummary:
+        """What this process used."""
+        return RankSummary(
+            store=str(self.run.local.directory),
+            tiers=self.run.local.stats(),
+            start_bytes=self.start_bytes,
+            end_bytes=own_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
+        )

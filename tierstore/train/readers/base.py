@@ -72,6 +72,8 @@ class Batch:
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    total_rows: int
+    """Of the batch that this is a part of; B if it is whole."""
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -102,12 +104,16 @@ class Reader(ABC):
         start_row: int = 0,
         stop_row: int | None = None,
         log_dense: bool = True,
+        part: int = 0,
+        parts: int = 1,
     ) -> Iterator[Batch]:
         """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter.
 
         Batches begun at row r are those of a run begun at 0 if r is a multiple of ``batch_size``.
 
         Args:
+            part, parts: give a part of each batch only. Its parts are consecutive rows and differ by at most one row;
+                a part may be empty.
             log_dense: dense values x become log(1 + max(x, 0)); False leaves them as they are. Missing ones are 0.
 
         Raises:
@@ -119,14 +125,17 @@ class Reader(ABC):
 
         def read() -> Iterator[Batch]:
             row = start_row
-            for rows in self.read_chunks(start_row, stop_row, batch_size):
+            for whole in self.read_chunks(start_row, stop_row, batch_size):
+                total = len(whole.labels)
+                rows = whole.part(total * part // parts, total * (part + 1) // parts)
                 values, offsets = map(torch.from_numpy, hasher(rows.categories))
                 yield Batch(
                     dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
                     labels=torch.from_numpy(rows.labels),
+                    total_rows=total,
                 )
-                row += len(rows.labels)
+                row += total
             if stop_row is not None and row < stop_row:
                 raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
 

@@ -1,0 +1,191 @@
+"""The processes that train a run together: one alone, or the ranks that torchrun started."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..dist import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average, open_sharded
+from ..dist.ranks import Ranks
+from ..errors import RankError, TierstoreError
+from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ..store import Store, open_store
+from ..store.commits import PendingCommit
+from ..system.launch import launched_rank
+from .config import RunConfig, StoreSection
+
+_T = TypeVar("_T")
+_MIN_KEPT: Final = 2
+"""Commits that each rank keeps: not all may have the last."""
+
+
+class Processes(Protocol):
+    """What a run asks of the processes that train it. A store is that which ``open`` gave; all processes make the same
+    calls in the same order."""
+
+    rank: int
+    size: int
+
+    def open(self, config: RunConfig, **options: Any) -> Any:
+        """The run's store; ``options`` are of ``open_store``."""
+        ...
+
+    def local(self, store: Any) -> Store:
+        """The store of this process, or its part."""
+        ...
+
+    def make_embeddings(self, store: Any, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+        """The module over the tables."""
+        ...
+
+    def commit(self, store: Any, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
+        """Begin to commit."""
+        ...
+
+    def read(self, store: Any, table: str, ids: Tensor) -> Tensor:
+        """Rows of int64 [n] ids, [n, dim] of the table's dtype, in the process of rank 0."""
+        ...
+
+    def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:
+        """Replace gradients by their means over the processes. Returns the loss's mean, and whether any stops."""
+        ...
+
+    def gather(self, value: _T) -> list[_T]:
+        """What each process has, in order."""
+        ...
+
+
+class OneProcess:
+    """This process alone."""
+
+    rank = 0
+    size = 1
+
+    def open(self, config: RunConfig, **options: Any) -> Store:
+        path = Path(config.store.path)
+        if sharded := sorted(each.name for each in path.glob("*-of-*") if re.fullmatch(r"\d+-of-\d+", each.name)):
+            count = sharded[0].rpartition("-")[2]
+            raise TierstoreError(
+                f"{path} was written by {count} ranks: start as many, as torchrun --nproc-per-node {count} -m "
+                "tierstore train, or train anew in another folder (--store)"
+            )
+        return open_store(path, mode="w", keep=config.store.keep, **options)
+
+    def local(self, store: Store) -> Store:
+        return store
+
+    def make_embeddings(self, store: Store, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+        return TieredEmbeddingBagCollection(store, tables=tables)
+
+    def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
+        return store.commit_async(extra=extra, tensors=tensors)
+
+    def read(self, store: Store, table: str, ids: Tensor) -> Tensor:
+        return store[table].read(ids)
+
+    def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:  # noqa: ARG002
+        return loss, stop
+
+    def gather(self, value: _T) -> list[_T]:
+        return [value]
+
+
+ALONE: Final = OneProcess()
+
+
+class ManyProcesses:
+    """The ranks of torch.distributed's group of all."""
+
+    def __init__(self) -> None:
+        self._ranks = Ranks()
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+
+    def open(self, config: RunConfig, **options: Any) -> Any:
+        section = config.store
+        with self._ranks.together():
+            if section.record:
+                raise ValueError(
+                    f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
+                    "one process, which tierstore trace writes down without training"
+                )
+            if (Path(section.path) / "manifest.json").exists():
+                raise TierstoreError(
+                    f"{section.path} was written by one process: go on without torchrun, or train anew in another "
+                    "folder (--store)"
+                )
+        if section.ddr == StoreSection().ddr:
+            options["ddr"] = None
+        return open_sharded(
+            section.path,
+            plan=config.ranks.plan or None,
+            forward_precision=config.ranks.forward_precision,
+            backward_precision=config.ranks.backward_precision,
+            keep=max(section.keep, _MIN_KEPT),
+            **options,
+        )
+
+    def local(self, store: Any) -> Store:
+        local: Store = store.local
+        return local
+
+    def make_embeddings(self, store: Any, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+        return ShardedTieredEmbeddingBagCollection(store, tables=tables)
+
+    def commit(self, store: Any, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
+        number = store.commit(extra=extra, tensors=tensors)
+        done = PendingCommit(number)
+        done.set_result(number)
+        return done
+
+    def read(self, store: Any, table: str, ids: Tensor) -> Tensor:
+        """Rank 0 looks them up, the others bring them."""
+        (feature,) = store.tables[table].config.feature_names
+        wanted = ids if self.rank == 0 else ids[:0]
+        module = ShardedTieredEmbeddingCollection(store, tables=[table])
+        with torch.no_grad():
+            rows = module(KeyedJaggedTensor([feature], wanted, lengths=torch.ones(len(wanted), dtype=torch.int64)))
+        values: Tensor = rows[feature].values()
+        return values.to(self.local(store)[table].layout.torch_dtype)
+
+    def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:
+        told = torch.stack([loss, torch.tensor(float(stop))])
+        average([*gradients, told], self._ranks)
+        return told[0], bool(told[1] > 0)
+
+    def gather(self, value: _T) -> list[_T]:
+        return self._ranks.gather(value)
+
+
+@contextlib.contextmanager
+def joined(config: RunConfig) -> Iterator[Processes]:
+    """The processes of this run: the ranks of the process group that there is, or that torchrun's environment tells
+    of and that is joined here; else this one alone.
+
+    Raises:
+        RankError: the others did not come within ``ranks.timeout_seconds``.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield ManyProcesses()
+    elif launched_rank() is not None:
+        _join(config.ranks.timeout_seconds)
+        try:
+            yield ManyProcesses()
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield ALONE
+
+
+def _join(seconds: int) -> None:
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    except RuntimeError as error:
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise RankError(f"rank {rank} of {size}: the others did not come within {seconds} s ({error})") from error
