@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
-from tierstore.settings.sections import to_dict
+from tierstore.dist import Plan, Sharding
+from tierstore.pool.stats import total
 from tierstore.train import RunConfig, Summary, train, trainer
-from tierstore.train.build import Run, build_run, open_data, open_run_store
+from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.metrics import Predictions
 from tierstore.train.summary import digest_bits
 
 from .ranks import run
 
-BATCH = 43
-"""Of 300 rows: the last batch has 42, and no part of a batch is as long as every other."""
+BATCH = 23
+"""Of 300 rows: parts of a batch differ in length, and one of the last batch is empty."""
 STEPS = 2 * math.ceil(TRAIN_ROWS / BATCH)
 
 
@@ -51,19 +51,17 @@ def one_process(made: RunConfig, parts: int) -> tuple[str, float, float]:
     """What the ranks must come to: each batch's parts one after another, gradients divided and summed in that order."""
     reader, hasher = open_data(made)
 
-    def batches(part: int, begin: int, end: int) -> Any:
-        return reader.batches(
-            hasher, batch_size=made.train.batch_size, start_row=begin, stop_row=end, part=part, parts=parts
-        )
+    def batches(part: int, parts: int, begin: int, end: int) -> Any:
+        return reader.batches(hasher, batch_size=BATCH, start_row=begin, stop_row=end, part=part, parts=parts)
 
     with open_run_store(made) as store:
         built = build_run(made, store)
         rows, dense = store.optimizer(), list(built.model.dense_parameters().values())
         for _ in range(made.train.epochs):
-            for together in zip(*(batches(part, 0, TRAIN_ROWS) for part in range(parts)), strict=True):
+            for together in zip(*(batches(part, parts, 0, TRAIN_ROWS) for part in range(parts)), strict=True):
                 rows.zero_grad()
                 total = [torch.zeros_like(each) for each in dense]
-                for batch in together:
+                for batch in filter(len, together):
                     built.optimizer.zero_grad()
                     loss = binary_cross_entropy_with_logits(built.model(batch.dense, batch.sparse), batch.labels)
                     (loss * (len(batch) * parts / sum(map(len, together))) / parts).backward()
@@ -75,20 +73,87 @@ def one_process(made: RunConfig, parts: int) -> tuple[str, float, float]:
                 built.optimizer.step()
         predictions = Predictions()
         with torch.no_grad():
-            for batch in batches(0, TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS) if parts == 1 else ():
+            for batch in batches(0, 1, TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS):
                 predictions.add(batch.labels, built.model(batch.dense, batch.sparse))
-            for part in range(parts) if parts > 1 else ():
-                for batch in batches(part, TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS):
-                    predictions.add(batch.labels, built.model(batch.dense, batch.sparse))
         found = predictions.evaluate()
         return digest_bits(built), found.auc, found.log_loss
 
 
-@pytest.mark.parametrize(("size", "depth"), [(2, 0), (2, 3)])
-def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(tmp_path: Path, size: int, depth: int) -> None:
-    found = run(train_rank, size, tmp_path, config(tmp_path, "ranks", train__prefetch_depth=depth))
-    bits, auc, log_loss = one_process(config(tmp_path, "one"), size)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float, float]:
+    folder = tmp_path_factory.mktemp("one")
+    return one_process(config(folder, "store"), 2)
+
+
+SHARDINGS: list[tuple[Any, tuple[int, ...]]] = [
+    *(("table_wise", (1,)), ("column_wise", (0, 1)), ("data_parallel", (0, 1)), ("table_row_wise", (1, 0))),
+    ("row_wise", (0, 1)),
+]
+FITS_NOTHING = 450_000
+"""Bytes."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__prefetch_depth": 0},
+        {"train__prefetch_depth": 3, "store__ddr": FITS_NOTHING, "store__threads": 2},
+    ],
+)
+def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(
+    tmp_path: Path, expected: tuple[str, float, float], changes: dict[str, Any]
+) -> None:
+    plan = Plan(2, {f"C{i + 1}": Sharding(kind, ranks) for i, (kind, ranks) in enumerate(SHARDINGS)})
+    plan.save(tmp_path / "plan.json")
+    found = run(train_rank, 2, tmp_path, config(tmp_path, "run", ranks__plan=str(tmp_path / "plan.json"), **changes))
+    bits, auc, log_loss = expected
     assert {each.bits for each in found} == {bits}
-    assert {(each.test.rows, each.test.auc) for each in found} == {(TEST_ROWS, auc)}
-    assert found[0].test.log_loss == pytest.approx(log_loss, abs=1e-12)
-    assert {(each.step, each.rows) for each in found} == {(STEPS, 2 * TRAIN_ROWS)}
+    assert {each.test for each in found} == {found[0].test}
+    assert found[0].test.auc == pytest.approx(auc, abs=1e-12)
+    assert found[0].test.log_loss == pytest.approx(log_loss, abs=1e-7)
+    assert {(each.step, each.rows, each.test.rows) for each in found} == {(STEPS, 2 * TRAIN_ROWS, TEST_ROWS)}
+    assert [each.store for each in found[0].ranks] == [str(tmp_path / "run" / f"{rank}-of-2") for rank in range(2)]
+    assert found[0].tiers == total([each.tiers for each in found[0].ranks])
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(
+    tmp_path: Path, expected: tuple[str, float, float]
+) -> None:
+    made = config(tmp_path, "run")
+    stopped = run(train_rank, 2, tmp_path, made, False, 17)
+    assert {(each.interrupted, each.step, each.test) for each in stopped} == {(True, 17, None)}
+    with pytest.raises(AssertionError, match="holds a run already: continue it with --resume"):
+        run(train_rank, 2, tmp_path, made)
+    resumed = run(train_rank, 2, tmp_path, made, True)
+    assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
+
+
+def test_a_rank_that_fails_ends_all_and_they_resume_from_the_last_commit(
+    tmp_path: Path, expected: tuple[str, float, float]
+) -> None:
+    made = config(tmp_path, "run")
+    with pytest.raises(AssertionError, match=r"RankError: rank 1 (has ended or hangs|failed: the disk is on fire)"):
+        run(train_rank, 2, tmp_path, made, False, 10, 1)
+    resumed = run(train_rank, 2, tmp_path, made, True)
+    assert {(each.rows, each.bits) for each in resumed} == {(2 * TRAIN_ROWS - 8 * BATCH, expected[0])}
+
+
+def test_stores_of_ranks_and_of_one_process_are_told_apart(tmp_path: Path) -> None:
+    made = config(tmp_path, "run", train__epochs=1)
+    run(train_rank, 2, tmp_path, made)
+    with pytest.raises(tierstore.errors.TierstoreError, match="was written by 2 ranks: start as many, as torchrun"):
+        train(made, resume=True)
+    alone = config(tmp_path, "alone", train__epochs=1)
+    train(alone)
+    with pytest.raises(AssertionError, match="was written by one process: go on without torchrun"):
+        run(train_rank, 2, tmp_path, alone, True)
+
+
+def train_differently(made: RunConfig) -> None:
+    rank = torch.distributed.get_rank()
+    train_rank(dataclasses.replace(made, train=dataclasses.replace(made.train, seed=rank)))
+
+
+def test_ranks_with_different_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0 has train\.seed = 0, not 1 in its run file: give all ranks the"):
+        run(train_differently, 2, tmp_path, config(tmp_path, "run"))
