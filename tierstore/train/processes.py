@@ -1,10 +1,8 @@
 """The processes that train a run together: one alone, or the ranks that torchrun started."""
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -14,12 +12,13 @@ from torch import Tensor
 
 from ..dist import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average, open_sharded
 from ..dist.ranks import Ranks
-from ..errors import RankError, TierstoreError
+from ..errors import TierstoreError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
 from ..system.launch import launched_rank
 from .config import RunConfig, StoreSection
+from .rendezvous import meet
 
 _T = TypeVar("_T")
 _MIN_KEPT: Final = 2
@@ -73,8 +72,8 @@ class OneProcess:
         if sharded := sorted(each.name for each in path.glob("*-of-*") if re.fullmatch(r"\d+-of-\d+", each.name)):
             count = sharded[0].rpartition("-")[2]
             raise TierstoreError(
-                f"{path} was written by {count} ranks: start as many, as torchrun --nproc-per-node {count} -m "
-                "tierstore train, or train anew in another folder (--store)"
+                f"{path} was written by {count} ranks: start ranks, as torchrun --nproc-per-node {count} -m tierstore "
+                "train, make one store of theirs by tierstore reshard --plain, or train in another folder (--store)"
             )
         return open_store(path, mode="w", keep=config.store.keep, **options)
 
@@ -117,8 +116,8 @@ class ManyProcesses:
                 )
             if (Path(section.path) / "manifest.json").exists():
                 raise TierstoreError(
-                    f"{section.path} was written by one process: go on without torchrun, or train anew in another "
-                    "folder (--store)"
+                    f"{section.path} was written by one process: go on without torchrun, divide it by tierstore "
+                    "reshard --ranks, or train in another folder (--store)"
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None
@@ -174,18 +173,10 @@ def joined(config: RunConfig) -> Iterator[Processes]:
     if dist.is_available() and dist.is_initialized():
         yield ManyProcesses()
     elif launched_rank() is not None:
-        _join(config.ranks.timeout_seconds)
+        meet(config.ranks.timeout_seconds)
         try:
             yield ManyProcesses()
         finally:
             dist.destroy_process_group()
     else:
         yield ALONE
-
-
-def _join(seconds: int) -> None:
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    except RuntimeError as error:
-        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        raise RankError(f"rank {rank} of {size}: the others did not come within {seconds} s ({error})") from error
