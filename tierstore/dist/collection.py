@@ -1,5 +1,6 @@
 """Many features in one call, their tables sharded over ranks."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -42,12 +43,8 @@ class ShardedCollection(Collection):
 
     def prepare_by(self, ranks: Ranks, features: Any) -> Prepared:
         """``_prepare``; if it fails the others, which begin a lookup, are told by ``ranks``."""
-        try:
+        with ranks.telling() if self._features else contextlib.nullcontext():  # without, nothing is exchanged
             return super()._prepare(features)  # type: ignore[safe-super]
-        except BaseException:
-            if self._features:  # else the others exchange nothing
-                ranks.counts(None)
-            raise
 
     def _require_one_process(self) -> None:
         pass

@@ -11,7 +11,7 @@ All calls are collective: every rank makes the same.
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -50,29 +50,14 @@ class SendsGradients(ABC):
     """A lookup whose gradients go to the owners of its rows, who train them.
 
     Args:
-        joined: this rank's ids, in ``ShardedTable`` of one layout.
-        mode: "sum", "mean" or "max".
-        owners: of the rows.
+        tables: this rank's parts of the tables: what it trains.
+
+    Attributes:
+        tables: as given.
     """
 
-    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        self.joined = joined
-        self.mode = mode
-        self._owners = owners
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._owners.ranks
-
-    @property
-    def _sharded(self) -> list[ShardedTable]:
-        tables: list[Any] = self.joined.tables
-        return tables
-
-    @property
-    def tables(self) -> list[Table]:
-        """This rank's parts of the tables: what it trains."""
-        return [table.local for table in self._sharded]
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tables
 
     @abstractmethod
     def release(self) -> None:
@@ -107,6 +92,11 @@ class SendsGradients(ABC):
 class ShardedLookup(SendsGradients):
     """The contract is that of ``lookup.Lookup``.
 
+    Args:
+        joined: this rank's ids, in ``ShardedTable`` of one layout.
+        mode: "sum", "mean" or "max".
+        owners: of the rows.
+
     Attributes:
         own: of the rows that this rank looks up for others or itself; once ids are exchanged.
     """
@@ -114,8 +104,17 @@ class ShardedLookup(SendsGradients):
     own: Any
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        super().__init__(joined, mode=mode, owners=owners)
+        tables: list[Any] = joined.tables
+        super().__init__([table.local for table in tables])
         self.wants_zeros = False
+        self.joined = joined
+        self.mode = mode
+        self._owners = owners
+        self._sharded: list[ShardedTable] = tables
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._owners.ranks
 
     @property
     def group(self) -> Hashable:
@@ -152,6 +151,52 @@ class ShardedLookup(SendsGradients):
         """See ``Lookup.scale_gradient``."""
 
 
+_R = TypeVar("_R")
+
+
+class RoutedLookup(ShardedLookup, Generic[_R]):
+    """A lookup whose ids go to the owners of the rows, whence values come. ``_R``: what is known once they went."""
+
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+        super().__init__(joined, mode=mode, owners=owners)
+        self._known_route: _R | None = None
+
+    @abstractmethod
+    def _find_route(self, ranks: Ranks) -> _R:
+        """Exchange ids."""
+
+    def route(self, ranks: Ranks) -> None:
+        if self._known_route is None:
+            self._known_route = self._find_route(ranks)
+
+    @property
+    def _route(self) -> _R:
+        self.route(self._ranks)
+        assert self._known_route is not None
+        return self._known_route
+
+    @property
+    def _width(self) -> int:
+        """Columns of what one owner gives."""
+        return self.tables[0].config.embedding_dim
+
+    def release(self) -> None:
+        """See ``Lookup.release``."""
+        if "own" in self.__dict__:
+            self.own.release()
+
+    def _from_owners(self, given: Sequence[int], asked: Sequence[int], *, keep: bool) -> Tensor:
+        """float32 [sum of asked, width]: results of the owners' lookups, in order of the owners."""
+        with self._ranks.together():
+            out = new_output([self.own], (1, sum(given) * self._width), torch.device("cpu"))
+            self.own.forward(out, keep=keep)
+        return self._ranks.exchange_rows(out.view(-1, self._width), given, asked, self._owners.wire.forward)
+
+    def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
+        """Send gradients of what ``_from_owners`` gave; what came to this rank: float32 [sum of given, width]."""
+        return self._ranks.exchange_rows(gradients, asked, given, self._owners.wire.backward)
+
+
 class _Route(NamedTuple):
     """The way of a batch's rows.
 
@@ -171,14 +216,13 @@ class _Route(NamedTuple):
     keys: Int64s
 
 
-class RowsLookup(ShardedLookup):
+class RowsLookup(RoutedLookup[_Route]):
     """See the module's docstring. Where a table's columns are on several ranks, each gives its part of the row."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
         self._arg_max = NO_ARG_MAX
-        self._route: _Route | None = None
         self._rows: Rows | None = None
         self._num_parts = self._sharded[0].num_parts
 
@@ -193,31 +237,15 @@ class RowsLookup(ShardedLookup):
 
     @cached_property
     def own(self) -> AnyLookup:
-        return make_lookup(OfKeys(self.tables, self._routed.keys), mode="sum")
-
-    @property
-    def _routed(self) -> _Route:
-        self.route(self._ranks)
-        assert self._route is not None
-        return self._route
+        return make_lookup(OfKeys(self.tables, self._route.keys), mode="sum")
 
     @property
     def _dim(self) -> int:
         return self.joined.tables[0].layout.dim
 
-    @property
-    def _width(self) -> int:
-        """Columns of a part."""
-        return self._dim // self._num_parts
-
-    def route(self, ranks: Ranks) -> None:
-        if self._route is not None:
-            return
-        try:
+    def _find_route(self, ranks: Ranks) -> _Route:
+        with ranks.telling():
             inverse, keys = unique(self.joined.keys)
-        except BaseException:
-            ranks.counts(None)
-            raise
         owners = self._owners.of(keys, self._num_parts).ravel()
         order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
         asked = np.bincount(owners, minlength=ranks.size).tolist()
@@ -226,28 +254,26 @@ class RowsLookup(ShardedLookup):
         places = np.arange(len(keys), dtype=np.int32)
         if self._num_parts == 1:
             places[order] = places.copy()
-        self._route = _Route(inverse, order, places, asked, given, wanted.numpy())
+        return _Route(inverse, order, places, asked, given, wanted.numpy())
+
+    @cached_property
+    def _slots(self) -> Int32s:
+        """int32 [N], where the row of each position is."""
+        return self._route.places[self._route.inverse]
 
     def release(self) -> None:
         """See ``Lookup.release``."""
         self._rows = None
-        if "own" in self.__dict__:
-            self.own.release()
+        super().release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
-        joined, route, width = self.joined, self._routed, self._width
-        with self._ranks.together():
-            given = new_output([self.own], (1, sum(route.given) * width), torch.device("cpu"))
-            self.own.forward(given, keep=keep)
-        taken = self._ranks.exchange_rows(given.view(-1, width), route.given, route.asked, self._owners.wire.forward)
-        rows = Rows.plain(self._side_by_side(taken).numpy())
+        joined, route = self.joined, self._route
+        rows = Rows.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers
-        pool_part(
-            rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, route.places[route.inverse]
-        )
+        pool_part(rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -256,8 +282,7 @@ class RowsLookup(ShardedLookup):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
         own = np.zeros(len(self.joined), np.float32)
-        slots = self._routed.places[self._routed.inverse]
-        dot_part(self._rows, self.joined, grad_out.numpy(), 0, slots, own)
+        dot_part(self._rows, self.joined, grad_out.numpy(), 0, self._slots, own)
         self.joined.scatter(own, grad_scale)
 
     def _side_by_side(self, parts: Tensor) -> Tensor:
@@ -265,19 +290,19 @@ class RowsLookup(ShardedLookup):
         if self._num_parts == 1:
             return parts
         by_row = torch.empty_like(parts)
-        by_row[torch.from_numpy(self._routed.order)] = parts
+        by_row[torch.from_numpy(self._route.order)] = parts
         return by_row.view(-1, self._dim)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
         """Inverse of ``_side_by_side``."""
-        return rows if self._num_parts == 1 else rows.view(-1, self._width)[torch.from_numpy(self._routed.order)]
+        return rows if self._num_parts == 1 else rows.view(-1, self._width)[torch.from_numpy(self._route.order)]
 
     def sent(self, grad_out: Tensor) -> Sent:
-        joined, route = self.joined, self._routed
+        joined, route = self.joined, self._route
         groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
         merged = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
         sent = self._in_parts(torch.from_numpy(merged)).div_(self._ranks.size)
-        taken = self._ranks.exchange_rows(sent, route.asked, route.given, self._owners.wire.backward)
+        taken = self._to_owners(sent, route.given, route.asked)
         if self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns):
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
         return Sent(self.own, taken.view(1, -1))

@@ -17,13 +17,10 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined
-from ..lookup.lookup import new_output
-from ..lookup.merging import Merged
 from ..pool.backward import NO_FLOATS
 from ..store import Table
 from ..store.table import make_lookup
-from .lookup import SendsGradients, Sent, ShardedLookup
-from .owners import Owners
+from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
 from .table import ShardedTable
 
@@ -73,7 +70,7 @@ class _Bags(Joined):
         bags = np.append(0, np.cumsum([request.sizes.size for request in requests]))
         starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
         sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
-        table_bags, high = [0], 0
+        table_bags, high, samples = [0], 0, sum(request.sizes.shape[1] for request in requests)
         for table in tables:
             low, high = high, high + features.count(table)
             for place, (rank, request) in itertools.product(range(low, high), enumerate(requests)):
@@ -81,7 +78,7 @@ class _Bags(Joined):
                 sizes.append(request.sizes[place])
                 columns.append(bags[rank] + place * batch + np.arange(batch))
                 positions.append(starts[rank] + np.arange(ends[rank][place], ends[rank][place + 1]))
-            table_bags.append(sum(map(len, sizes)))
+            table_bags.append(table_bags[-1] + (high - low) * samples)
         self.table_bags = np.array(table_bags, np.int64)
         self.bag_starts = np.append(0, np.concatenate(sizes).cumsum())
         places: Any = np.concatenate(columns) * width
@@ -110,12 +107,8 @@ class _Route(NamedTuple):
     requests: list[_Request]
 
 
-class PooledLookup(ShardedLookup):
+class PooledLookup(RoutedLookup[_Route]):
     """See the module's docstring."""
-
-    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        super().__init__(joined, mode=mode, owners=owners)
-        self._route: _Route | None = None
 
     @classmethod
     def merged(cls, lookups: Sequence["PooledLookup"], widths: Sequence[int]) -> "_MergedPooled":
@@ -124,45 +117,31 @@ class PooledLookup(ShardedLookup):
 
     @cached_property
     def own(self) -> AnyLookup:
-        features = [self._feature_tables[place.feature].local for place in self._places(self._ranks.rank)]
-        return make_lookup(_Bags(self.tables, features, self._routed.requests, self._width), mode="sum")
+        features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
+        return make_lookup(_Bags(self.tables, features, self._route.requests, self._width), mode="sum")
 
     @property
-    def _routed(self) -> _Route:
-        self.route(self._ranks)
-        assert self._route is not None
-        return self._route
+    def _feature_tables(self) -> Sequence[ShardedTable]:
+        tables: Any = self.joined.table_of_feature
+        found: Sequence[ShardedTable] = tables
+        return found
 
-    @property
-    def _feature_tables(self) -> list[ShardedTable]:
-        tables: list[Any] = list(self.joined.table_of_feature)
-        return tables
+    @cached_property
+    def _places(self) -> list[list[_Place]]:
+        """The features that each rank pools, in order."""
+        found: list[list[_Place]] = [[] for _ in range(self._ranks.size)]
+        columns = self.joined.columns.tolist()
+        for feature, (table, column) in enumerate(zip(self._feature_tables, columns, strict=True)):
+            for shard in table.shards:
+                first = column + shard.first_column
+                found[shard.rank].append(_Place(feature, slice(first, first + shard.num_columns)))
+        return found
 
-    @property
-    def _width(self) -> int:
-        return self.tables[0].config.embedding_dim
-
-    def _places(self, rank: int) -> list[_Place]:
-        """The features that a rank pools, in order."""
-        return [
-            _Place(feature, slice(column + shard.first_column, column + shard.first_column + shard.num_columns))
-            for feature, (table, column) in enumerate(
-                zip(self._feature_tables, self.joined.columns.tolist(), strict=True)
-            )
-            for shard in table.shards
-            if shard.rank == rank
-        ]
-
-    def route(self, ranks: Ranks) -> None:
-        if self._route is not None:
-            return
-        try:
+    def _find_route(self, ranks: Ranks) -> _Route:
+        with ranks.telling():
             keys = self.joined.keys
-        except BaseException:
-            ranks.counts(None)
-            raise
         joined = self.joined
-        features = [[place.feature for place in self._places(rank)] for rank in range(ranks.size)]
+        features = [[place.feature for place in places] for places in self._places]
         owner = self._owners.of(keys, self._sharded[0].num_parts)
         bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1), np.diff(joined.bag_starts))
         positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(ranks.size)]
@@ -181,7 +160,7 @@ class PooledLookup(ShardedLookup):
             scales = torch.split(ranks.exchange(sent, [len(chosen) for chosen in positions], ids), ids)
             requests = [one._replace(scale=scale.numpy()) for one, scale in zip(requests, scales, strict=True)]
         asked = [len(own) * joined.batch for own in features]
-        self._route = _Route(asked, [request.sizes.size for request in requests], positions, requests)
+        return _Route(asked, [request.sizes.size for request in requests], positions, requests)
 
     def _any_scale(self, messages: Sequence[Tensor]) -> bool:
         """Whether ids have weights. ValueError, in all ranks, if those of some have not."""
@@ -190,21 +169,12 @@ class PooledLookup(ShardedLookup):
             raise ValueError("some ranks' batches have weights and others' have none; give all some, or none")
         return bool(num_weights)
 
-    def release(self) -> None:
-        """See ``Lookup.release``."""
-        if "own" in self.__dict__:
-            self.own.release()
-
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
-        route, ranks, batch = self._routed, self._ranks, self.joined.batch
-        with ranks.together():
-            given = new_output([self.own], (1, sum(route.given) * self._width), torch.device("cpu"))
-            self.own.forward(given, keep=keep)
-        sums = ranks.exchange_rows(given.view(-1, self._width), route.given, route.asked, self._owners.wire.forward)
+        route, batch = self._route, self.joined.batch
+        sums = self._from_owners(route.given, route.asked, keep=keep)
         is_set = set[int]()
-        for rank, part in enumerate(torch.split(sums, route.asked)):
-            places = self._places(rank)
+        for places, part in zip(self._places, torch.split(sums, route.asked), strict=True):
             for place, bags in zip(places, part.view(len(places), batch, self._width), strict=True):
                 if place.columns.start in is_set:
                     out[:, place.columns] += bags
@@ -224,12 +194,12 @@ class PooledLookup(ShardedLookup):
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """See ``Lookup.scale_gradient``."""
-        route, joined = self._routed, self.joined
+        route, joined = self._route, self.joined
         ids, given = (
             [len(each) for each in found] for found in (route.positions, [one.keys for one in route.requests])
         )
         there = torch.zeros(sum(given))
-        self.own.scale_gradient(self._to_owners(self._in_order_of_owners(grad_out)), there.numpy())
+        self.own.scale_gradient(self._sent(self._in_order_of_owners(grad_out)), there.numpy())
         own = np.zeros(len(joined), np.float32)
         parts = torch.split(self._ranks.exchange(there, given, ids), ids)
         for chosen, part in zip(route.positions, parts, strict=True):
@@ -240,28 +210,23 @@ class PooledLookup(ShardedLookup):
         sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
         if self.mode == "mean":
             sizes = [sizes for _, sizes in self._bag_sizes()]
-            sent *= 1 / torch.cat([sizes[place.feature] for place in self._all_places()])
-        return Sent(self.own, self._to_owners(sent))
-
-    def _all_places(self) -> list[_Place]:
-        return [place for rank in range(self._ranks.size) for place in self._places(rank)]
+            sent *= 1 / torch.cat([sizes[place.feature] for place in itertools.chain(*self._places)])
+        return Sent(self.own, self._sent(sent))
 
     def _in_order_of_owners(self, grad_out: Tensor) -> Tensor:
         """float32 [bags, columns of a result]: the gradient of each result that owners gave."""
-        return torch.cat([grad_out[:, place.columns] for place in self._all_places()])
+        return torch.cat([grad_out[:, place.columns] for place in itertools.chain(*self._places)])
 
-    def _to_owners(self, sent: Tensor) -> Tensor:
+    def _sent(self, gradients: Tensor) -> Tensor:
         """What came to this rank, of ``own``'s output."""
-        route = self._routed
-        return self._ranks.exchange_rows(sent, route.asked, route.given, self._owners.wire.backward).view(1, -1)
+        return self._to_owners(gradients, self._route.given, self._route.asked).view(1, -1)
 
 
 class _MergedPooled(SendsGradients):
     """See ``Lookup.merged``: each sends its gradients, and this rank's bags of all are merged."""
 
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
-        joined = Merged([lookup.joined for lookup in lookups], widths)
-        super().__init__(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
+        super().__init__(list(dict.fromkeys(table for lookup in lookups for table in lookup.tables)))
         self._lookups = lookups
         self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
 

@@ -1,6 +1,7 @@
 """The ranks of a process group and their exchanges."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -76,17 +77,23 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """If what is within, which exchanges nothing, fails, tell the others, who ask for ``counts``."""
+        try:
+            yield
+        except BaseException:
+            self.counts(None)
+            raise
+
+    @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """All ranks get through what is within, which exchanges nothing, or all raise.
 
         Raises:
             RankError: another rank failed, and which.
         """
-        try:
+        with self.telling():
             yield
-        except BaseException:
-            self.counts(None)
-            raise
         self.counts([0] * self.size)
 
     def gather(self, value: _T) -> list[_T]:
@@ -130,7 +137,7 @@ class Ranks:
         begun = time.perf_counter()
         with naming_gone(self.group, self.rank, self.size):
             dist.all_to_all_single(out, values, list(taken), list(given), group=self.group)
-        row_bytes = values[0].nbytes if len(values) else out[0].nbytes if len(out) else 0
+        row_bytes = values.element_size() * math.prod(values.shape[1:])
         sent, received = (sum(counts) - counts[self.rank] for counts in (given, taken))
         known, seconds = self.traffic, time.perf_counter() - begun
         self.traffic = Traffic(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats
 from ..lookup.joined import Joined, OfKeys
-from ..lookup.merging import Merged
 from ..rows import KEY_ROW_BITS
 from ..store.table import make_lookup
 from .lookup import Sent, ShardedLookup
@@ -25,27 +24,20 @@ from .ranks import Ranks
 class ReplicatedLookup(ShardedLookup):
     """See the module's docstring."""
 
-    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners, own: Any = None) -> None:
         super().__init__(joined, mode=mode, owners=owners)
-        self.own = make_lookup(joined, mode=mode)
+        self.own = make_lookup(joined, mode=mode) if own is None else own
         self.wants_zeros = self.own.wants_zeros
 
     @classmethod
     def merged(cls, lookups: Sequence["ReplicatedLookup"], widths: Sequence[int]) -> Self:
         """See ``Lookup.merged``."""
-        joined = Merged([lookup.joined for lookup in lookups], widths)
-        made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
-        kind: Any = type(made.own)
-        made.own = kind.merged([lookup.own for lookup in lookups], widths)
-        return made
+        kind: Any = type(lookups[0].own)
+        own = kind.merged([lookup.own for lookup in lookups], widths)
+        return cls(own.joined, mode=own.mode, owners=lookups[0]._owners, own=own)
 
     def route(self, ranks: Ranks) -> None:
         """Ids stay here."""
-
-    def bring_in(self, ranks: Ranks) -> None:
-        with ranks.together():
-            self.joined.keys  # noqa: B018 - checks the ids
-            self.own.stage()
 
     def release(self) -> None:
         """See ``Lookup.release``."""

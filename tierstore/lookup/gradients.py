@@ -174,7 +174,7 @@ def _update(collected: Sequence[_Collected]) -> None:
     if len(lookups) > 1:
         lookup = lookup.merged(lookups, [gradient.shape[1] for gradient in gradients])
         gradient = torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)
-    optimizer = lookup.joined.tables[0].store.optimizer_in_use
+    optimizer = lookup.tables[0].store.optimizer_in_use
     if optimizer is None:
         lookup.update(gradient)
     else:

@@ -5,7 +5,7 @@ them. Forward and backward run on the caller's current stream. The host waits fo
 not brought in ahead.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,16 +22,16 @@ from ..optim.configs import adding
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
-from .joined import Joined
+from .joined import Joined, OverJoined
 from .lookup import MODES
 from .merging import Merged
-from .tables import LookupTable, RowGradients, by_table
+from .tables import RowGradients, by_table
 
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 
 
-class HbmLookup:
+class HbmLookup(OverJoined):
     """See the module's docstring; arguments as for ``lookup.Lookup``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
@@ -69,17 +69,6 @@ class HbmLookup:
     @property
     def _is_empty(self) -> bool:
         return not len(self.joined.keys)
-
-    @property
-    def group(self) -> Hashable:
-        """See ``AnyLookup``."""
-        table = self.joined.tables[0]
-        return table.store, table.layout, self.mode
-
-    @property
-    def tables(self) -> Sequence[LookupTable]:
-        """See ``Lookup.tables``."""
-        return self.joined.tables
 
     @property
     def demand(self) -> tuple[Pool, Int64s]:

@@ -1,6 +1,6 @@
 """The ids of some features of one pool laid end to end, as row keys or as slots."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,6 +230,29 @@ class Joined:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
         return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
+
+
+class OverJoined:
+    """What lookups of joined ids have in common.
+
+    Attributes:
+        joined: the ids.
+        mode: how they are pooled.
+    """
+
+    joined: Joined
+    mode: str
+
+    @property
+    def group(self) -> Hashable:
+        """See ``AnyLookup``."""
+        table = self.joined.tables[0]
+        return table.store, table.layout, self.mode
+
+    @property
+    def tables(self) -> Sequence[LookupTable]:
+        """Those of its rows, in order."""
+        return self.joined.tables
 
 
 class OfKeys(Joined):

@@ -4,7 +4,7 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -20,9 +20,9 @@ from ..pool.pins import Lease
 from ..pool.pooling import dot_part
 from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
-from .joined import Joined
+from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import ROW_MASK, FillsOutput, LookupTable, RowGradients, in_pool_of
+from .tables import ROW_MASK, FillsOutput, RowGradients, in_pool_of
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
@@ -33,7 +33,7 @@ def new_output(lookups: Sequence[FillsOutput], shape: tuple[int, ...], device: t
     return make(shape, dtype=torch.float32, device=device)
 
 
-class Lookup:
+class Lookup(OverJoined):
     """A lookup in host memory.
 
     Args:
@@ -73,17 +73,6 @@ class Lookup:
         if made._mode == kernels.MAX:
             made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
         return made
-
-    @property
-    def group(self) -> Hashable:
-        """See ``AnyLookup``."""
-        table = self.joined.tables[0]
-        return table.store, table.layout, self.mode
-
-    @property
-    def tables(self) -> Sequence[LookupTable]:
-        """Those of its rows, in order."""
-        return self.joined.tables
 
     @property
     def _pool(self) -> Pool:
