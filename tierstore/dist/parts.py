@@ -30,10 +30,20 @@ def part_sets(directory: Path) -> dict[int, list[Part]]:
 
 
 class Source(NamedTuple):
-    """A complete set of parts: of so many ranks, and the number of the newest commit that all have."""
+    """A complete set of parts.
+
+    Attributes:
+        number: of the newest commit that all have.
+        commits: of each rank's store, in order.
+    """
 
     number: int
-    size: int
+    commits: tuple[Commits, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks wrote it."""
+        return len(self.commits)
 
 
 def newest_set(directory: Path) -> Source:
@@ -42,17 +52,17 @@ def newest_set(directory: Path) -> Source:
     Raises:
         StoreNotFoundError: no set is complete.
     """
-    best, wrong = Source(0, 0), []
+    best, wrong = Source(0, ()), []
     for size, parts in part_sets(directory).items():
         lost = sorted(set(range(size)) - {part.rank for part in parts})
         wrong += [f"{rank}-of-{size} is missing" for rank in lost]
         try:
-            commits = [] if lost else [_commits_of(part.path) for part in parts]
+            commits = () if lost else tuple(_commits_of(part.path) for part in parts)
         except TierstoreError as error:  # a part that was begun, and cut short
-            commits = []
+            commits = ()
             wrong.append(str(error))
         if common := set.intersection(*(set(each.versions) for each in commits)) if commits else set():
-            best = max(best, Source(max(common), size))
+            best = max(best, Source(max(common), commits), key=lambda found: (found.number, found.size))
     if not best.number:
         raise StoreNotFoundError(
             f"{directory} has not all parts of a sharded store: {'; '.join(wrong) or 'nothing was committed'}. Copy "
@@ -139,16 +149,17 @@ def open_parts(directory: Path, source: Source | None = None, *, ddr: str = "64M
             whole = {name: Sharding("table_wise", (0,)) for name in store.tables}
             yield Parts([store], max(store.version, 1), secrets.token_hex(8), whole)
             return
-        number, size = newest_set(directory) if source is None else source
-        stores, runs = [], set()
-        for rank in range(size):
-            path = directory / f"{rank}-of-{size}"
-            commits = _commits_of(path)
-            runs.add(commits.run)
-            version = commits.versions[number]
-            stores.append(opened.enter_context(open_store(path, mode="r", version=version, ddr=ddr)))
+        source = source or newest_set(directory)
+        number, size = source.number, source.size
+        runs = {each.run for each in source.commits}
         if len(runs) > 1:
             raise TierstoreError(f"{directory}: the ranks' stores are of {len(runs)} different runs")
+        stores = [
+            opened.enter_context(
+                open_store(directory / f"{rank}-of-{size}", mode="r", version=each.versions[number], ddr=ddr)
+            )
+            for rank, each in enumerate(source.commits)
+        ]
         shardings = stores[0].extra[SECTION]["shardings"]
         yield Parts(
             stores, number, runs.pop(), {name: Sharding.from_json(each, size) for name, each in shardings.items()}

@@ -2,18 +2,21 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from ..errors import TierstoreError
 from ..exchange.rows import chunks, write_rows
 from ..store import Store, Table, open_store
 from .commits import Commits, packed
 from .parts import Parts, Source, newest_set, of_columns, open_parts, part_sets
-from .plan import Plan, Sharding
+from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config
 
 Progress = Callable[[int, int], None]
+_DDR: Final = "128MiB"
+"""Of a store that is made."""
 
 
 def _no_progress(_done: int, _total: int) -> None:
@@ -75,46 +78,48 @@ def _resized(parts: Parts, name: str, size: int) -> Sharding:
     return sharding._replace(ranks=everybody)
 
 
+class _Piece(NamedTuple):
+    """A table of a new store, and what it has of the whole one."""
+
+    table: Table
+    shard: Shard
+
+
 def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress = _no_progress) -> None:
     """Make a rank's part; it appears with its first commit."""
-    with open_store(path, keep=2, ddr="128MiB") as local:
-        tables = [
-            ShardedTable(config, plan.tables[name], _created(local, parts, name, plan, rank), rank)
-            for name, config in parts.tables.items()
-        ]
-        pieces = [(table, shard) for table in tables for shard in table.shards if shard.rank == rank]
-        done, total = 0, sum(shard.num_rows for _, shard in pieces)
-        for table, shard in pieces:
-            for start, stop in chunks(table.local):
-                first, last = max(start, shard.first_row), min(stop, shard.first_row + shard.num_rows)
-                if first < last:
-                    rows = of_columns(parts.read(table.name, first, last), table.config, shard)
-                    write_rows(table.local, first, *rows)
-                    done += last - first
-                    progress(done, total)
-        for table in tables:
-            table.local.restore(parts.state_of(table.name))
+    with open_store(path, keep=2, ddr=_DDR) as local:
+        pieces = []
+        for name, config in parts.tables.items():
+            sharding = plan.tables[name]
+            made = local.create_table(local_config(config, sharding, rank))
+            shards = ShardedTable(config, sharding, made, rank).shards
+            pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
+        _copy(parts, local, pieces, progress)
         shardings = {name: each.to_json() for name, each in plan.tables.items()}
-        extra = packed(parts.run, parts.number, {}, shardings, parts.extra)
-        local.commit(extra=extra, tensors=parts.tensors)
-
-
-def _created(local: Store, parts: Parts, name: str, plan: Plan, rank: int) -> Table:
-    return local.create_table(local_config(parts.tables[name], plan.tables[name], rank))
+        local.commit(extra=packed(parts.run, parts.number, {}, shardings, parts.extra), tensors=parts.tensors)
 
 
 def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
     """Make a store that is not sharded, for one process."""
-    with open_store(path, ddr="128MiB") as store:
-        tables = [store.create_table(config) for config in parts.tables.values()]
-        total, done = sum(table.config.num_embeddings for table in tables), 0
-        for table in tables:
-            for start, stop in chunks(table):
-                write_rows(table, start, *parts.read(table.name, start, stop))
-                done += stop - start
-                progress(done, total)
-            table.restore(parts.state_of(table.name))
+    with open_store(path, ddr=_DDR) as store:
+        pieces = [
+            _Piece(store.create_table(config), Shard(0, 0, config.num_embeddings, 0, config.embedding_dim))
+            for config in parts.tables.values()
+        ]
+        _copy(parts, store, pieces, progress)
         store.commit(extra=parts.extra, tensors=parts.tensors)
+
+
+def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progress) -> None:
+    """Rows with optimizer state, and what the optimizers of all tables need beside them."""
+    done, total = 0, sum(shard.num_rows for _, shard in pieces)
+    for table, shard in pieces:
+        for start, stop in chunks(table):
+            write_rows(table, start, *of_columns(parts.read(table.name, start, stop), parts.tables[table.name], shard))
+            done += stop - start
+            progress(done, total)
+    for name, table in store.tables.items():
+        table.restore(parts.state_of(name))
 
 
 def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, progress: Progress) -> str:

@@ -26,10 +26,10 @@ class Rows(NamedTuple):
 
 
 def chunks(table: Table) -> Iterator[tuple[int, int]]:
-    """(start, stop) of runs of rows that make about ``CHUNK_BYTES``, all of the table's in their order."""
-    rows, step = table.config.num_embeddings, max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+    """(start, stop) of runs of rows that make about ``CHUNK_BYTES``, all that the store uses in their order."""
+    rows, step = table.rows, max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
+    for start in range(rows.start, rows.stop, step):
+        yield start, min(start + step, rows.stop)
 
 
 def _keys(table: Table, start: int, stop: int) -> Int64s:

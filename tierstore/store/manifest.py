@@ -38,10 +38,15 @@ class Part(NamedTuple):
     path: Path
 
 
+def part_folders(directory: Path) -> list[Part]:
+    """What is named as those of a sharded store, by size and rank."""
+    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*")]
+    return sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
+
+
 def parts_in(directory: Path) -> list[Part]:
     """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
-    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*") if (path / MANIFEST_NAME).exists()]
-    return sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
+    return [part for part in part_folders(directory) if (part.path / MANIFEST_NAME).exists()]
 
 
 def is_store_id(value: object) -> bool:

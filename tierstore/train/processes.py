@@ -1,7 +1,6 @@
 """The processes that train a run together: one alone, or the ranks that torchrun started."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -16,6 +15,7 @@ from ..errors import TierstoreError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
+from ..store.manifest import MANIFEST_NAME, part_folders
 from ..system.launch import launched_rank
 from .config import RunConfig, StoreSection
 from .rendezvous import meet
@@ -69,8 +69,8 @@ class OneProcess:
 
     def open(self, config: RunConfig, **options: Any) -> Store:
         path = Path(config.store.path)
-        if sharded := sorted(each.name for each in path.glob("*-of-*") if re.fullmatch(r"\d+-of-\d+", each.name)):
-            count = sharded[0].rpartition("-")[2]
+        if sharded := part_folders(path):
+            count = sharded[0].size
             raise TierstoreError(
                 f"{path} was written by {count} ranks: start ranks, as torchrun --nproc-per-node {count} -m tierstore "
                 "train, make one store of theirs by tierstore reshard --plain, or train in another folder (--store)"
@@ -114,7 +114,7 @@ class ManyProcesses:
                     f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
                     "one process, which tierstore trace writes down without training"
                 )
-            if (Path(section.path) / "manifest.json").exists():
+            if (Path(section.path) / MANIFEST_NAME).exists():
                 raise TierstoreError(
                     f"{section.path} was written by one process: go on without torchrun, divide it by tierstore "
                     "reshard --ranks, or train in another folder (--store)"
