@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tierstore
-from tierstore.dist import ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
+from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.dist.plan import Exchange, ShardingType
 from tierstore.dist.wire import Precision
 from tierstore.models import DLRM
@@ -102,8 +102,27 @@ def shardings(sharding_type: ShardingType, rows: Sequence[int], size: int) -> Sh
     return {f"t{number}": (sharding_type, list(range(size))) for number in range(len(rows))}
 
 
-class Ours:
+class _Tierstore:
+    """What tierstore's systems have in common."""
+
+    store: tierstore.Store | ShardedStore
+    module: nn.Module
+
+    def jagged(self, batch: tierstore.KeyedJaggedTensor) -> Any:
+        return batch
+
+    def pooled(self, batch: Any) -> Tensor:
+        found: Tensor = self.module(batch).values()
+        return found
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Ours(_Tierstore):
     """tierstore's sharded tables, a thread a rank."""
+
+    store: ShardedStore
 
     def __init__(self, setup: Setup) -> None:
         cold: Any = "memory" if setup.folder is None else "lmdb"
@@ -119,16 +138,6 @@ class Ours:
         self.module = ShardedTieredEmbeddingBagCollection(self.store)
         whole = setup.around(self.module)
         self.model = whole if setup.mlps is None else data_parallel(whole)
-
-    def jagged(self, batch: tierstore.KeyedJaggedTensor) -> Any:
-        return batch
-
-    def pooled(self, batch: Any) -> Tensor:
-        found: Tensor = self.module(batch).values()
-        return found
-
-    def close(self) -> None:
-        self.store.close()
 
 
 class Theirs:
@@ -153,7 +162,7 @@ class Theirs:
         pass
 
 
-class Alone:
+class Alone(_Tierstore):
     """tierstore in one process.
 
     Args:
@@ -164,16 +173,6 @@ class Alone:
         self.store = _open_alone(setup, threads)
         self.module = tierstore.TieredEmbeddingBagCollection(self.store)
         self.model = setup.around(self.module)
-
-    def jagged(self, batch: tierstore.KeyedJaggedTensor) -> Any:
-        return batch
-
-    def pooled(self, batch: Any) -> Tensor:
-        found: Tensor = self.module(batch).values()
-        return found
-
-    def close(self) -> None:
-        self.store.close()
 
 
 def _open_alone(setup: Setup, threads: int) -> tierstore.Store:

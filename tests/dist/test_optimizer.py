@@ -1,5 +1,7 @@
 """Gradients of rows collected over ranks, added up and clipped, against one process."""
 
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +36,35 @@ def loss_of(module: Any, dense: Tensor, rank: int, number: int) -> Tensor:
     return loss
 
 
+def train(
+    module: Any, optimizer: Any, ranks: Sequence[int], divisor: int, average: Callable[[Tensor], None]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """(norms, rows of each table as a lookup gives them) after steps over these ranks' batches."""
+    dense, norms = torch.ones(2 * DIM, requires_grad=True), []
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(STEPS):
+        for part, rank in itertools.product(range(2), ranks):
+            (loss_of(module, dense, rank, 2 * step + part) / 2 / divisor).backward()  # type: ignore[no-untyped-call]
+        assert dense.grad is not None
+        average(dense.grad)
+        norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
+        optimizer.step()
+        optimizer.zero_grad()
+        dense.grad = None
+        schedule.step()
+    with torch.no_grad():
+        return norms, rows_of(module)
+
+
 def train_rank(kind: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """(norms, rows of each table as a lookup gives them)."""
+    def average(gradient: Tensor) -> None:
+        torch.distributed.all_reduce(gradient, torch.distributed.ReduceOp.SUM)
+        gradient /= RANKS
+
     with open_sharded(None, cold="memory", ddr="1MiB") as store:
         for name in "ab":
             store.create_table(config(name), **kind)
-        module, optimizer = ShardedTieredEmbeddingBagCollection(store), store.optimizer()
-        dense, norms = torch.ones(2 * DIM, requires_grad=True), []
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for step in range(STEPS):
-            for part in range(2):
-                (loss_of(module, dense, store.ranks.rank, 2 * step + part) / 2).backward()  # type: ignore[no-untyped-call]
-            assert dense.grad is not None
-            torch.distributed.all_reduce(dense.grad, torch.distributed.ReduceOp.SUM)
-            dense.grad /= RANKS
-            norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
-            optimizer.step()
-            optimizer.zero_grad()
-            dense.grad = None
-            schedule.step()
-        with torch.no_grad():
-            return norms, rows_of(module)
+        return train(ShardedTieredEmbeddingBagCollection(store), store.optimizer(), [store.ranks.rank], 1, average)
 
 
 def rows_of(module: Any) -> dict[str, Tensor]:
@@ -68,20 +78,8 @@ def expected() -> tuple[list[float], dict[str, Tensor]]:
     with tierstore.open(cold="memory", ddr="1MiB") as store:
         for name in "ab":
             store.create_table(config(name))
-        module, optimizer = tierstore.TieredEmbeddingBagCollection(store), store.optimizer()
-        dense, norms = torch.ones(2 * DIM, requires_grad=True), []
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for step in range(STEPS):
-            for part in range(2):
-                for rank in range(RANKS):
-                    (loss_of(module, dense, rank, 2 * step + part) / 2 / RANKS).backward()  # type: ignore[no-untyped-call]
-            norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
-            optimizer.step()
-            optimizer.zero_grad()
-            dense.grad = None
-            schedule.step()
-        with torch.no_grad():
-            return norms, rows_of(module)
+        module = tierstore.TieredEmbeddingBagCollection(store)
+        return train(module, store.optimizer(), range(RANKS), RANKS, lambda _: None)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["sharding_type"])
