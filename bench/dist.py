@@ -1,8 +1,8 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
 Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "wire" (the loss that
-fewer bits cost), "steps" (their time), "tiers" (with few rows in memory), "skew" (how evenly ranks share the work). The
-figures of parts that are not run again stay. Needs ``make peers``.
+fewer bits cost), "steps" (their time), "tiers" (with few rows in memory), "skew" (how evenly ranks share the work),
+"plans" (the planner's predictions). The figures of parts that are not run again stay. Needs ``make peers``.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Final
 from .common import Report, Run, program
 from .parts import Part, run_parts
 from .peers import torchrec
-from .sharded import bytes_part, loss_part, skew_part, step_part, tier_part, wire_part
+from .sharded import bytes_part, loss_part, plans_part, skew_part, step_part, tier_part, wire_part
 
 __all__ = ["PARTS", "run"]
 
@@ -22,6 +22,7 @@ PARTS: Final[dict[str, Part]] = {
     "steps": step_part.PART,
     "tiers": tier_part.PART,
     "skew": skew_part.PART,
+    "plans": plans_part.PART,
 }
 
 

@@ -19,7 +19,18 @@ from tierstore.models import DLRM
 
 from ..peers import torchrec
 
-__all__ = ["Alone", "Ours", "Setup", "System", "Theirs", "dense_part", "first_weights", "shardings", "train_step"]
+__all__ = [
+    "Alone",
+    "Ours",
+    "Setup",
+    "System",
+    "Theirs",
+    "Tierstore",
+    "dense_part",
+    "first_weights",
+    "shardings",
+    "train_step",
+]
 
 Shardings = dict[str, tuple[ShardingType, Sequence[int]]]
 
@@ -102,7 +113,7 @@ def shardings(sharding_type: ShardingType, rows: Sequence[int], size: int) -> Sh
     return {f"t{number}": (sharding_type, list(range(size))) for number in range(len(rows))}
 
 
-class _Tierstore:
+class Tierstore:
     """What tierstore's systems have in common."""
 
     store: tierstore.Store | ShardedStore
@@ -119,7 +130,7 @@ class _Tierstore:
         self.store.close()
 
 
-class Ours(_Tierstore):
+class Ours(Tierstore):
     """tierstore's sharded tables, a thread a rank."""
 
     store: ShardedStore
@@ -162,7 +173,7 @@ class Theirs:
         pass
 
 
-class Alone(_Tierstore):
+class Alone(Tierstore):
     """tierstore in one process.
 
     Args:

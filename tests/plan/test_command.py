@@ -2,16 +2,16 @@
 
 import argparse
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
+from tests.plan.placement.support import costs_of
 from tierstore.cli import entry as cli
 from tierstore.plan import plan_file, planning
-from tierstore.plan.parts import load_host, write_host
+from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.presets import load_workload, preset, workload_toml
 
@@ -26,7 +26,9 @@ HELP = {
             run       answer a plan file
             curve     say how often memory of any size misses
             measure   measure this machine
-            place     compare places for a workload's tables
+            measure-ranks
+                      measure what steps over ranks cost
+            place     decide which rank gets which tables
             parts     list the parts and hosts that plans know
             presets   list the workloads that plans know
             trace     make, convert and describe traces
@@ -93,29 +95,40 @@ HELP = {
         example:
           tierstore plan measure --dir . --json host.json
     """,
+    "plan measure-ranks": """
+        usage: tierstore plan measure-ranks [-h] [--json PATH] [--optimizer NAME] [--seconds N] [--force]
+                                            [--traceback]
+        Time steps of sharded tables over the ranks that torchrun starts, for tierstore plan place.
+        options:
+          -h, --help        show this help message and exit
+          --json PATH       where they go (default: ranks.json)
+          --optimizer NAME  of the tables: sgd, rowwise_adagrad (default), adagrad or adam
+          --seconds N       of steps, about; set-up takes as long again
+          --force           replace PATH if it exists
+          --traceback       show where in the code an error arose
+        example:
+          torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json
+    """,
     "plan place": """
-        usage: tierstore plan place [-h] --host NAME|FILE [--hosts N] [--servers N]
-                                    [--strategy {all,gpu,host,remote,hybrid,ssd}] [--hbm-share S] [--ddr-share S]
-                                    [--policy NAME] [--json PATH] [--force] [--traceback]
-                                    WORKLOAD
-        Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.
+        usage: tierstore plan place [-h] --costs FILE [--trace TRACE] [--room SIZE] [--search {beam,greedy}] [--force]
+                                    [--traceback]
+                                    WORKLOAD PLAN.json
+        Find how to shard a workload's tables over ranks, so that a training step takes the least time.
         positional arguments:
-          WORKLOAD              a preset, or a workload file
+          WORKLOAD              a preset, or a workload file; its batch is that of all ranks
+          PLAN.json             the plan that is written, for open_sharded and ranks.plan
         options:
           -h, --help            show this help message and exit
-          --host NAME|FILE      a host that ships, or a host file
-          --hosts N             hosts that compute (default: 1)
-          --servers N           with remote: hosts that hold the tables (default: the fewest that do)
-          --strategy {all,gpu,host,remote,hybrid,ssd}
-                                where tables go (default: compare all)
-          --hbm-share S         share of an accelerator's memory that rows may take
-          --ddr-share S         share of a host's memory that rows may take
-          --policy NAME         with ssd: of the caches (default: auto)
-          --json PATH           write the plans to a file
-          --force               replace that file if it exists
+          --costs FILE          of the ranks, by tierstore plan measure-ranks
+          --trace TRACE         what is looked up (default: Zipf's law, as the workload says)
+          --room SIZE           of each rank, for rows and optimizer state (default: no limit)
+          --search {beam,greedy}
+                                how to look for it (default: beam)
+          --force               replace PLAN.json if it exists
           --traceback           show where in the code an error arose
-        example:
-          tierstore plan place rmc2 --host node-8xh100
+        examples:
+          tierstore plan place rmc2 plan.json --costs ranks.json
+          tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB
     """,
     "plan parts": """
         usage: tierstore plan parts [-h] [--sources] [--traceback]
@@ -229,13 +242,6 @@ def test_help_is_frozen(name: str) -> None:
     assert ALL[name].format_help().split() == HELP[name].split()
 
 
-def test_hosts_in_examples_are_there() -> None:
-    named = [name for text in HELP.values() for name in re.findall(r"--host ([\w-]+)$", text, re.MULTILINE)]
-    assert named
-    for name in named:
-        assert load_host(name).name == name
-
-
 def test_every_command_is_frozen_here() -> None:
     assert [name for name in ALL if name.split(" ")[0] == "plan"] == list(HELP)
 
@@ -289,8 +295,9 @@ def test_what_prevents_files_is_told_before_the_work(
 def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
     capsys.readouterr()
-    place = ["place", "shop.toml", "--host", "box.json", "--json"]
-    for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./box.json"]):
+    costs_of(2, optimizer=shop_workload().optimizer).save("ranks.json")
+    place = ["place", "--costs", "ranks.json", "shop.toml"]
+    for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./ranks.json"]):
         before = Path(words[-1]).read_bytes()
         for force in ([], ["--force"]):
             assert cli.main(["plan", *words, *force]) == 1
@@ -301,12 +308,13 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
 def test_what_is_there_is_replaced_by_force_alone(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
     out = plan_path.parent / "out.json"
-    for words in (["curve", "shop.npz"], ["place", "shop.toml", "--host", "box.json"]):
+    costs_of(2, optimizer=shop_workload().optimizer).save("ranks.json")
+    for words in (["curve", "shop.npz", "--json"], ["place", "--costs", "ranks.json", "shop.toml"]):
         out.write_text("before")
-        assert cli.main(["plan", *words, "--json", "out.json"]) == 1
+        assert cli.main(["plan", *words, "out.json"]) == 1
         assert "overwrite it with --force" in capsys.readouterr().err
         assert out.read_text() == "before"
-        assert cli.main(["plan", *words, "--json", "out.json", "--force"]) == 0
+        assert cli.main(["plan", *words, "out.json", "--force"]) == 0
         json.loads(out.read_text())
 
 
@@ -344,7 +352,11 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
         (["trace", "describe", "nosuch.npz"], 1, "tierstore: "),
         (["trace", "convert", "plan.toml", "out.npz"], 2, "tierstore: "),
         (["curve", "nosuch.npz"], 1, "tierstore: "),
-        (["place", "nosuch", "--host", "box.json"], 2, "tierstore: "),
+        (
+            ["place", "shop.toml", "plan.json", "--costs", "shop.toml"],
+            2,
+            "tierstore: shop.toml has no costs of ranks; ",
+        ),
     ],
 )
 def test_errors_are_one_line_with_a_status(

@@ -120,9 +120,9 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     assert pool.unique == pytest.approx(20, rel=0.05)
     assert pool.unique <= pool.lookups
     assert pool.new_rows == pytest.approx(table.num_embeddings / 20_000, rel=0.1)
-    of_tables = measured_demand(workload, accesses)["a"]
-    assert (of_tables.lookups, of_tables.distinct) == (20, pytest.approx(20, rel=0.05))
-    assert of_tables.distinct <= of_tables.lookups
+    of_table = measured_demand(workload, accesses, 1)["a"]
+    assert (of_table.ids, of_table.rows) == (20, pytest.approx(20, rel=0.05))
+    assert of_table.rows <= of_table.ids
     assert describe(accesses).total.ids_a_batch / rate == pytest.approx(20, rel=0.05)
 
 

@@ -1,9 +1,11 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..system.terminal import Command, group, progress_bar
 from ..system.terminal import arg as _arg
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from .accesses import Accesses
     from .curves import MissRatioCurve
     from .curves.build import CurveOptions
+
+_MEET_SECONDS: Final = 300
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -176,28 +180,55 @@ def _measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def _place(options: argparse.Namespace) -> int:
-    """The exit status is 1 if nothing fits."""
-    from .json_file import write_json
-    from .parts import load_host
-    from .placement import STRATEGIES, Room, compare, describe_comparison, describe_placement, planned_store
-    from .presets import load_workload
+def _measure_ranks(options: argparse.Namespace) -> int:
+    import os
 
-    _require_writable(options.json, [options.workload, options.host], force=options.force)
-    workload, host = load_workload(options.workload), load_host(options.host)
-    shares = {"hbm_share": options.hbm_share, "ddr_share": options.ddr_share}
-    plans = compare(
-        workload, host, hosts=options.hosts, servers=options.servers,
-        strategies=STRATEGIES if options.strategy == "all" else [options.strategy],
-        room=Room(**{name: value for name, value in shares.items() if value is not None}),
-        store_model=planned_store(workload, host, options.hosts, options.policy),
-    )  # fmt: skip
-    if len(plans) > 1:
-        print(describe_comparison(plans), end="\n\n")
-    print(describe_placement(plans[0]))
-    if options.json is not None:
-        write_json({"plans": plans}, options.json, force=options.force)
-    return 0 if plans[0].fits else 1
+    import torch.distributed as dist
+
+    from ..train.rendezvous import meet
+    from .placement import describe_costs
+    from .placement.measure import measure_ranks
+
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore plan measure-ranks")
+    is_first = os.environ["RANK"] == "0"
+    if is_first:
+        _require_writable(options.json, [], force=options.force)
+    meet(_MEET_SECONDS)
+    try:
+        bar: Any = progress_bar("measuring", unit=" probes") if is_first else contextlib.nullcontext()
+        with bar as show:
+            found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
+    finally:
+        dist.destroy_process_group()
+    if is_first:
+        found.save(options.json, force=options.force)
+        print(describe_costs(found))
+    return 0
+
+
+def _place(options: argparse.Namespace) -> int:
+    from ..system.sizes import parse_size
+    from .placement import RankCosts, Search, describe_placement, expected_demand, measured_demand
+    from .presets import load_workload
+    from .traces import read_accesses
+
+    inputs = [each for each in (options.workload, options.costs, options.trace) if each]
+    _require_writable(options.plan, inputs, force=options.force)
+    workload, costs = load_workload(options.workload), RankCosts.load(options.costs)
+    if not workload.is_training:
+        workload = replace(workload, optimizer=costs.optimizer)
+    if options.trace is None:
+        demand = expected_demand(workload, costs.world_size)
+    else:
+        demand = measured_demand(workload, read_accesses(options.trace), costs.world_size)
+    room = float("inf") if options.room is None else parse_size(options.room, name="--room")
+    search = Search(workload, demand, costs, rank_bytes=room)
+    with progress_bar("placing", unit=" steps") as show:
+        found = search.greedy() if options.search == "greedy" else search.beam(show)
+    print(describe_placement(workload, found, demand, costs))
+    found.plan.save(options.plan)
+    return 0
 
 
 def _parts(options: argparse.Namespace) -> int:
@@ -379,33 +410,41 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --json host.json",
     ),
+    "measure-ranks": _part(
+        _measure_ranks,
+        (
+            _arg("--json", default="ranks.json", metavar="PATH", help="where they go (default: ranks.json)"),
+            _arg(
+                "--optimizer",
+                default="rowwise_adagrad",
+                metavar="NAME",
+                help="of the tables: sgd, rowwise_adagrad (default), adagrad or adam",
+            ),
+            _arg(
+                "--seconds", type=float, default=60.0, metavar="N", help="of steps, about; set-up takes as long again"
+            ),
+            _arg("--force", help="replace PATH if it exists"),
+        ),
+        "measure what steps over ranks cost",
+        "Time steps of sharded tables over the ranks that torchrun starts, for tierstore plan place.",
+        "example:\n  torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json",
+    ),
     "place": _part(
         _place,
         (
-            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file"),
-            _arg("--host", required=True, metavar="NAME|FILE", help="a host that ships, or a host file"),
-            _arg("--hosts", type=int, default=1, metavar="N", help="hosts that compute (default: 1)"),
-            _arg(
-                "--servers",
-                type=int,
-                metavar="N",
-                help="with remote: hosts that hold the tables (default: the fewest that do)",
-            ),
-            _arg(
-                "--strategy",
-                choices=["all", "gpu", "host", "remote", "hybrid", "ssd"],
-                default="all",
-                help="where tables go (default: compare all)",
-            ),
-            _arg("--hbm-share", type=float, metavar="S", help="share of an accelerator's memory that rows may take"),
-            _arg("--ddr-share", type=float, metavar="S", help="share of a host's memory that rows may take"),
-            _arg("--policy", default="auto", metavar="NAME", help="with ssd: of the caches (default: auto)"),
-            _arg("--json", metavar="PATH", help="write the plans to a file"),
-            _FORCED,
+            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file; its batch is that of all ranks"),
+            _arg("plan", metavar="PLAN.json", help="the plan that is written, for open_sharded and ranks.plan"),
+            _arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore plan measure-ranks"),
+            _arg("--trace", metavar="TRACE", help="what is looked up (default: Zipf's law, as the workload says)"),
+            _arg("--room", metavar="SIZE", help="of each rank, for rows and optimizer state (default: no limit)"),
+            _arg("--search", choices=["beam", "greedy"], default="beam", help="how to look for it (default: beam)"),
+            _arg("--force", help="replace PLAN.json if it exists"),
         ),
-        "compare places for a workload's tables",
-        "Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.",
-        "example:\n  tierstore plan place rmc2 --host node-8xh100",
+        "decide which rank gets which tables",
+        "Find how to shard a workload's tables over ranks, so that a training step takes the least time.",
+        "examples:\n"
+        "  tierstore plan place rmc2 plan.json --costs ranks.json\n"
+        "  tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB",
     ),
     "parts": _part(
         _parts,

@@ -1,6 +1,5 @@
 """``plan``: from a plan file to what it names, to its answer, and to all that a report shows of it."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +16,13 @@ from .host import Host
 from .marginal import Predict, batch_line, ddr_line, exponent_line, grid_of, marginal_values
 from .model import predict
 from .parts import host_names, load_host
-from .placement import PlacementPlan, compare, measured_demand
 from .plan_file import PlanFile, SetupSection
-from .prediction import Prediction, Setup
+from .prediction import Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
 from .result import (
     Alternative,
     Line,
-    Placed,
     PlanResult,
     ShownCurve,
     assumptions_of,
@@ -37,7 +34,7 @@ from .tiers import pool_loads
 from .traces import read_accesses
 from .workload import Workload
 
-_STAGES: Final = ("accesses", "setup", "curves", "what would change it", "placement")
+_STAGES: Final = ("accesses", "setup", "curves", "what would change it")
 _Part = TypeVar("_Part")
 _SEARCHED: Final = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
@@ -95,7 +92,6 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
     gains = marginal_values(setup, demand, asked.pricing)
     lines = _lines(setup, demand, quick, has_trace=accesses is not None)
     grid = grid_of(setup, demand, quick)
-    tell(4)
     result = PlanResult(
         asked=asked,
         prediction=prediction,
@@ -106,7 +102,6 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         lines=lines,
         grid=grid,
         alternatives=() if found is None else _alternatives(found, asked.search.runners_up),
-        placements=_placements(setup, demand, quick, accesses),
         price_parts=price_parts_of(setup),
         warnings=(*warnings_of(asked, prediction), *(() if found is None else _unused(asked))),
         assumptions=assumptions_of(asked, setup, accesses),
@@ -164,25 +159,6 @@ def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool)
     if has_trace:
         return (memory,)
     return memory, batch_line(setup, demand.policy, predicted), exponent_line(setup, demand.policy, predicted)
-
-
-def _placements(setup: Setup, demand: Demand, predicted: Predict, accesses: Accesses | None) -> tuple[Placed, ...]:
-    """All strategies on the plan's hosts, one batch after another."""
-
-    def store_model(ddr_bytes: float, hbm_bytes: float) -> Prediction:
-        own = replace(setup, ddr_bytes=ddr_bytes, hbm_bytes=hbm_bytes, page_cache_bytes=0.0)
-        return predicted(own, demand)
-
-    by_table = None if accesses is None else measured_demand(setup.workload, accesses)
-    plans = compare(setup.workload, setup.host, hosts=setup.hosts, demand=by_table, store_model=store_model)
-    return tuple(map(_placed, plans))
-
-
-def _placed(found: PlacementPlan) -> Placed:
-    step = found.step
-    if step is None or not found.fits:
-        return Placed(found.strategy, math.inf, "", found.why or "it does not fit")
-    return Placed(found.strategy, step.step_s, step.bottleneck, "")
 
 
 # What the file names

@@ -92,20 +92,6 @@ class Alternative(NamedTuple):
     reason: str
 
 
-class Placed(NamedTuple):
-    """Where tables could lie.
-
-    Attributes:
-        step_s: infinite where they do not fit.
-        note: why they do not fit, or "".
-    """
-
-    strategy: str
-    step_s: float
-    bottleneck: str
-    note: str
-
-
 class PricePart(NamedTuple):
     """Parts of one kind, of all hosts."""
 
@@ -139,7 +125,6 @@ class PlanResult:
     lines: tuple[Line, ...] = ()
     grid: Grid | None = None
     alternatives: tuple[Alternative, ...] = ()
-    placements: tuple[Placed, ...] = ()
     price_parts: tuple[PricePart, ...] = ()
     warnings: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()

@@ -1,46 +1,29 @@
-"""Hosts and workloads with figures to reckon with by hand."""
+"""Costs and workloads to reckon with by hand."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage, TableShape, Workload
-from tierstore.plan.placement import Room, TableDemand
+from tierstore.plan import TableShape, Workload
+from tierstore.plan.placement import RankCosts
+from tierstore.plan.placement.costs import ASKER, KINDS, OWNER
 
-ALL = Room(hbm_share=1.0, ddr_share=1.0, ssd_share=1.0)
-
-
-def host_of(gpus: int, **changes: Any) -> Host:
-    """Each rate another power of ten, so that seconds say where they come from."""
-    gpu = Accelerator(
-        hbm=Memory(capacity_bytes=1600.0, row_bytes_per_s=1e3),
-        pcie=Link(bytes_per_s=1e2, latency_us=1.0),
-        peer=Link(bytes_per_s=1e4, latency_us=1000.0),
-        flops=1e5,
-    )
-    host = Host(
-        name="toy",
-        processor=Processor(cores=2, flops=1e6),
-        ddr=Memory(capacity_bytes=4000.0, bytes_per_s=1e6, row_bytes_per_s=1e5),
-        network=Link(bytes_per_s=10.0, latency_us=1e6),
-        costs=SoftwareCosts(),
-        accelerators=(gpu,) * gpus,
-    )
-    return replace(host, **changes)
+_SECONDS = {
+    "rows": {"groups": 3.0, "tables": 0.1, "ids": 0.01, "rows": 0.02, "served": 0.02, "served_columns": 0.002},
+    "pooled": {"groups": 4.0, "ids": 0.01, "bag_columns": 0.001, "served": 0.03, "updated_columns": 0.001},
+    "data_parallel": {"groups": 2.0, "rows": 0.05, "updated": 0.04, "updated_columns": 0.001},
+}
 
 
-def drive() -> Storage:
-    return Storage(capacity_bytes=1e6)
+def costs_of(ranks: int, *, other: Mapping[str, Mapping[str, float]] = {}, **changes: Any) -> RankCosts:
+    """Of ranks of one host, each with a core. ``other``: seconds by kind and amount, of some."""
+    seconds = {kind: dict.fromkeys((*ASKER, *OWNER), 0.0) | _SECONDS[kind] | other.get(kind, {}) for kind in KINDS}
+    found = RankCosts(
+        world_size=ranks, local_world_size=ranks, cores=ranks, optimizer="sgd", seconds=seconds,
+        errors=dict.fromkeys(KINDS, 0.0),
+    )  # fmt: skip
+    return replace(found, **changes)
 
 
-def workload_of(tables: int = 2, *, optimizer: str = "sgd", dense_flops: float = 0.0) -> Workload:
-    """Tables of 100 rows of 4 float32, 16 bytes a row; 2 ids a sample, 8 samples."""
-    shapes = tuple(
-        TableShape(name=f"t{index}", num_embeddings=100, embedding_dim=4, pooling_factor=2.0) for index in range(tables)
-    )
-    settings: dict[str, Any] = {"optimizer": optimizer, "dense_flops": dense_flops}
-    return Workload(name="toy", tables=shapes, batch_samples=8, **settings)
-
-
-def demand_of(workload: Workload) -> dict[str, TableDemand]:
-    """16 ids a table name 10 rows."""
-    return {table.name: TableDemand(16.0, 10.0) for table in workload.tables}
+def workload_of(*tables: TableShape, samples: int = 64) -> Workload:
+    return Workload(name="toy", tables=tables, batch_samples=samples, optimizer="sgd")

@@ -9,7 +9,7 @@ from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
-from tierstore.plan.result import Alternative, Grid, Line, Marginal, Placed, PlanResult, PricePart, ShownCurve
+from tierstore.plan.result import Alternative, Grid, Line, Marginal, PlanResult, PricePart, ShownCurve
 
 __all__ = ["HOSTILE", "made_curve", "made_result", "served_result"]
 
@@ -96,11 +96,6 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
             Alternative(setup, replace(prediction, price=Price(250.0, 2600.0, 97.0), samples_per_s=90e3), ""),
             Alternative(setup, replace(prediction, samples_per_s=20e3), f"too slow by 2.5 on {name}"),
             Alternative(replace(setup, ddr_bytes=2.0**40), None, "does not fit: memory"),
-        ),
-        placements=(
-            Placed("host", 0.003, "ddr", ""),
-            Placed("ssd", 0.004, "ssd reads", ""),
-            Placed("gpu", float("inf"), "", "the host has no accelerator"),
         ),
         price_parts=(
             PricePart("processors", 1, 500.0, 100.0),

@@ -43,7 +43,7 @@ def test_every_plot_is_there_and_curves_by_table_and_time_wait_to_be_asked_for()
     found = plots(made_result())
     assert list(found) == [
         *("curves", "tables", "windows", "roofline", "loads", "tiers", "gains", "grid", "line0", "line1"),
-        *("setups", "placements", "price"),
+        *("setups", "price"),
     ]
     assert [name for name, plot in found.items() if plot.folded] == ["tables", "windows"]
     assert list(plots(served_result())) == [
@@ -53,7 +53,6 @@ def test_every_plot_is_there_and_curves_by_table_and_time_wait_to_be_asked_for()
         "loads",
         "tiers",
         "gains",
-        "placements",
         "price",
     ]
 

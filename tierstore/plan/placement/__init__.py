@@ -1,20 +1,21 @@
-"""Placement: which memory of which machine a workload's tables go to, and what a step then takes."""
+"""Placement: which rank of many gets which rows and columns of a workload's tables, and what a step then takes."""
 
-from .describe import describe_comparison, describe_placement
-from .plan import STRATEGIES, PlacementPlan, Room, Strategy, compare, place, planned_store
-from .steps import TableDemand, expected_demand, measured_demand
+from .costs import Predicted, RankCosts, predict
+from .demand import Demands, TableDemand, expected_demand, measured_demand
+from .describe import describe_costs, describe_placement
+from .search import Found, Search, SearchName
 
 __all__ = [
-    "STRATEGIES",
-    "PlacementPlan",
-    "Room",
-    "Strategy",
+    "Demands",
+    "Found",
+    "Predicted",
+    "RankCosts",
+    "Search",
+    "SearchName",
     "TableDemand",
-    "compare",
-    "describe_comparison",
+    "describe_costs",
     "describe_placement",
     "expected_demand",
     "measured_demand",
-    "place",
-    "planned_store",
+    "predict",
 ]

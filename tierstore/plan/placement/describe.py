@@ -1,72 +1,61 @@
-"""Plans as text for a terminal, in 100 columns."""
+"""Costs and plans as text for a terminal, in 100 columns."""
 
-from collections.abc import Sequence
 from typing import Final
 
+from ...dist.plan import Plan, Sharding
 from ...system.sizes import format_size
 from ..report.text import columns_of
 from ..report.words import duration, named
-from .plan import PlacementPlan
-from .steps import Step
+from ..workload import Workload
+from .costs import ASKER, KINDS, OWNER, RankCosts, predict
+from .demand import Demands
+from .search import Found
 
-_PARTS_SHOWN: Final = 40
+_TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
 
 
-def describe_comparison(plans: Sequence[PlacementPlan]) -> str:
-    """One line a strategy, in their order."""
-    rows = [("strategy", "machines", "fits", "step", "samples/s", "bottleneck", "note")]
-    for plan in plans:
-        machines, step = f"{plan.hosts}" + (f" + {plan.servers}" if plan.servers else ""), plan.step
-        if step is None:
-            rows.append((plan.strategy, machines, "no", "", "", "", plan.why))
-            continue
-        figures = (duration(step.step_s), f"{step.samples_per_s:,.0f}", step.bottleneck)
-        rows.append((plan.strategy, machines, "yes" if plan.fits else "no", *figures, _lacks(plan)))
-    return "\n".join(columns_of(rows))
+def describe_costs(costs: RankCosts) -> str:
+    """What each amount of work costs, and how well that fits the steps that were timed."""
+    rows = [("", *KINDS, "")]
+    for name, meaning in (ASKER | OWNER).items():
+        rows.append((f"  {name}", *(f"{1e9 * costs.seconds[kind][name]:,.3g}" for kind in KINDS), meaning))
+    rows.append(("  mean error", *(f"{costs.errors[kind]:.0%}" for kind in KINDS), "of a step that was timed"))
+    return "\n".join([costs.source, "", "Of a training step, ns by exchange", *columns_of(rows)])
 
 
-def _lacks(plan: PlacementPlan) -> str:
-    if plan.fits:
-        return ""
-    what = f"lacks {format_size(plan.missing_bytes)}" if plan.missing_bytes else plan.why
-    would = "servers" if plan.strategy == "remote" else "hosts"
-    return f"{what}; {plan.hosts_needed:,} {would} would do" if plan.hosts_needed else what
+def describe_placement(workload: Workload, found: Found, demand: Demands, costs: RankCosts) -> str:
+    """What a step takes, what each rank has, and where each table is."""
+    ranks = costs.world_size
+    told, by_rows = (predict(workload, plan, demand, costs) for plan in (found.plan, _by_rows(workload, ranks)))
+    lines = [
+        f"{named(workload.name)} over {ranks} ranks: a step of its tables takes {duration(told.seconds)}, "
+        f"{workload.batch_samples / told.seconds:,.0f} samples/s; {duration(by_rows.seconds)} without a plan, with all "
+        "tables by rows"
+    ]
+    rows = [("  rank", "looks up", "room")]
+    for rank, (served, size) in enumerate(zip(told.served, told.size_bytes, strict=True)):
+        rows.append((f"  {rank}", f"{served:,.0f} rows", format_size(size)))
+    lines += columns_of(rows, is_last_text=False)
+    rows = [("  exchange", "columns", "takes")]
+    for (kind, dim, parts), seconds in told.groups.items():
+        rows.append((f"  {kind}", f"{dim}" if parts == 1 else f"{dim} / {parts}", duration(seconds)))
+    lines += columns_of(rows, is_last_text=False)
+    placed = [("  table", "rows", "columns", "size", "sharding", "exchange", "ranks")]
+    for table in workload.tables[:_TABLES_SHOWN]:
+        sharding = found.plan.tables[table.name]
+        size = format_size(table.num_embeddings * workload.layout(table).row_bytes)
+        shape = (f"{table.num_embeddings:,}", f"{table.embedding_dim}", size)
+        where = (sharding.sharding_type, sharding.exchange, _ranks(sharding, ranks))
+        placed.append((f"  {named(table.name, _NAME_CHARACTERS)}", *shape, *where))
+    more = len(workload.tables) - _TABLES_SHOWN
+    return "\n".join([*lines, *columns_of(placed), *([f"  and {more:,} more tables"] if more > 0 else [])])
 
 
-def describe_placement(plan: PlacementPlan) -> str:
-    """What is where, how full each memory is, and what a step takes."""
-    machines = f"{plan.hosts} x {plan.host}" + (f", {plan.servers} more as servers" if plan.servers else "")
-    lines = [f"{plan.strategy}: {named(plan.workload)} on {machines}"]
-    lines += [f"  does not fit: {plan.why}; {_lacks(plan)}"] if not plan.fits else []
-    if plan.tiers:
-        rows: list[tuple[str, ...]] = [("  memory", "for rows", "used", "free")]
-        rows += [(f"  {tier}", *map(format_size, sizes)) for tier, *sizes in plan.tiers]
-        lines += columns_of(rows)
-    if plan.step is not None:
-        lines += _loads(plan.step)
-    return "\n".join(lines + _placed(plan))
+def _by_rows(workload: Workload, ranks: int) -> Plan:
+    """What ``open_sharded`` does without a plan."""
+    return Plan(ranks, {table.name: Sharding("row_wise", tuple(range(ranks))) for table in workload.tables})
 
 
-def _loads(step: Step) -> list[str]:
-    rows = [("  a step", "takes", "work")]
-    for load in sorted(filter(lambda load: load.seconds, step.loads), key=lambda load: -load.seconds):
-        mark = "  <- bottleneck" if load.resource == step.bottleneck else ""
-        work = format_size(load.amount) if load.unit == "bytes" else f"{load.amount:,.3g} {load.unit}"
-        rows.append((f"  {load.resource}", duration(load.seconds), work + mark))
-    end = (
-        f"  in all {duration(step.step_s)}: {step.samples_per_s:,.0f} samples/s; {duration(step.overlapped_s)} a step "
-        "were everything overlapped"
-    )
-    return [*columns_of(rows), end]
-
-
-def _placed(plan: PlacementPlan) -> list[str]:
-    if not plan.parts:
-        return []
-    rows = [("  table", "in", "place", "rows", "columns", "size")]
-    for table, tier, place, row, num_rows, column, num_columns, size in plan.parts[:_PARTS_SHOWN]:
-        spans = (f"{row:,} - {row + num_rows - 1:,}", f"{column} - {column + num_columns - 1}")
-        rows.append((f"  {named(table, _NAME_CHARACTERS)}", tier, f"{place}", *spans, format_size(size)))
-    more = len(plan.parts) - _PARTS_SHOWN
-    return [*columns_of(rows), *([f"  and {more:,} more parts"] if more > 0 else [])]
+def _ranks(sharding: Sharding, ranks: int) -> str:
+    return "all" if len(sharding.ranks) == ranks else ", ".join(map(str, sharding.ranks))

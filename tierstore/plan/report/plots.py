@@ -27,7 +27,7 @@ from .figure import (
     ticks_at,
     time_ticks,
 )
-from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
+from .tables import NEGLIGIBLE, gains_table, loads_table, price_table, ranked_loads, tiers_table
 from .words import count, duration, money, named, named_words, quantity, resource, sentence, share, summary_of, watts
 
 _POINTS: Final = 160
@@ -54,7 +54,6 @@ def plots_of(result: PlanResult) -> dict[str, list[Plot]]:
         ],
         "What else there is": [
             *([_alternatives(result)] if result.alternatives else []),
-            *([_placements(result)] if result.placements else []),
             _price(result),
         ],
     }
@@ -427,20 +426,3 @@ def _price(result: PlanResult) -> Plot:
     usd = [part.usd for part in parts]
     figure = bars("US dollars", [label(part.name) for part in parts], usd, map(money, usd), TONES[2])
     return Plot("price", title, note, figure, price_table(result))
-
-
-def _placements(result: PlanResult) -> Plot:
-    """Step time by where tables lie."""
-    ranked = sorted(result.placements, key=lambda each: -each.step_s)
-    fitting = [each for each in ranked if not each.note]
-    title = "No place holds the tables" if not fitting else f"With tables by {fitting[-1].strategy} a step is fastest"
-    missing = len(ranked) - len(fitting)
-    title += f"; {missing} of {len(ranked)} strategies do not fit" if missing and fitting else ""
-    figure = bars(
-        "milliseconds a step",
-        [label(each.strategy) for each in fitting],
-        [1e3 * each.step_s for each in fitting],
-        [f"{duration(each.step_s)}, {resource(each.bottleneck)}" for each in fitting],
-        TONES[0],
-    )
-    return Plot("placements", title, "Each with all tables placed so.", figure, placements_table(result))

@@ -6,7 +6,7 @@ from ...system.sizes import format_size
 from ..prediction import ResourceLoad
 from ..result import Marginal, PlanResult
 from .figure import Table
-from .words import count, duration, money, named, named_words, quantity, resource, share, significant, watts
+from .words import count, duration, money, named, quantity, resource, share, significant, watts
 
 NEGLIGIBLE: Final = 1e-4
 """Of the samples a second: a gain of less is nothing."""
@@ -49,16 +49,6 @@ def gains_table(result: PlanResult, gains: list[Marginal]) -> Table:
         for gain in gains
     ]
     return Table(("resource", "change", "samples/s", "of now", "USD", "samples/s a USD"), rows)
-
-
-def placements_table(result: PlanResult) -> Table:
-    rows = [
-        (each.strategy, "-", named_words(each.note))
-        if each.note
-        else (each.strategy, duration(each.step_s), f"bound by {resource(each.bottleneck)}")
-        for each in result.placements
-    ]
-    return Table(("strategy", "step", "why"), rows)
 
 
 def price_table(result: PlanResult) -> Table:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..result import PlanResult
-from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
+from .tables import NEGLIGIBLE, gains_table, loads_table, price_table, ranked_loads, tiers_table
 from .words import answer, asked, money, named_words, resource, significant, speed, summary_of, targets
 
 _WIDTH: Final = 100
@@ -30,7 +30,6 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
         ("Time, were all else infinitely fast", _loads(result)),
         ("What more would bring", _gains(result)),
         ("Next best, and what fails", _alternatives(result)),
-        ("Where tables could lie", columns_of(placements_table(result).rows)),
         ("Price", _price(result)),
         ("Drives", _wear(result)),
         ("Figures come from", [f"- {named_words(text)}" for text in result.assumptions]),

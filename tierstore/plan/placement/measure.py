@@ -1,0 +1,186 @@
+"""Steps over the ranks that run now, timed: what ``RankCosts`` are found from. Every rank makes the same calls.
+
+Each probe has one group of tables, all rows in memory. Probes differ in columns, tables, samples, ids a bag and how
+often ids repeat; in each, rows are over all ranks alike and on the first one alone, so that an owner's work can be told
+from an asker's.
+"""
+
+import itertools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from ...config import TableConfig
+from ...dist import ShardedTieredEmbeddingBagCollection, open_sharded
+from ...dist.plan import Exchange, Sharding, ShardingType
+from ...dist.ranks import Ranks
+from ...kernels.arrays import Int64s
+from ...nn import KeyedJaggedTensor
+from ..traces.zipf import draw_zipf
+from ..workload import OPTIMIZERS, OptimizerName, TableShape
+from .costs import Amounts, Probe, RankCosts, amounts_of, kind_of
+from .demand import TableDemand
+
+_BATCHES: Final = 3
+_WARM_STEPS: Final = 2 * _BATCHES
+_LEAST_STEPS: Final = 2 * _BATCHES
+_MOST_STEPS: Final = 100
+_LR: Final = 0.01
+_BOOKS_BYTES: Final = 64
+"""Beside a row."""
+_STAGING_BYTES: Final = 64 << 20
+
+
+class Shape(NamedTuple):
+    """Of a probe's tables and batches.
+
+    Attributes:
+        samples: of a rank's batch.
+    """
+
+    tables: int
+    samples: int
+    pooling_factor: int
+    exponent: float
+
+
+_SHAPES: Final = (
+    Shape(2, 64, 1, 0.0),
+    Shape(4, 512, 16, 0.4),
+    Shape(24, 1024, 1, 1.2),
+    Shape(8, 2048, 1, 0.0),
+    Shape(8, 1024, 8, 1.05),
+    Shape(4, 1024, 1, 1.05),
+)
+_DIMS: Final = (16, 64, 128)
+_FORMS: Final[tuple[tuple[ShardingType, Exchange], ...]] = (
+    ("row_wise", "rows"),
+    ("row_wise", "pooled"),
+    ("table_wise", "pooled"),
+    ("column_wise", "rows"),
+    ("data_parallel", "rows"),
+)
+_TABLES_BYTES: Final = 128 << 20
+"""Of a probe's rows: more than processors' caches hold."""
+_LEAST_BYTES: Final = 64 << 10
+_DEFAULT_SECONDS: Final = 60.0
+
+
+def measure_ranks(
+    *,
+    optimizer: OptimizerName = "rowwise_adagrad",
+    seconds: float = _DEFAULT_SECONDS,
+    progress: Callable[[int, int], None] | None = None,
+) -> RankCosts:
+    """Time probes over all ranks of ``torch.distributed``; collective.
+
+    Args:
+        optimizer: of the tables, none but "none".
+        seconds: to spend in steps, about; set-up takes as long again. With fewer than 60, fewer probes are made, of
+            smaller tables.
+        progress: told how many probes are done, and of how many.
+
+    Raises:
+        ValueError: a wrong argument. Others as of ``open_sharded``.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
+    ranks, share = Ranks(), min(1.0, seconds / _DEFAULT_SECONDS)
+    shapes = _SHAPES[: max(2, round(share * len(_SHAPES)))]
+    tables_bytes = max(_LEAST_BYTES, int(share * _TABLES_BYTES))
+    asked = [
+        (shape, dim, kind, owners)
+        for shape, dim, kind in itertools.product(shapes, _DIMS, _FORMS)
+        for owners in ([ranks.size] if kind[0] in ("data_parallel", "column_wise") else [ranks.size, 1])
+    ]
+    probes = list[Probe]()
+    for shape, dim, (sharding_type, exchange), owners in asked:
+        shardings = [_sharding(sharding_type, exchange, table, owners, ranks.size) for table in range(shape.tables)]
+        subject = _Subject(ranks, shape, dim, max(1, tables_bytes // (shape.tables * 4 * dim)))
+        step_s = subject.step_s(shardings, optimizer, seconds / len(asked))
+        probes.append(Probe(kind_of(shardings[0]), subject.amounts(shardings), step_s))
+        if progress is not None:
+            progress(len(probes), len(asked))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
+    where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
+    return RankCosts.fitted(
+        probes, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
+        source=f"tierstore plan measure-ranks, {where}",
+    )  # fmt: skip
+
+
+def _sharding(sharding_type: ShardingType, exchange: Exchange, table: int, owners: int, size: int) -> Sharding:
+    """Over so many ranks, the first ones; whole tables in turns."""
+    places = [table % owners] if sharding_type == "table_wise" else range(owners)
+    return Sharding.checked(sharding_type, places, exchange, size)
+
+
+class _Subject:
+    """A probe's tables and batches."""
+
+    def __init__(self, ranks: Ranks, shape: Shape, dim: int, num_rows: int) -> None:
+        self._ranks = ranks
+        self._shape = shape
+        self._tables = [
+            TableShape(name=f"t{number}", num_embeddings=num_rows, embedding_dim=dim) for number in range(shape.tables)
+        ]
+        size = shape.samples * shape.pooling_factor
+        draws = itertools.product(range(ranks.size), range(_BATCHES), range(shape.tables))
+        drawn = [
+            draw_zipf(num_rows, shape.exponent, size, seed=seed, scatter_seed=table)
+            for seed, (_, _, table) in enumerate(draws)
+        ]
+        self._ids: Int64s = np.stack(drawn).reshape(ranks.size, _BATCHES, shape.tables, size)
+
+    def step_s(self, shardings: Sequence[Sharding], optimizer: OptimizerName, seconds: float) -> float:
+        """Median of the steps that fit in so many seconds, each as long as in its slowest rank."""
+        rows, dim, rule = self._tables[0].num_embeddings, self._tables[0].embedding_dim, OPTIMIZERS[optimizer](lr=_LR)
+        row_bytes = 4 * (dim + rule.state_dim(dim)) + _BOOKS_BYTES
+        ddr = 2 * len(self._tables) * rows * row_bytes + _STAGING_BYTES
+        with open_sharded(cold="memory", ddr=ddr) as store:
+            for table, sharding in zip(self._tables, shardings, strict=True):
+                config = TableConfig(
+                    name=table.name, num_embeddings=rows, embedding_dim=dim, optimizer=rule, pooling="sum"
+                )
+                store.create_table(config, **sharding._asdict())
+            module, batches = ShardedTieredEmbeddingBagCollection(store), self._batches()
+            gradient = torch.full((self._shape.samples, len(self._tables) * dim), 1e-3)
+
+            def timed(steps: int) -> list[float]:
+                found = []
+                for number in range(steps):
+                    begun = time.perf_counter()
+                    module(batches[number % _BATCHES]).values().backward(gradient)
+                    found.append(time.perf_counter() - begun)
+                return [max(step) for step in zip(*self._ranks.gather(found), strict=True)]
+
+            warm = min(timed(_WARM_STEPS))
+            return statistics.median(timed(max(_LEAST_STEPS, min(_MOST_STEPS, int(seconds / warm)))))
+
+    def _batches(self) -> list[KeyedJaggedTensor]:
+        """Of this rank."""
+        names = [table.name for table in self._tables]
+        lengths = torch.full((len(names) * self._shape.samples,), self._shape.pooling_factor, dtype=torch.int64)
+        own = torch.from_numpy(self._ids[self._ranks.rank])
+        return [KeyedJaggedTensor(names, ids.ravel(), lengths=lengths) for ids in own]
+
+    def amounts(self, shardings: Sequence[Sharding]) -> Amounts:
+        """Of a step."""
+        bags, ranks = self._shape.samples, self._ranks.size
+        return Amounts.of_group(
+            amounts_of(table, sharding, self._demand(number), bags=bags, ranks=ranks)
+            for number, (table, sharding) in enumerate(zip(self._tables, shardings, strict=True))
+        )
+
+    def _demand(self, table: int) -> TableDemand:
+        own = self._ids[:, :, table]
+        rows = np.mean([len(np.unique(batch)) for batch in own.reshape(-1, own.shape[-1])])
+        all_rows = np.mean([len(np.unique(own[:, number])) for number in range(_BATCHES)])
+        return TableDemand(own.shape[-1], float(rows), float(all_rows))
