@@ -38,5 +38,5 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     for rank, (rows, part) in enumerate(zip(shared, taken, strict=True)):
         whole[rows, (owner[rows] == rank).argmax(1)] = part.numpy()
     squares = np.empty(count, np.float32)
-    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), -1))[inverse]
+    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
     return torch.cat([gradients.reshape(-1), torch.from_numpy(squares)])[None]
