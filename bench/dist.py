@@ -2,7 +2,8 @@
 
 Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "wire" (the loss that
 fewer bits cost), "steps" (their time), "tiers" (with few rows in memory), "skew" (how evenly ranks share the work),
-"plans" (the planner's predictions). The figures of parts that are not run again stay. Needs ``make peers``.
+"plans" (the planner's predictions), "criteo" (what is learnt), "kills" (ranks that die). The figures of parts that are
+not run again stay. Needs ``make peers``.
 """
 
 import sys
@@ -11,7 +12,17 @@ from typing import Final
 from .common import Report, Run, program
 from .parts import Part, run_parts
 from .peers import torchrec
-from .sharded import bytes_part, loss_part, plans_part, skew_part, step_part, tier_part, wire_part
+from .sharded import (
+    bytes_part,
+    criteo_part,
+    kills_part,
+    loss_part,
+    plans_part,
+    skew_part,
+    step_part,
+    tier_part,
+    wire_part,
+)
 
 __all__ = ["PARTS", "run"]
 
@@ -23,6 +34,8 @@ PARTS: Final[dict[str, Part]] = {
     "tiers": tier_part.PART,
     "skew": skew_part.PART,
     "plans": plans_part.PART,
+    "criteo": criteo_part.PART,
+    "kills": kills_part.PART,
 }
 
 

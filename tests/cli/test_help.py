@@ -63,12 +63,13 @@ HELP = {
           --keys                print every key with its default, and exit
     """,
     "demo": """
-        usage: tierstore demo [-h] [--dir DIR] [--device NAME] [--hbm SIZE] [--traceback]
+        usage: tierstore demo [-h] [--dir DIR] [--device NAME] [--hbm SIZE] [--ranks N] [--traceback]
         Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.
         options:
           --dir DIR      where to work; emptied first (default: .demo)
           --device NAME  where to compute: cpu (default) or cuda
           --hbm SIZE     GPU memory for rows (default: a twentieth of what training touches; none on the cpu)
+          --ranks N      processes that share the tables (default: 1)
     """,
     "inspect": """
         usage: tierstore inspect [-h] [--traceback] DIR

@@ -31,6 +31,25 @@ def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(t
     assert lfu["bits"] == tiered["bits"]
 
 
+@pytest.mark.slow
+def test_ranks_share_the_tables_and_end_in_equal_bits(tmp_path, capfd, monkeypatch):
+    folder = tmp_path / "demo"
+    monkeypatch.setattr(demo, "_BUDGET_SHARE", 0.5)  # of few rows a tenth is no budget
+    assert demo.run_demo(folder, rows=8_000, ranks=2)
+    output = capfd.readouterr().out
+    assert "divided among 2 ranks." in output
+    assert output.count("$ torchrun --nproc-per-node 2 -m tierstore train") == 2
+    assert "Both ended in the same bits" in output
+    tiered = json.loads((folder / "tiered.json").read_text())
+    assert [each["store"] for each in tiered["ranks"]] == [str(folder / "tiered" / f"{rank}-of-2") for rank in (0, 1)]
+    assert all(each["tiers"]["ddr"]["evictions"] > 0 for each in tiered["ranks"])
+    assert main(["verify", str(folder / "tiered")]) == 0
+    with pytest.raises(ValueError, match="several train on the CPU for now"):
+        demo.run_demo(tmp_path / "other", device="cuda", ranks=2)
+    with pytest.raises(ValueError, match="ranks=0"):
+        demo.run_demo(tmp_path / "other", ranks=0)
+
+
 def summary_of(hbm_hits):
     tier = {"bytes": 2048, "hit_rate": 0.5, "bytes_read": 1, "bytes_written": 1, "capacity_rows": 8}
     hbm = tier | {"hit_rate": hbm_hits, "capacity_rows": 4 if hbm_hits else 0}
@@ -38,6 +57,7 @@ def summary_of(hbm_hits):
         "tiers": {"hbm": hbm, "ddr": tier, "ssd": tier},
         "test": {"auc": 0.75, "log_loss": 0.5},
         "bits": "abc",
+        "ranks": [],
         **dict.fromkeys(("end_bytes", "start_bytes", "samples_per_second", "seconds"), 1),
     }
 
@@ -46,7 +66,7 @@ def summary_of(hbm_hits):
 def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypatch, hbm):
     trained = []
 
-    def train(folder, name, arguments):
+    def train(folder, name, arguments, ranks):
         trained.append(arguments)
         (folder / name).mkdir(exist_ok=True)
         (folder / name / demo.ROW_FILE_NAME).touch()

@@ -171,7 +171,9 @@ def _overrides(options: argparse.Namespace) -> "list[Override]":
 def _demo(options: argparse.Namespace) -> int:
     from ..train.demo import DEFAULT_ROWS, run_demo
 
-    equal = run_demo(options.dir, rows=options.rows or DEFAULT_ROWS, device=options.device, hbm=options.hbm)
+    equal = run_demo(
+        options.dir, rows=options.rows or DEFAULT_ROWS, device=options.device, hbm=options.hbm, ranks=options.ranks
+    )
     return 0 if equal else EXIT_FAILED
 
 
@@ -250,6 +252,7 @@ _COMMANDS: Final = {
                 metavar="SIZE",
                 help="GPU memory for rows (default: a twentieth of what training touches; none on the cpu)",
             ),
+            arg("--ranks", type=int, metavar="N", default=1, help="processes that share the tables (default: 1)"),
             arg("--rows", type=int, metavar="N", default=0, help=argparse.SUPPRESS),
         ),
         "train on tables that do not fit the budget, and compare",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..config import require_int
+from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..settings.sections import to_toml
@@ -47,7 +50,12 @@ _IN_MEMORY_SHARE: Final = 2.0
 
 
 def run_demo(
-    directory: str | Path, *, rows: int = DEFAULT_ROWS, device: str = "cpu", hbm: int | str | None = None
+    directory: str | Path,
+    *,
+    rows: int = DEFAULT_ROWS,
+    device: str = "cpu",
+    hbm: int | str | None = None,
+    ranks: int = 1,
 ) -> bool:
     """Run the demonstration in ``directory``, which is emptied first.
 
@@ -55,14 +63,18 @@ def run_demo(
         device: where both trainings compute.
         hbm: GPU memory for rows of the training with a budget; default: none on the CPU, elsewhere a twentieth of the
             bytes that the touched rows take.
+        ranks: processes that train together, tables and memory divided among them; started by torchrun if several.
 
     Returns whether both trainings ended in the same bits.
 
     Raises:
-        ValueError: the directory holds something that is not a demonstration, rows are too few, or a store refuses the
-            device or the size.
+        ValueError: the directory holds something that is not a demonstration, rows or ranks are too few, or a store
+            refuses the device or the size.
         TierstoreError: a training failed.
     """
+    require_int(ranks, "ranks", 1, MAX_RANKS)
+    if ranks > 1 and (device != "cpu" or hbm is not None):
+        raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
     if device != "cpu" or hbm is not None:  # what a store would refuse is told before anything is made
         with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as empty:
             open_store(empty, device=device, hbm=_hbm(device, hbm, 1)).close()
@@ -84,20 +96,20 @@ def run_demo(
     row_bytes = table_configs(config)[0].layout(_PAGE_BYTES).row_bytes
     # Rows of the tables that the training rows' categories fall on; several categories may share one.
     touched = sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
-    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes), _hbm(device, hbm, touched * row_bytes)
+    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes / ranks), _hbm(device, hbm, touched * row_bytes)
     config = dataclasses.replace(
         config, store=StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm, device=device)
     )
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
-    _explain(data, config, touched, row_bytes, time.perf_counter() - started)
+    _explain(data, config, touched, row_bytes, ranks, time.perf_counter() - started)
     run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched * row_bytes))
     flags = ["--ddr", enough, *(["--hbm", enough] if config.store.has_hbm else [])]
-    tiered = _train(folder, "tiered", [run_file])
-    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags])
+    tiered = _train(folder, "tiered", [run_file], ranks)
+    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
     print(_compare(tiered, in_memory))
     equal: bool = tiered["bits"] == in_memory["bits"]
     print(_verdict(equal, tiered, data))
-    print(_next_steps(folder))
+    print(_next_steps(folder, ranks))
     return equal
 
 
@@ -118,7 +130,7 @@ def _empty(folder: Path) -> None:
     (folder / _MARKER).touch()
 
 
-def _explain(data: SyntheticData, config: RunConfig, touched: int, row_bytes: int, seconds: float) -> None:
+def _explain(data: SyntheticData, config: RunConfig, touched: int, row_bytes: int, ranks: int, seconds: float) -> None:
     num_rows, hbm = sum(config.table_sizes), config.store.hbm
     shown = format_size(hbm) if isinstance(hbm, int) else hbm
     print(
@@ -126,21 +138,35 @@ def _explain(data: SyntheticData, config: RunConfig, touched: int, row_bytes: in
         f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
         f"{len(config.table_sizes)} tables, {num_rows:,} rows, {format_size(num_rows * row_bytes)}. "
         f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
-        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}"
+        f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
+        f"{f', divided among {ranks} ranks' if ranks > 1 else ''}"
         f"{f', beside {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
     )
 
 
-def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
-    """One training in a process of its own, so that its peak memory is its own."""
+def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[str, Any]:
+    """One training in processes of its own, so that its peak memory is its own."""
     report = folder / f"{name}.json"
     arguments = ["train", *arguments, "--json", str(report)]
-    print(f"\n$ {command_name()} {shlex.join(arguments)}", flush=True)
-    finished = subprocess.run([sys.executable, "-m", "tierstore", *arguments], check=False)
+    print(f"\n$ {_command(ranks)} {shlex.join(arguments)}", flush=True)
+    launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", *_of_ranks(ranks), "-m"]
+    threads = {} if ranks == 1 else {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, and says so at length
+    finished = subprocess.run(
+        [sys.executable, "-m", *launcher, "tierstore", *arguments], check=False, env=threads | os.environ
+    )
     if finished.returncode:
         raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")
     summary: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return summary
+
+
+def _command(ranks: int) -> str:
+    """What a reader types to do the same."""
+    return command_name() if ranks == 1 else f"torchrun {shlex.join(_of_ranks(ranks))} -m tierstore"
+
+
+def _of_ranks(ranks: int) -> list[str]:
+    return ["--nproc-per-node", str(ranks)]
 
 
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
@@ -155,7 +181,7 @@ def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
         ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
         ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
         ("  grown since its first step", lambda run: format_size(max(0, run["end_bytes"] - run["start_bytes"]))),
-        ("store's rows on disk", lambda run: format_size(_bytes_on_disk(Path(run["store"]) / ROW_FILE_NAME))),
+        ("store's rows on disk", lambda run: format_size(_bytes_on_disk(run))),
         ("samples/s", lambda run: f"{run['samples_per_second']:,.0f}"),
         ("seconds", lambda run: f"{run['seconds']:.1f}"),
         ("hit rate of the DDR tier", lambda run: f"{100 * run['tiers']['ddr']['hit_rate']:.1f} %"),
@@ -176,9 +202,10 @@ memory are first touches of rows never seen before."""
     )
 
 
-def _bytes_on_disk(path: Path) -> int:
-    """What the file takes on the device; it may be sparse."""
-    return path.stat().st_blocks * 512
+def _bytes_on_disk(run: dict[str, Any]) -> int:
+    """What the files of rows take on the device; they may be sparse."""
+    stores = [each["store"] for each in run["ranks"]] or [run["store"]]
+    return sum((Path(store) / ROW_FILE_NAME).stat().st_blocks * 512 for store in stores)
 
 
 def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
@@ -191,16 +218,16 @@ def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
     )
 
 
-def _next_steps(folder: Path) -> str:
-    run_file, command = shlex.quote(str(folder / _RUN_FILE)), command_name()
+def _next_steps(folder: Path, ranks: int) -> str:
+    run_file, command, train = shlex.quote(str(folder / _RUN_FILE)), command_name(), f"{_command(ranks)} train"
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
     return f"""
 What to try next:
   {command} inspect {tiered}
   {command} verify {tiered}
-  {command} train {run_file} --resume --epochs 2
+  {train} {run_file} --resume --epochs 2
       a second epoch; stop it with Ctrl-C and resume it again
-  {command} train {run_file} --store {lfu} --policy lfu --prefetch-depth 8 --json {lfu}.json
+  {train} {run_file} --store {lfu} --policy lfu --prefetch-depth 8 --json {lfu}.json
       another policy, more rows fetched ahead: the same bits
   {command} train --keys
       every key of a run file, for data of your own"""
