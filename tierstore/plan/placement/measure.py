@@ -27,9 +27,8 @@ from ..workload import OPTIMIZERS, OptimizerName, TableShape
 from .costs import Amounts, Probe, RankCosts, amounts_of, kind_of
 from .demand import TableDemand
 
-_BATCHES: Final = 3
-_WARM_STEPS: Final = 2 * _BATCHES
-_LEAST_STEPS: Final = 2 * _BATCHES
+_BATCHES: Final = 10
+"""In turns, so that few of a batch's rows are still in the processor's caches from when it was there before."""
 _MOST_STEPS: Final = 100
 _LR: Final = 0.01
 _BOOKS_BYTES: Final = 64
@@ -52,11 +51,11 @@ class Shape(NamedTuple):
 
 _SHAPES: Final = (
     Shape(2, 64, 1, 0.0),
-    Shape(4, 512, 16, 0.4),
-    Shape(24, 1024, 1, 1.2),
+    Shape(4, 1024, 16, 0.4),
+    Shape(24, 2048, 1, 1.2),
     Shape(8, 2048, 1, 0.0),
-    Shape(8, 1024, 8, 1.05),
-    Shape(4, 1024, 1, 1.05),
+    Shape(8, 2048, 8, 1.05),
+    Shape(24, 512, 1, 0.8),
 )
 _DIMS: Final = (16, 64, 128)
 _FORMS: Final[tuple[tuple[ShardingType, Exchange], ...]] = (
@@ -161,8 +160,8 @@ class _Subject:
                     found.append(time.perf_counter() - begun)
                 return [max(step) for step in zip(*self._ranks.gather(found), strict=True)]
 
-            warm = min(timed(_WARM_STEPS))
-            return statistics.median(timed(max(_LEAST_STEPS, min(_MOST_STEPS, int(seconds / warm)))))
+            warm = min(timed(_BATCHES))
+            return statistics.median(timed(max(_BATCHES, min(_MOST_STEPS, int(seconds / warm)))))
 
     def _batches(self) -> list[KeyedJaggedTensor]:
         """Of this rank."""
