@@ -33,6 +33,7 @@ BEAM: Final = "beam search"
 GREEDY: Final = "greedy"
 COPIED: Final = "data_parallel"
 CHOSEN: Final = (BEAM, GREEDY)
+_OFF: Final = "plans {}: a step predicted, off the measured one, the worst"
 _ROOM: Final = 0.75
 """Of all tables' bytes, what a rank has room for."""
 
@@ -187,12 +188,12 @@ def _imbalance(served: Sequence[float]) -> float:
 
 def _tell(figures: dict[str, Any]) -> Told:
     rows, off, by_hand = [], list[float](), list[float]()
-    errors: dict[str, list[float]] = {"of the searches": [], "by hand": []}
+    errors: dict[str, list[float]] = {_OFF.format(whose): [] for whose in ("found", "by hand")}
     for point in figures["points"]:
         plans = point["plans"]
         for name, each in plans.items():
             told, found = _imbalance(each["predicted_served"]), _imbalance(each["served"])
-            errors["of the searches" if name in CHOSEN else "by hand"].append(abs(_error(each)))
+            errors[_OFF.format("found" if name in CHOSEN else "by hand")].append(abs(_error(each)))
             off.append(abs(told / found - 1))
             forms = "; ".join(f"{count} {form}" for form, count in each["forms"].items()) if name in CHOSEN else ""
             rows.append(
@@ -206,14 +207,10 @@ def _tell(figures: dict[str, Any]) -> Told:
         by_hand.append(best / plans[BEAM]["seconds"]["median"])
     columns = ["ranks, workload", "plan", "ms predicted", "measured", "off", "busiest predicted", "measured", "tables"]
     title = "a step of tables by plan, and what the busiest rank looks up over the mean: predicted and measured"
-    goals = [
-        Goal(name=f"plans {whose}: a step's prediction off what it took, the worst", value=round(max(own), 3), at_most=_GOAL)
-        for whose, own in errors.items()
-    ]  # fmt: skip
-    goals += [
-        Goal(name="what the busiest rank looks up, predicted, off the measured", value=round(max(off), 3), at_most=_GOAL),
-        Goal(name="speed of the beam search's plans over the best by hand, the worst", value=round(min(by_hand), 3), at_least=0.95),
-    ]  # fmt: skip
+    errors["all plans: what the busiest rank looks up, predicted, off the measured"] = off
+    goals = [Goal(name=name, value=round(max(own), 3), at_most=_GOAL) for name, own in errors.items()]
+    name = "speed of the beam search's plans over the best by hand, the worst workload"
+    goals.append(Goal(name=name, value=round(min(by_hand), 3), at_least=0.95))
     note = (
         f"Plans: {figures['batch']:,} samples a rank, row-wise Adagrad, all rows in memory, no prefetch, medians over "
         f"{figures['turns']} turns of each. Costs are measured by probes in the same run, and the demand is that of "

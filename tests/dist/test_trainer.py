@@ -156,12 +156,12 @@ def test_stores_of_ranks_and_of_one_process_are_told_apart(tmp_path: Path) -> No
     made = config(tmp_path, "run", train__epochs=1)
     run(train_rank, 2, tmp_path, made)
     with pytest.raises(
-        tierstore.errors.TierstoreError, match="was written by 2 ranks: start ranks, as torchrun --nproc-per-node 2 "
+        tierstore.errors.TierstoreError, match="was written by 2 ranks: start ranks, as by torchrun --nproc-per-node 2,"
     ):
         train(made, resume=True)
     alone = config(tmp_path, "alone", train__epochs=1)
     train(alone)
-    with pytest.raises(AssertionError, match="was written by one process: go on without torchrun"):
+    with pytest.raises(AssertionError, match="was written by one process: go on in one, without torchrun"):
         run(train_rank, 2, tmp_path, alone, True)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import TierstoreError
+from ..errors import StoreNotFoundError, TierstoreError
 from ..exchange.rows import chunks, write_rows
 from ..store import Store, Table, open_store
+from ..store.manifest import MANIFEST_NAME
 from .commits import Commits, packed
 from .parts import Parts, Source, newest_set, of_columns, open_parts, part_sets
 from .plan import Plan, Shard, Sharding
@@ -27,8 +28,13 @@ def other_source(directory: Path, size: int) -> Source | None:
     """The parts with the newest commit, if another number of ranks wrote them; to be asked before any part is made.
 
     Raises:
-        StoreNotFoundError: not all of their parts are here.
+        StoreNotFoundError: not all of their parts are here, or one process wrote a store here.
     """
+    if (directory / MANIFEST_NAME).exists():
+        raise StoreNotFoundError(
+            f"{directory} was written by one process: go on in one, without torchrun, divide it by tierstore reshard "
+            f"{directory} NEW_DIR --ranks {size}, or choose another folder"
+        )
     if not set(part_sets(directory)) - {size}:
         return None
     found = newest_set(directory)

@@ -88,7 +88,8 @@ def open_sharded(
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, or have no commit in common.
-        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``.
+        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``;
+            or one process did.
             Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ. RuntimeError: another rank failed.
         ValueError: a wrong argument, or this process is not in the group.

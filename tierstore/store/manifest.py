@@ -38,15 +38,21 @@ class Part(NamedTuple):
     path: Path
 
 
-def part_folders(directory: Path) -> list[Part]:
-    """What is named as those of a sharded store, by size and rank."""
-    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*")]
-    return sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
-
-
 def parts_in(directory: Path) -> list[Part]:
     """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
-    return [part for part in part_folders(directory) if (part.path / MANIFEST_NAME).exists()]
+    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*")]
+    found = sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
+    return [part for part in found if (part.path / MANIFEST_NAME).exists()]
+
+
+def _require_not_sharded(directory: Path) -> None:
+    if parts := parts_in(directory):
+        size = parts[-1].size
+        raise StoreNotFoundError(
+            f"{directory} was written by {size} ranks: start ranks, as by torchrun --nproc-per-node {size}, which open "
+            "it by tierstore.dist.open_sharded, or make a store of theirs that is not sharded, by tierstore reshard "
+            f"{directory} NEW_DIR --plain"
+        ) from None
 
 
 def is_store_id(value: object) -> bool:
@@ -72,7 +78,9 @@ class Manifest:
         return cls(store_id=uuid.uuid4().hex, page_bytes=page_bytes)
 
     def create(self, directory: Path) -> None:
-        """Write the first manifest, unless another process was faster: then that one stands. Errors as of ``write``."""
+        """Write the first manifest, unless another process was faster: then that one stands. StoreNotFoundError: ranks'
+        stores are there. Others as of ``write``."""
+        _require_not_sharded(directory)
         with self._partial(directory) as partial:
             with contextlib.suppress(FileExistsError):
                 os.link(partial, directory / MANIFEST_NAME)
@@ -130,11 +138,7 @@ class Manifest:
         try:
             text = read_plain_file(path, _MAX_BYTES)
         except FileNotFoundError:
-            if parts := parts_in(directory):
-                raise StoreNotFoundError(
-                    f"{directory} holds a sharded store, as {parts[0].path.name}, which tierstore.dist.open_sharded "
-                    f"opens; make one that is not, by tierstore reshard {directory} NEW_DIR --plain"
-                ) from None
+            _require_not_sharded(directory)
             raise StoreNotFoundError(
                 f'no store at {directory}: {path} does not exist; check the path (open with mode="w" to create a store)'
             ) from None

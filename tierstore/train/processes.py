@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from ..dist import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average, open_sharded
 from ..dist.ranks import Ranks
-from ..errors import TierstoreError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
-from ..store.manifest import MANIFEST_NAME, part_folders
 from ..system.launch import launched_rank
 from .config import RunConfig, StoreSection
 from .rendezvous import meet
@@ -68,14 +65,7 @@ class OneProcess:
     size = 1
 
     def open(self, config: RunConfig, **options: Any) -> Store:
-        path = Path(config.store.path)
-        if sharded := part_folders(path):
-            count = sharded[0].size
-            raise TierstoreError(
-                f"{path} was written by {count} ranks: start ranks, as torchrun --nproc-per-node {count} -m tierstore "
-                "train, make one store of theirs by tierstore reshard --plain, or train in another folder (--store)"
-            )
-        return open_store(path, mode="w", keep=config.store.keep, **options)
+        return open_store(config.store.path, mode="w", keep=config.store.keep, **options)
 
     def local(self, store: Store) -> Store:
         return store
@@ -113,11 +103,6 @@ class ManyProcesses:
                 raise ValueError(
                     f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
                     "one process, which tierstore trace writes down without training"
-                )
-            if (Path(section.path) / MANIFEST_NAME).exists():
-                raise TierstoreError(
-                    f"{section.path} was written by one process: go on without torchrun, divide it by tierstore "
-                    "reshard --ranks, or train in another folder (--store)"
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None
