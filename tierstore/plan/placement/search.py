@@ -204,16 +204,17 @@ class Search:
         Raises:
             ValueError: no room.
         """
-        forms = tuple(min(known, key=lambda form: self._alone(known[form])) for known in self._parts)
-        found = self._placed(forms) or self._placed(self._rowwise())
+        return self._placed(self._cheapest()) or self._by_rows()
+
+    def _cheapest(self) -> Forms:
+        return tuple(min(known, key=lambda form: self._alone(known[form])) for known in self._parts)
+
+    def _by_rows(self) -> Found:
+        """What takes the least room; ValueError if there is not even so much."""
+        found = self._placed((Form("row_wise", "rows", self._costs.world_size),) * len(self._parts))
         if found is None:
             raise ValueError(f"{format_size(self._rank_bytes)} a rank have no room for the tables, even row by row")
         return found
-
-    def _rowwise(self) -> Forms:
-        """What takes the least room."""
-        form = Form("row_wise", "rows", self._costs.world_size)
-        return tuple(form if form in known else next(iter(known)) for known in self._parts)
 
     def beam(self, progress: Callable[[int, int], None] | None = None) -> Found:
         """See the module's docstring.
@@ -232,8 +233,7 @@ class Search:
             if changed == best:
                 break
             best = changed
-        found = self._placed(best[0]) if best else None
-        return self.greedy() if found is None else found
+        return (self._placed(best[0]) if best else None) or self._by_rows()
 
     def _best(self, candidates: Sequence[Forms]) -> list[Forms]:
         placed = {forms: self._placed(forms) for forms in candidates}
@@ -242,7 +242,7 @@ class Search:
 
     def _starts(self) -> Iterator[Forms]:
         tables = self._workload.tables
-        yield tuple(min(known, key=lambda form: self._alone(known[form])) for known in self._parts)
+        yield self._cheapest()
         by_size = sorted(range(len(tables)), key=lambda number: tables[number].num_embeddings)
         copied = Form("data_parallel", "rows", self._costs.world_size)
         for base in dict.fromkeys(form for known in self._parts for form in known):
