@@ -11,6 +11,7 @@ import psutil
 
 from ..common import Goal, Run, Table
 from ..parts import Part, Told
+from . import counted
 from .torchrun import begin, summary_of
 
 __all__ = ["PART"]
@@ -52,21 +53,24 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=request.folder) as name:
         whole = summary_of(Path(name) / "whole", begin(Path(name) / "whole", RANKS, settings))
         folder, begun = Path(name) / "killed", time.monotonic()
-        run = begin(folder, RANKS, settings, restarts=_MOST_RESTARTS)
+        run = begin(folder, RANKS, settings, restarts=_MOST_RESTARTS, module=counted.__name__)
         try:
             end = begun + config["kills_seconds"]
             killed = _kill_until(run, end, config["kills_every_s"], random.Random(config["seed"]))
             commits = (folder / "log").read_text(errors="replace").count("committed version")
             found = summary_of(folder, run)
+            done = counted.counts_in(folder / counted.FILE)
         finally:
             run.kill()
     return {
         "kills": killed,
+        "restarts": done.restarts,
         "every_s": config["kills_every_s"],
         "seconds": time.monotonic() - begun,
         "whole_seconds": whole["seconds"],
         "commits_between_kills": commits,
         "steps": found["step"],
+        "steps_redone": done.steps - found["step"],
         "last_process_steps": found["rows"] / whole["rows"] * whole["step"],
         "bits": [whole["bits"], found["bits"]],
         "auc": [whole["test"]["auc"], found["test"]["auc"]],
@@ -77,9 +81,11 @@ def _tell(figures: dict[str, Any]) -> Told:
     equal = figures["bits"][0] == figures["bits"][1]
     rows = [
         ["kills of a rank", f"{figures['kills']:,}"],
+        ["restarts of all ranks by torchrun", f"{figures['restarts']:,}"],
         ["commits while ranks were killed", f"{figures['commits_between_kills']:,}"],
         ["steps of the run", f"{figures['steps']:,}"],
-        ["of these after the last kill", f"{figures['last_process_steps']:,.0f}"],
+        ["steps done twice or oftener, counted each time", f"{figures['steps_redone']:,}"],
+        ["steps after the last kill", f"{figures['last_process_steps']:,.0f}"],
         ["seconds, killed and started again", f"{figures['seconds']:.0f}"],
         ["seconds of training without a kill", f"{figures['whole_seconds']:.0f}"],
         ["bits (SHA-256)", figures["bits"][1][:16]],

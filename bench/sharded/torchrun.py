@@ -18,12 +18,15 @@ __all__ = ["RUN_FILE", "begin", "summary_of"]
 RUN_FILE = ROOT / "examples/criteo.toml"
 
 
-def begin(folder: Path, ranks: int, settings: Mapping[str, Any], *, restarts: int = 0) -> "subprocess.Popen[bytes]":
+def begin(
+    folder: Path, ranks: int, settings: Mapping[str, Any], *, restarts: int = 0, module: str = "tierstore"
+) -> "subprocess.Popen[bytes]":
     """Train the Criteo example in a folder, with keys changed; what it says goes to ``log`` there.
 
     Args:
         ranks: 1 for a process without torchrun.
         settings: by keys of the run file, as TOML has them.
+        module: what Python runs, with the command line of tierstore.
     """
     folder.mkdir(parents=True)
     given = {"data.path": f'"{require_criteo()}"', "store.path": f'"{folder / "store"}"', **settings}
@@ -36,7 +39,7 @@ def begin(folder: Path, ranks: int, settings: Mapping[str, Any], *, restarts: in
         f"--max-restarts={restarts}",
         "-m",
     ]
-    command = [sys.executable, "-m", *(launcher if ranks > 1 else []), "tierstore", "train", "run.toml", "--resume"]
+    command = [sys.executable, "-m", *(launcher if ranks > 1 else []), module, "train", "run.toml", "--resume"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(

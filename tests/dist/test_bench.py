@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tierstore
+from bench.sharded.counted import counts_in, noting
 from bench.sharded.skew_part import _split
 from bench.sharded.sockets import count_sent
 from bench.sharded.step_part import joined
@@ -51,3 +52,10 @@ def test_batches_are_joined_and_split_bag_by_bag() -> None:
     cold, hot = _split(whole, [np.array([2, 10]), np.array([4, 5, 13])])
     assert bags(cold) == [[0], [1], [], [11, 12], [], [3], [], [14, 15]]
     assert bags(hot) == [[], [0], [1], [], [], [0, 1], [], [2]]
+
+
+def test_steps_that_a_restart_does_again_are_counted(tmp_path: Path) -> None:
+    for restart, steps in enumerate((3, 2, 1)):
+        step = noting(lambda given: given + 1, tmp_path / "steps", restart)
+        assert [step(each) for each in range(steps)] == list(range(1, steps + 1))
+    assert counts_in(tmp_path / "steps") == (6, 2)
