@@ -1,13 +1,18 @@
 """What bench.dist measures by."""
 
+import random
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
 import tierstore
 from bench.sharded.counted import counts_in, noting
+from bench.sharded.kills_part import _kill_until
 from bench.sharded.skew_part import _split
 from bench.sharded.sockets import count_sent
 from bench.sharded.step_part import joined
@@ -59,3 +64,20 @@ def test_steps_that_a_restart_does_again_are_counted(tmp_path: Path) -> None:
         step = noting(lambda given: given + 1, tmp_path / "steps", restart)
         assert [step(each) for each in range(steps)] == list(range(1, steps + 1))
     assert counts_in(tmp_path / "steps") == (6, 2)
+
+
+def test_every_second_kill_waits_until_ranks_train(tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    rank = f"sleep 0.3; echo 0 >> {steps}; exec sleep 60"
+    restarting = f"while :; do echo >> {tmp_path / 'starts'}; sh -c '{rank}'; done"
+    with subprocess.Popen(["sh", "-c", restarting], stderr=subprocess.DEVNULL) as torchrun:
+        try:
+            killed = _kill_until(torchrun, steps, time.monotonic() + 2.5, 0.05, random.Random(1))
+        finally:
+            for child in psutil.Process(torchrun.pid).children():
+                torchrun.kill()
+                child.kill()
+    assert killed["training"] >= 2
+    assert killed["training"] - killed["starting"] in (0, 1)
+    assert counts_in(steps).steps == killed["training"]
+    assert len((tmp_path / "starts").read_text()) in (sum(killed.values()), sum(killed.values()) + 1)
