@@ -103,7 +103,7 @@ HELP = {
           -h, --help        show this help message and exit
           --json PATH       where they go (default: ranks.json)
           --optimizer NAME  of the tables: sgd, rowwise_adagrad (default), adagrad or adam
-          --seconds N       of steps, about; set-up takes as long again
+          --seconds N       of steps, about; all takes some minutes (default: 60)
           --force           replace PATH if it exists
           --traceback       show where in the code an error arose
         example:

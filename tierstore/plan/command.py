@@ -421,7 +421,11 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 help="of the tables: sgd, rowwise_adagrad (default), adagrad or adam",
             ),
             _arg(
-                "--seconds", type=float, default=60.0, metavar="N", help="of steps, about; set-up takes as long again"
+                "--seconds",
+                type=float,
+                default=60.0,
+                metavar="N",
+                help="of steps, about; all takes some minutes (default: 60)",
             ),
             _arg("--force", help="replace PATH if it exists"),
         ),

@@ -28,7 +28,8 @@ from .costs import Amounts, Probe, RankCosts, amounts_of, kind_of
 from .demand import TableDemand
 
 _BATCHES: Final = 10
-"""In turns, so that few of a batch's rows are still in the processor's caches from when it was there before."""
+_OTHER_BYTES: Final = 16 << 20
+"""That are read and written between steps, as a model does: then few rows are still in the processor's own caches."""
 _MOST_STEPS: Final = 100
 _LR: Final = 0.01
 _BOOKS_BYTES: Final = 64
@@ -81,8 +82,8 @@ def measure_ranks(
 
     Args:
         optimizer: of the tables, none but "none".
-        seconds: to spend in steps, about; set-up takes as long again. With fewer than 60, fewer probes are made, of
-            smaller tables.
+        seconds: to spend in steps, about; all takes some minutes, more with more ranks. With fewer than 60, fewer
+            probes are made, of smaller tables.
         progress: told how many probes are done, and of how many.
 
     Raises:
@@ -151,10 +152,12 @@ class _Subject:
                 store.create_table(config, **sharding._asdict())
             module, batches = ShardedTieredEmbeddingBagCollection(store), self._batches()
             gradient = torch.full((self._shape.samples, len(self._tables) * dim), 1e-3)
+            other = torch.zeros(_OTHER_BYTES // 4)
 
             def timed(steps: int) -> list[float]:
                 found = []
                 for number in range(steps):
+                    other.add_(1)
                     begun = time.perf_counter()
                     module(batches[number % _BATCHES]).values().backward(gradient)
                     found.append(time.perf_counter() - begun)
