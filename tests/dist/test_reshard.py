@@ -141,5 +141,5 @@ def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert cli.main([command, str(other)]) == 0
         told = capsys.readouterr().out
         assert all(f"{rank}-of-3" in told for rank in range(3))
-    assert cli.main(["export", str(other), str(tmp_path / "out.safetensors")]) == 1
+    assert cli.main(["compact", str(other), str(tmp_path / "compact")]) == 1
     assert f"tierstore reshard {other} NEW_DIR --plain" in capsys.readouterr().err

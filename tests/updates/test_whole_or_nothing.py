@@ -17,7 +17,7 @@ from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
 from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.io.changes import ChangesTier
+from tierstore.io import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.store.manifest import Manifest
 from tierstore.system import killpoints
@@ -129,7 +129,7 @@ def test_an_update_that_fails_leaves_no_tables(
 
             broken.setattr(Manifest, "write", fail_once)
         else:
-            broken.setattr(ChangesTier, "write" if step == "rows" else "commit", fail)
+            broken.setattr(LmdbColdTier, "write" if step == "rows" else "commit", fail)
         with pytest.raises(errors.DiskFullError):
             apply_update(replica, forked.one.path)
     assert tables_of(replica) == ["item", "user"]

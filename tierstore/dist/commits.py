@@ -1,5 +1,6 @@
 """What each rank's store keeps of the commits that all ranks made."""
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..errors import TierstoreError
@@ -14,7 +15,7 @@ class Commits(NamedTuple):
 
     Attributes:
         run: the identity of what was trained; "" if there is none yet.
-        versions: those of the rank's store, by the number of the commit.
+        versions: of the rank's store, by the number of the commit; those that ``of`` tells are kept.
     """
 
     run: str
@@ -30,8 +31,14 @@ class Commits(NamedTuple):
             raise TierstoreError(
                 f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
             )
-        known = {int(number): version for number, version in section["versions"].items() if version in store.versions}
-        return cls(section["run"], known | {section["number"]: store.version})
+        told = cls.told(section, store.version)
+        return told._replace(versions={each: kept for each, kept in told.versions.items() if kept in store.versions})
+
+    @classmethod
+    def told(cls, section: Mapping[str, Any], version: int) -> "Commits":
+        """What a version of a rank's store says, of the last 256 commits."""
+        known = {int(number): each for number, each in section["versions"].items()}
+        return cls(section["run"], known | {section["number"]: version})
 
 
 def packed(

@@ -110,17 +110,17 @@ class Parts:
             if first < last:
                 rows, own = read_rows(self._stores[shard.rank][name], first, last), slice(first - start, last - start)
                 weights[own, shard.first_column : shard.first_column + shard.num_columns] = rows.weights
-                state[own, _state_columns(config, shard)] = rows.state
+                state[own, state_columns(config, shard)] = rows.state
         return Rows(weights, state)
 
 
 def of_columns(rows: Rows, config: TableConfig, shard: Shard) -> Rows:
     """What a shard has of whole rows."""
     weights: Any = np.ascontiguousarray(rows.weights[:, shard.first_column : shard.first_column + shard.num_columns])
-    return Rows(weights, np.ascontiguousarray(rows.state[:, _state_columns(config, shard)]))
+    return Rows(weights, np.ascontiguousarray(rows.state[:, state_columns(config, shard)]))
 
 
-def _state_columns(config: TableConfig, shard: Shard) -> Int64s:
+def state_columns(config: TableConfig, shard: Shard) -> Int64s:
     """int64: the columns of a whole row's optimizer state that a shard has."""
     width = config.optimizer.state_dim(config.embedding_dim)
     if width <= 1:  # of the row

@@ -26,6 +26,7 @@ from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
+from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
 from .commits import SECTION, Commits, packed
 from .optimizer import ShardedOptimizer
@@ -176,13 +177,14 @@ class ShardedStore:
                     f"{self.local.directory}: the ranks have no commit in common"
                     + (f"; rank {lost[0]} has none at all: is its directory there?" if lost else "")
                 )
-            self._versions = all_commits[self.ranks.rank].versions
             self._attempt = max(number for each in all_commits for number in (0, *each.versions))
             shardings = dict[str, Sharding]()
             if common:
                 self._number = max(common)
-                if self._versions[self._number] != self.local.version:
-                    self.local.rollback(self._versions[self._number])
+                own = all_commits[self.ranks.rank].versions[self._number]
+                if own != self.local.version:
+                    self.local.rollback(own)
+                self._versions = Commits.told(self.local.extra[SECTION], own).versions
                 self._note_agreed()
                 saved = self.local.extra[SECTION]["shardings"].items()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved}
@@ -344,7 +346,7 @@ class ShardedStore:
 
     def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
         self._attempt = number
-        self._versions = {each: version for each, version in self._versions.items() if version in self.local.versions}
+        self._versions = dict(list(self._versions.items())[-MAX_ANCESTORS:])
         shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
         packed_extra = packed(self._run, number, self._versions, shardings, extra)
         failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have

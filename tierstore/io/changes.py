@@ -5,7 +5,6 @@ without being written. The lineage of the current version tells (``lineage``); i
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -14,7 +13,6 @@ import numpy as np
 
 from ..kernels.arrays import Int64s, Words
 from ..rows import MAX_ROWS
-from .lmdb import LmdbColdTier
 from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
@@ -44,22 +42,8 @@ class ChangedRows(NamedTuple):
     weights: Words
 
 
-class ChangesTier(LmdbColdTier):
-    """A row file that tells what changed in it."""
-
-    @contextmanager
-    def changes(self, since: int) -> Iterator["Changes"]:
-        """What changed since a version that the current one was made from, valid until the end of the block.
-
-        Args:
-            since: its number; 0 for all rows that were ever written.
-        """
-        with self.lease() as (snapshot, rows):
-            yield Changes(snapshot, rows, since)
-
-
 class Changes:
-    """What changed; made by ``ChangesTier.changes``.
+    """What changed; made by ``LmdbColdTier.changes``.
 
     Attributes:
         basis: what it was told from.
@@ -72,7 +56,8 @@ class Changes:
         self.basis = Basis.ROWS if since else Basis.NOTHING
 
     @cached_property
-    def _written(self) -> Int64s:
+    def written(self) -> Int64s:
+        """Keys of the rows that were written since, ascending."""
         return self._rows.written_since(self._snapshot, self._since)
 
     def rows(self, table: int) -> Iterator[ChangedRows]:
@@ -88,5 +73,5 @@ class Changes:
     def _keys(self, table: int) -> Iterable[Int64s]:
         if self.basis is Basis.NOTHING:
             return by_key(self._rows, [table])
-        first, stop = np.searchsorted(self._written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
-        return [self._written[first:stop]]
+        first, stop = np.searchsorted(self.written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
+        return [self.written[first:stop]]

@@ -7,8 +7,8 @@ made current; one for reading ignores them. docs/format.md describes the file.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import RowLayout
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
+from .changes import Changes
 from .cleaning import DEFAULT_SLACK
 from .gather import gather_error
 from .log import Written
@@ -42,6 +43,7 @@ class LmdbColdTier:
         store_id: 16 bytes that all files of the store carry.
         readonly: never write anything; see the newest commit, and later ones that ``find_newer`` finds.
         version: with ``readonly``, the kept version to see; default: the newest.
+        follow: with ``readonly``, whether ``find_newer`` looks.
         slack: pages that segments may take for one that their rows need, before segments are cleaned; above 1.
         create: whether an open for writing may create the file.
 
@@ -66,6 +68,7 @@ class LmdbColdTier:
         version: int | None = None,
         slack: float = DEFAULT_SLACK,
         create: bool = True,
+        follow: bool = True,
     ) -> None:
         if len(store_id) != 16:
             raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
@@ -78,7 +81,7 @@ class LmdbColdTier:
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(self._file.map.rows, verify=True)
-            self._follower = Follower(self._file, self._read_from) if readonly and version is None else None
+            self._follower = Follower(self._file, self._read_from) if readonly and follow else None
             self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
             stack.pop_all()
 
@@ -136,6 +139,16 @@ class LmdbColdTier:
             raise gather_error(self.path, result, keys)
         absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
         self._counting.add(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
+
+    @contextmanager
+    def changes(self, since: int) -> Iterator[Changes]:
+        """What changed since a version that the current one was made from, valid until the end of the block.
+
+        Args:
+            since: its number; 0 for all rows that were ever written.
+        """
+        with self.lease() as (snapshot, rows):
+            yield Changes(snapshot, rows, since)
 
     # -- writing
 
@@ -206,7 +219,7 @@ class LmdbColdTier:
             return read_payload(self._file.snapshot, self._file.record)
 
     def find_newer(self) -> NewerCommit | None:
-        """See ``ColdTier.find_newer``; None if it was opened at one version. Errors as of ``Follower.find``."""
+        """See ``ColdTier.find_newer``; None if it was opened not to ``follow``. Errors as of ``Follower.find``."""
         self._file.require_open()
         return None if self._follower is None else self._follower.find()
 

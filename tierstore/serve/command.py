@@ -54,7 +54,7 @@ def serve(options: argparse.Namespace) -> int:
         ImportError: what only servers need is not installed. StoreNotFoundError, DamagedError: there is no store.
     """
     try:
-        from ..store.manifest import Manifest
+        from ..store.opened import require_store
         from ..store.recording import require_recordable
         from .program import run
         from .workers import recording_paths, run_workers
@@ -69,7 +69,7 @@ def serve(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from None
 
     if not config.updates:  # a replica may wait for its store; else it is told before a port is opened
-        Manifest.read(Path(config.store).absolute())
+        require_store(Path(config.store).absolute())
     for path in recording_paths(config):
         require_recordable(path)
 

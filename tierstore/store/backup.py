@@ -89,7 +89,7 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
     The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
     """
     try:
-        manifest, cold = open_files(work, readonly=True)
+        manifest, cold, _ = open_files(work, readonly=True)
         with contextlib.closing(cold):
             kept = read_head(snapshot).kept
             if cold.versions != kept:

@@ -1,6 +1,7 @@
 """The tables of an open store, and the version of them that it shows."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -37,6 +38,7 @@ class Catalog:
         directory: Path | None,
         manifest: Manifest,
         cold: ColdTier,
+        read_manifest: Callable[[], Manifest] | None,
         *,
         readonly: bool,
         has_hbm: bool,
@@ -48,6 +50,7 @@ class Catalog:
         self._directory = directory
         self._manifest = replace(manifest, tables=())
         self._cold = cold
+        self._read_manifest = read_manifest
         self._readonly = readonly
         self._has_hbm = has_hbm
         self._dtype = dtype
@@ -116,8 +119,8 @@ class Catalog:
             StoreReplacedError: a table is in the place of another. TableError: a table cannot be kept in memory as
                 asked. BudgetError: the system refuses memory for the map of its rows.
         """
-        assert self._directory is not None, "nobody else commits to a store in memory"
-        manifest, entered = version.manifest_of(Manifest.read(self._directory)), list(self._entered)
+        assert self._read_manifest is not None, "nobody else commits to a store in memory"
+        manifest, entered = version.manifest_of(self._read_manifest()), list(self._entered)
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
         for before, after in zip(self._manifest.tables, manifest.tables, strict=False):
             if before != after:

@@ -1,36 +1,60 @@
 """The files of a store: its manifest and its row file, which belong together."""
 
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import FormatError, StoreNotFoundError, TruncatedError
 from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, require_plain_files
 from ..io.cleaning import DEFAULT_SLACK
 from ..system.durable import make_directory
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import MANIFEST_NAME, Manifest, parts_in
 from .version import unpack
 
+if TYPE_CHECKING:
+    from ..dist.whole import WholeTier
 
-def open_files(
-    directory: Path, *, readonly: bool, version: int | None = None, slack: float = DEFAULT_SLACK
-) -> tuple[Manifest, LmdbColdTier]:
-    """The manifest, of the tables that the version shows, and the cold tier, which knows no table yet and is the
-    caller's to close.
 
-    A directory that holds no store becomes one, unless ``readonly``, which may ask for a kept version.
+class Opened(NamedTuple):
+    """A store's files.
+
+    Attributes:
+        manifest: of the tables that the version shows.
+        cold: the cold tier, which knows no table yet and is the caller's to close.
+        read_manifest: reads the manifest of now; after the tier found a newer version, at least that one's.
+    """
+
+    manifest: Manifest
+    cold: "LmdbColdTier | WholeTier"
+    read_manifest: Callable[[], Manifest]
+
+
+def open_files(directory: Path, *, readonly: bool, version: int | None = None, slack: float = DEFAULT_SLACK) -> Opened:
+    """Open a store's files.
+
+    A directory that holds no store becomes one, unless ``readonly``, which may ask for a kept version. A sharded store
+    can only be read.
 
     Raises:
-        StoreNotFoundError: there is no store, and it may not be made, or a copy that was cut short.
+        StoreNotFoundError: there is no store, and it may not be made, or a copy that was cut short; or a sharded one,
+        and not ``readonly``.
         FormatError, TruncatedError: the files do not belong together, or one is missing. Others as ``Manifest.read``
         and ``LmdbColdTier``.
     """
+    if readonly and is_sharded(directory):
+        from ..dist.whole import open_whole
+
+        return open_whole(directory, version=version)
     if not readonly:
         make_directory(directory)
     manifest = _open_manifest(directory, readonly=readonly)
     cold = LmdbColdTier(
-        directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, version=version, slack=slack
-    )
+        directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, version=version, slack=slack,
+        follow=version is None,
+    )  # fmt: skip
     try:
         if cold.page_bytes != manifest.page_bytes:
             raise FormatError(
@@ -49,7 +73,18 @@ def open_files(
     except BaseException:
         cold.close()
         raise
-    return manifest, cold
+    return Opened(manifest, cold, partial(Manifest.read, directory))
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether it holds ranks' stores and no other."""
+    return not (directory / MANIFEST_NAME).exists() and bool(parts_in(directory))
+
+
+def require_store(directory: Path) -> None:
+    """What ``open_files`` raises where there is no store, or its manifest is damaged."""
+    if not is_sharded(directory):
+        Manifest.read(directory)
 
 
 def _open_manifest(directory: Path, *, readonly: bool) -> Manifest:

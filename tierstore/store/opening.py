@@ -35,7 +35,8 @@ def open_store(
     """Open the store in ``directory``, or create it.
 
     Args:
-        directory: where manifest.json and the row file lie.
+        directory: where manifest.json and the row file lie. With mode="r" also a sharded store's, with all ranks'
+            parts: whole tables, and ``extra`` and ``tensors`` of rank 0, of the newest commit that all ranks have.
         cold: where cold rows are: "lmdb", in files; or "memory", slow and gone with the process, for tests and
             notebooks: without a directory, and not to be opened again, followed or backed up.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.

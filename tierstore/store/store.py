@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import TableError, TierstoreError
-from ..io import LmdbColdTier, MemoryColdTier, VerifyReport
+from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.threads import Workers
 from ..pool import Pool
 from ..pool.stats import Stats
@@ -77,17 +77,20 @@ class Store(Unpicklable):
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
-            self._cold: LmdbColdTier | MemoryColdTier
+            self._cold: ColdTier
+            read_manifest: Callable[[], Manifest] | None = None
             if directory is None:
                 self._cold = MemoryColdTier()
                 manifest = Manifest.new(self._cold.page_bytes)
             else:
-                manifest, self._cold = open_files(directory, readonly=readonly, version=version, slack=slack)
+                manifest, self._cold, read_manifest = open_files(
+                    directory, readonly=readonly, version=version, slack=slack
+                )
             held.callback(self._cold.close)
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                weakref.ref(self), directory, manifest, self._cold,
+                weakref.ref(self), directory, manifest, self._cold, read_manifest,
                 readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype,
             )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
@@ -298,6 +301,8 @@ class Store(Unpicklable):
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
+        Manifest.read(self.directory)  # a sharded store has none: the error names the way out
+        assert isinstance(self._cold, LmdbColdTier)
         return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
     # Closing

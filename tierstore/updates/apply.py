@@ -16,7 +16,8 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
-from ..io.changes import Basis, ChangesTier
+from ..io import LmdbColdTier
+from ..io.changes import Basis
 from ..kernels.arrays import Int64s, Words
 from ..kernels.floats import half_code
 from ..kernels.quantized import fill_first_values
@@ -82,15 +83,15 @@ def _make_store(directory: Path, header: UpdateHeader) -> None:
 
 
 @contextlib.contextmanager
-def _open(directory: Path) -> Iterator[ChangesTier]:
+def _open(directory: Path) -> Iterator[LmdbColdTier]:
     try:
-        with contextlib.closing(open_tier(directory, Manifest.read(directory), readonly=False)) as tier:
+        with contextlib.closing(open_tier(directory, Manifest.read(directory))) as tier:
             yield tier
     except OSError as error:
         raise translate_os_error(error, error.filename or directory) from error
 
 
-def _apply(directory: Path, tier: ChangesTier, update: UpdateFile) -> Applied:
+def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile) -> Applied:
     header, manifest = update.header, Manifest.read(directory)
     before = unpack(tier.version, tier.payload)._replace(tensors=b"")
     origin = origin_of(before.extra)
@@ -145,7 +146,7 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: Up
 class _Writer:
     """Writes an update's rows for the version to come."""
 
-    def __init__(self, tier: ChangesTier, update: UpdateFile) -> None:
+    def __init__(self, tier: LmdbColdTier, update: UpdateFile) -> None:
         self._tier = tier
         self._update = update
         self._tables = update.header.tables

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple
 from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
-from ..io.changes import Basis, Changes, ChangesTier
+from ..io import LmdbColdTier
+from ..io.changes import Basis, ChangedRows
 from ..store.lineage import NO_LINEAGE, Lineage
 from ..store.manifest import Manifest
+from ..store.opened import Opened, open_files
 from ..store.version import ORIGIN_KEY, pack, unpack, unpack_tensors
 from .header import UpdateHeader
 from .origin import Origin
@@ -52,33 +54,32 @@ def replica_config(config: TableConfig) -> TableConfig:
     return replace(config, optimizer=optim.SGD(), rounding="nearest")
 
 
-def open_tier(directory: Path, manifest: Manifest, *, readonly: bool) -> ChangesTier:
-    """The row file of a store, with no table added."""
-    return ChangesTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, create=False)
+def open_tier(directory: Path, manifest: Manifest) -> LmdbColdTier:
+    """The row file of a replica, for writing, with no table added."""
+    return LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=False, create=False)
 
 
 @contextlib.contextmanager
-def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
+def _open_source(directory: Path) -> Iterator[Opened]:
     """A store whose last version is published, with its tables added; it may be trained on meanwhile."""
-    with contextlib.closing(open_tier(directory, Manifest.read(directory), readonly=True)) as tier:
-        # Read after the version was chosen: a writer makes a table before it commits rows of it.
-        manifest = unpack(tier.version, tier.payload).manifest_of(Manifest.read(directory))
+    opened = open_files(directory, readonly=True)
+    with contextlib.closing(opened.cold) as tier:
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
-        for index, config in enumerate(manifest.tables):
-            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
-        yield manifest, tier
+        for index, config in enumerate(opened.manifest.tables):
+            tier.add_table(index, config.layout(opened.manifest.page_bytes), config.num_embeddings)
+        yield opened
 
 
 def source_of(directory: str | os.PathLike[str]) -> Source:
     """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
-    with _open_source(Path(directory).absolute()) as (manifest, tier):
-        return _source(manifest, tier)
+    with _open_source(Path(directory).absolute()) as (manifest, tier, _):
+        return _source(manifest, tier.version, tier.payload)
 
 
-def _source(manifest: Manifest, tier: ChangesTier) -> Source:
-    lineage = unpack(tier.version, tier.payload).lineage
-    return Source(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
+def _source(manifest: Manifest, number: int, payload: bytes) -> Source:
+    lineage = unpack(number, payload).lineage
+    return Source(Origin(manifest.store_id, number, lineage.commit_id), lineage)
 
 
 def write_update(
@@ -108,16 +109,16 @@ def write_update(
     directory, out = Path(directory).absolute(), Path(out).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another name")
-    with _open_source(directory) as (manifest, tier), contextlib.closing(UpdateWriter()) as writer:
+    with _open_source(directory) as (manifest, tier, _), contextlib.closing(UpdateWriter()) as writer:
         if not 0 <= since < tier.version:
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
-        writer.add_payload(_payload(tier))
-        source = _source(manifest, tier)
+        writer.add_payload(_payload(tier.version, tier.payload))
+        source = _source(manifest, tier.version, tier.payload)
         since_commit_id = source.lineage.id_of(since)
         with tier.changes(since if since_commit_id else 0) as changes:
-            _write_rows(writer, changes, manifest, progress)
+            _write_rows(writer, changes.rows, manifest, progress)
         header = UpdateHeader(
             origin=source.origin,
             since=0 if changes.basis is Basis.NOTHING else since,
@@ -130,22 +131,25 @@ def write_update(
     return Update(out, file_checksum(out), out.stat().st_size, header)
 
 
-def _payload(tier: ChangesTier) -> bytes:
+def _payload(number: int, payload: bytes) -> bytes:
     """``extra`` and tensors of the version, without what only training needs."""
-    version = unpack(tier.version, tier.payload)
+    version = unpack(number, payload)
     tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
     extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
     return pack({}, extra, tensors, NO_LINEAGE)
 
 
 def _write_rows(
-    writer: UpdateWriter, changes: Changes, manifest: Manifest, progress: Callable[[int, int], None] | None
+    writer: UpdateWriter,
+    changed: Callable[[int], Iterable[ChangedRows]],
+    manifest: Manifest,
+    progress: Callable[[int, int], None] | None,
 ) -> None:
     sizes = [config.size_bytes(manifest.page_bytes) for config in manifest.tables]
     done, total = 0, sum(sizes)
     for index, (config, size) in enumerate(zip(manifest.tables, sizes, strict=True)):
         layout = config.layout(manifest.page_bytes)
-        for chunk in changes.rows(index):
+        for chunk in changed(index):
             writer.add_rows(index, layout, chunk.rows, chunk.weights)
             if progress is not None:
                 progress(done + int(chunk.rows[-1]) * layout.row_bytes, total)

@@ -1,0 +1,201 @@
+"""A sharded store in one process: exported, served and published as the store is that resharding makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.serve.whole import serving, wait_for
+from tierstore import errors, optim
+from tierstore.cli import entry as cli
+from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
+from tierstore.dist.commits import SECTION
+from tierstore.exchange.rows import read_rows
+from tierstore.io.changes import Basis
+from tierstore.serve.client import Client
+from tierstore.updates import apply_update, write_update
+
+ROWS = 301
+SMALL: dict[str, Any] = {"ddr": "2MiB", "threads": 1}
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a": ("row_wise", {"embedding_dim": 12, "optimizer": optim.Adam(lr=0.1)}),
+    "b": ("table_wise", {"embedding_dim": 12, "optimizer": optim.RowWiseAdagrad(lr=0.1)}),
+    "c": ("column_wise", {"embedding_dim": 12, "optimizer": optim.RowWiseAdagrad(lr=0.1)}),
+    "d": ("column_wise", {"embedding_dim": 6, "optimizer": optim.Adam(lr=0.1), "dtype": "bfloat16"}),
+    "e": ("data_parallel", {"embedding_dim": 5, "optimizer": optim.Adagrad(lr=0.1)}),
+}
+
+
+def config_of(name: str) -> tierstore.TableConfig:
+    return tierstore.TableConfig(name=name, num_embeddings=ROWS, init=tierstore.init.Normal(), **TABLES[name][1])
+
+
+def train(folder: Path, seed: int, names: str = "abcde") -> None:
+    """One step of some rows, and a commit."""
+    with open_sharded(folder, **SMALL) as store:
+        for name in names:
+            if name not in store.tables:
+                store.create_table(config_of(name), sharding_type=TABLES[name][0])  # type: ignore[arg-type]
+        module = ShardedTieredEmbeddingBagCollection(store)
+        generator = torch.Generator().manual_seed(100 * seed + store.ranks.rank)
+        ids = torch.randint(0, ROWS, (len(store.tables) * 20,), generator=generator)
+        lengths = torch.ones(len(ids), dtype=torch.int64)
+        out = module(tierstore.KeyedJaggedTensor(list(store.tables), ids, lengths=lengths))
+        out.values().square().sum().backward()
+        store.commit(extra={"seed": seed}, tensors={"w": torch.full((3,), float(seed))})
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
+    """Bits of each table's rows and optimizer state."""
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        return rows_of(store)
+
+
+def rows_of(store: Any) -> dict[str, tuple[bytes, bytes]]:
+    rows = {name: read_rows(table, 0, ROWS) for name, table in store.tables.items()}
+    return {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()}
+
+
+def plain(folder: Path, name: str = "plain") -> Path:
+    made = folder.with_name(name)
+    assert cli.main(["reshard", str(folder), str(made), "--plain"]) == 0
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from .ranks import run
+
+    run(train, 2, tmp_path, tmp_path / "store", 1)
+    return tmp_path / "store"
+
+
+def ranks_train(folder: Path, seed: int, names: str = "abcde") -> None:
+    from .ranks import run
+
+    run(train, 2, folder.parent, folder, seed, names)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_an_export_has_the_bytes_of_the_resharded_stores(folder: Path, format: str) -> None:  # noqa: A002
+    files = [folder.parent / "sharded.out", folder.parent / "plain.out"]
+    for source, file in zip((folder, plain(folder)), files, strict=True):
+        assert cli.main(["export", str(source), str(file), "--format", format, "--state", "--dense"]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_versions_are_the_commits_that_all_ranks_have(folder: Path) -> None:
+    before = contents(folder)
+    ranks_train(folder, 2)
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"seed": 2})
+        assert store.verify().rows >= 5 * ROWS / 20
+        with pytest.raises(errors.StoreNotFoundError, match=r"tierstore reshard .* --plain"):
+            store.backup(folder.parent / "backup")
+    with tierstore.open(folder, mode="r", version=1, **SMALL) as store:
+        assert rows_of(store) == before
+        assert store.refresh() == 1
+    with pytest.raises(errors.StoreNotFoundError, match="no version 3"):
+        tierstore.open(folder, mode="r", version=3, **SMALL)
+
+
+def test_a_reader_moves_on_when_all_ranks_have_a_commit(folder: Path) -> None:
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        first = rows_of(store)
+        assert store.find_newer() is None
+        ranks_train(folder, 2)
+        newer = store.find_newer()
+        assert rows_of(store) == first
+        assert newer is not None
+        assert newer.show() == 2
+        second = rows_of(store)
+        assert second == contents(folder) != first
+        commit_alone(folder, 3)
+        assert store.refresh() == 2
+        assert contents(folder) == second
+        ranks_train(folder, 4)  # in a number of its own
+        assert store.refresh() == 4
+        assert rows_of(store) == contents(folder) != second
+
+
+def commit_alone(folder: Path, number: int) -> None:
+    """What a kill between the ranks' commits leaves."""
+    with tierstore.open(folder / "0-of-2", keep=3, **SMALL) as store:
+        extra = store.extra
+        extra[SECTION] |= {"number": number, "versions": extra[SECTION]["versions"] | {str(number - 1): store.version}}
+        store["a"].write(torch.arange(100), torch.zeros(100, 12))
+        store.commit(extra=extra)
+
+
+def test_a_reader_opened_before_all_have_the_last_commit_moves_on(folder: Path) -> None:
+    commit_alone(folder, 2)
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        assert (store.version, store.refresh()) == (1, 1)
+        ranks_train(folder, 3)
+        assert store.refresh() == 3
+        assert rows_of(store) == contents(folder)
+
+
+def test_new_tables_come_with_a_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    ranks_train(folder, 1, "ab")
+    with tierstore.open(folder, mode="r", **SMALL) as store:
+        ranks_train(folder, 2, "abcde")
+        assert store.refresh() == 2
+        assert [table.config for table in store.tables.values()] == [config_of(name) for name in TABLES]
+        assert rows_of(store) == contents(folder) == contents(plain(folder))
+
+
+def test_columns_of_a_row_that_only_one_rank_has_written(tmp_path: Path) -> None:
+    source, folder, plan = tmp_path / "source", tmp_path / "store", tmp_path / "plan.json"
+    with tierstore.open(source, **SMALL) as store:
+        for name in "cd":
+            table = store.create_table(config_of(name))
+            rows = table.read(torch.arange(9))
+            rows[3:6, :3], rows[6:, 3:] = 5.0, 7.0
+            table.write(torch.arange(9), rows)
+        store.commit()
+    Plan(2, {name: Sharding("column_wise", (1, 0)) for name in "cd"}).save(plan)
+    assert cli.main(["reshard", str(source), str(folder), "--ranks", "2", "--plan", str(plan)]) == 0
+    assert contents(folder) == contents(source)
+    update = write_update(folder, tmp_path / "update")
+    apply_update(tmp_path / "replica", update.path)
+    assert weights(tmp_path / "replica") == weights(source)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: each[0] for name, each in contents(folder).items()}
+
+
+def test_a_replica_follows_by_what_changed(folder: Path) -> None:
+    replica, since = folder.with_name("replica"), 0
+    for number in (1, 2, 3, 4):
+        if number > 1:
+            ranks_train(folder, number)
+        if number == 3:  # a replica that missed it: more than the kept versions ago
+            continue
+        update = write_update(folder, folder.with_name(f"update-{number}"), since=since)
+        assert update.header.basis is (Basis.ROWS if since else Basis.NOTHING)
+        assert update.header.num_rows <= 40 * len(TABLES) * (number - since)
+        assert apply_update(replica, update.path).version == number
+        assert weights(replica) == weights(folder)
+        since = number
+
+
+def test_a_server_follows_the_ranks(folder: Path) -> None:
+    with serving(folder) as server, Client(server.url) as client:
+        assert served(client) == weights(folder)
+        ranks_train(folder, 2)
+        wait_for(lambda: server.engine.version == 2)
+        assert served(client) == weights(folder)
+
+
+def served(client: Client) -> dict[str, bytes]:
+    rows = {name: torch.from_numpy(client.rows(range(ROWS), table=name).copy()) for name in TABLES}
+    return {
+        name: each.bfloat16().view(torch.uint8).numpy().tobytes() if name == "d" else each.numpy().tobytes()
+        for name, each in rows.items()
+    }

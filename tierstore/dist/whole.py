@@ -1,0 +1,385 @@
+"""A sharded store as one process reads it: a cold tier of whole tables, whose rows lie in the ranks' row files."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+
+from ..config import TableConfig
+from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
+from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
+from ..io.changes import CHUNK_BYTES, Basis, ChangedRows
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.floats import half_code
+from ..pool.converting import RowSource
+from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from ..store.lineage import Ancestor, Lineage
+from ..store.manifest import Manifest
+from ..store.opened import Opened
+from ..store.version import Version, repack, unpack
+from .commits import SECTION, Commits
+from .parts import Source, newest_set, state_columns
+from .plan import Shard, Sharding
+from .table import whole_config
+
+_ATTEMPTS: Final = 10
+"""To open parts before their writers drop the version that all have."""
+
+
+class _Joined(NamedTuple):
+    """A commit of all ranks: as that of one store, its tables' shardings, and each rank's versions by commit."""
+
+    version: Version
+    shardings: dict[str, Sharding]
+    commits: list[Commits]
+
+    @classmethod
+    def of(cls, versions: Sequence[Version]) -> "_Joined | None":
+        """Of each rank's version; None if they are of different commits. TierstoreError: of different runs."""
+        sections = [each.extra[SECTION] for each in versions]
+        if len({each["run"] for each in sections}) > 1:
+            raise TierstoreError("the ranks' stores are of different runs")
+        if len({each["number"] for each in sections}) > 1:
+            return None
+        commits = [Commits.told(each.extra[SECTION], each.number) for each in versions]
+        first, number = versions[0], sections[0]["number"]
+        past = [
+            Ancestor(each, commit_id)
+            for each in sorted(set.intersection(*(set(known.versions) for known in commits)))
+            if 0 < each < number
+            and (
+                commit_id := _joint_id(
+                    [own.lineage.id_of(known.versions[each]) for own, known in zip(versions, commits, strict=True)]
+                )
+            )
+        ]
+        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(past))
+        shardings = {
+            name: Sharding.from_json(fields, len(versions)) for name, fields in sections[0]["shardings"].items()
+        }
+        joint = Version(number, first.tables, first.extra["extra"], first.tensors, lineage)
+        return cls(joint, shardings, commits)
+
+
+def _joint_id(commit_ids: Sequence[str]) -> str:
+    """Of the ranks' commits; "" if one's is not known."""
+    return hashlib.sha256("".join(commit_ids).encode()).hexdigest()[:16] if all(commit_ids) else ""
+
+
+class _Piece(NamedTuple):
+    """A shard of a table, and the table that its rank's store has."""
+
+    shard: Shard
+    config: TableConfig
+    layout: RowLayout
+    state_columns: Int64s
+
+
+class _WholeTable:
+    """Reads rows of one table from the ranks that have them."""
+
+    def __init__(self, layout: RowLayout, num_rows: int, pieces: Sequence[_Piece]) -> None:
+        self.layout = layout
+        self.num_rows = num_rows
+        self._pieces = pieces
+
+    def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
+        """``ColdTier.read`` by each rank's; returns ``present``."""
+        if self._pieces[0].layout.dim < self.layout.dim:
+            return self._read_columns(reads, keys, slots, weights, state)
+        present, rows = np.zeros(len(keys), np.bool_), keys & (MAX_ROWS - 1)
+        for shard, *_ in self._pieces:
+            own = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
+            here = np.zeros(len(own), np.bool_)
+            reads[shard.rank](keys[own], slots[own], weights, state, here)
+            present[own] = here
+        return present
+
+    def _read_columns(
+        self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words
+    ) -> Bools:
+        found = [_read_part(reads[piece.shard.rank], piece, keys) for piece in self._pieces]
+        present: Bools = np.logical_or.reduce([each.present for each in found])
+        whole = _Found.empty(self.layout, len(keys))
+        for piece, part in zip(self._pieces, found, strict=True):
+            part.fill_first_values(piece, keys, np.flatnonzero(present & ~part.present))
+            shard, layout = piece.shard, piece.layout
+            columns = slice(shard.first_column, shard.first_column + shard.num_columns)
+            values = part.weights.view(layout.numpy_dtype)[:, : layout.dim]
+            whole.weights.view(layout.numpy_dtype)[:, columns] = values
+            whole.state.view(np.float32)[:, piece.state_columns] = part.state.view(np.float32)[:, : layout.state_dim]
+        weights[slots[present]], state[slots[present]] = whole.weights[present], whole.state[present]
+        return present
+
+
+class _Found(NamedTuple):
+    """Rows in arrays of their own, as ``ColdTier.read`` takes them."""
+
+    weights: Words
+    state: Words
+    present: Bools
+
+    @classmethod
+    def empty(cls, layout: RowLayout, count: int) -> "_Found":
+        weights, state = (np.zeros((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
+        return cls(weights, state, np.zeros(count, np.bool_))
+
+    def fill_first_values(self, piece: _Piece, keys: Int64s, places: Int64s) -> None:
+        """Of rows that another rank wrote its columns of: this one's had the bits that they began with."""
+        layout, config = piece.layout, piece.config
+        weights: Any = self.weights.view(layout.numpy_dtype)
+        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, half_code(layout.dtype))
+        self.state.view(np.float32)[places, : layout.state_dim] = config.optimizer.initial_state
+
+
+def _read_part(read: RowSource, piece: _Piece, keys: Int64s) -> _Found:
+    found = _Found.empty(piece.layout, len(keys))
+    read(keys, np.arange(len(keys), dtype=np.int32), *found)
+    return found
+
+
+class WholeTier:
+    """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have.
+
+    Args:
+        paths: of the ranks' stores, in order.
+        tiers: their row files, at the versions of one commit; this one's to close.
+    """
+
+    def __init__(self, paths: Sequence[Path], tiers: Sequence[LmdbColdTier]) -> None:
+        joined = _Joined.of([unpack(each.version, each.payload) for each in tiers])
+        assert joined is not None, "they are opened at the versions of one commit"
+        self.page_bytes = tiers[0].page_bytes
+        self.tables: dict[int, _WholeTable] = {}
+        self._paths = paths
+        self._tiers = tiers
+        self._configs: list[tuple[TableConfig, ...]] = []  # of each rank's tables
+        self._shown = self._latest = joined
+
+    def read_manifest(self) -> Manifest:
+        """The whole tables' of the commit that was found last."""
+        latest, run = self._latest, self._latest.commits[0].run
+        self._configs = [Manifest.read(path).tables for path in self._paths]
+        tables = takewhile(lambda each: each.name in latest.version.tables, self._configs[0])
+        whole = [whole_config(each, self._sharding_of(each.name)) for each in tables]
+        return Manifest(store_id=2 * run, page_bytes=self.page_bytes, tables=tuple(whole), has_rows=True)
+
+    def _sharding_of(self, name: str) -> Sharding:
+        return self._latest.shardings.get(name, Sharding("table_wise", (0,)))  # one that was begun has no rows
+
+    # -- tables
+
+    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
+        """See ``ColdTier.add_table``."""
+        pieces: dict[int, _Piece] = {}
+        try:
+            for rank, (configs, tier) in enumerate(zip(self._configs, self._tiers, strict=True)):
+                config = configs[table_index]
+                tier.add_table(table_index, own := config.layout(tier.page_bytes), num_rows)
+                sharding = self._sharding_of(config.name)
+                whole = whole_config(config, sharding)
+                shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
+                if rank in shards:
+                    pieces[rank] = _Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
+        except BaseException:
+            self.drop_tables(table_index)
+            raise
+        ordered = [pieces[rank] for rank in sharding.ranks if rank in pieces]
+        kept = ordered[:1] if sharding.sharding_type == "data_parallel" else ordered
+        self.tables[table_index] = _WholeTable(layout, num_rows, kept)
+
+    def drop_tables(self, first: int) -> None:
+        for tier in self._tiers:
+            tier.drop_tables(first)
+        self.tables = {index: table for index, table in self.tables.items() if index < first}
+
+    # -- reading
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
+        self.read_by([tier.read for tier in self._tiers], keys, slots, weights, state, present)
+
+    def read_by(
+        self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools
+    ) -> None:
+        """``ColdTier.read`` by each rank's."""
+        indices = keys >> KEY_ROW_BITS
+        for index in np.unique(indices).tolist():
+            own = np.flatnonzero(indices == index)
+            present[own] = self.tables[index].read(reads, keys[own], slots[own], weights, state)
+
+    @contextlib.contextmanager
+    def changes(self, since: int) -> Iterator["WholeChanges"]:
+        """See ``LmdbColdTier.changes``; ``since`` is in the lineage of the current version."""
+        yield WholeChanges(self, self._written_since(since) if since else None)
+
+    def _written_since(self, since: int) -> Int64s:
+        parts = []
+        for tier, commits in zip(self._tiers, self._shown.commits, strict=True):
+            with tier.changes(commits.versions[since]) as changes:
+                parts.append(changes.written)
+        return np.unique(np.concatenate(parts))
+
+    # -- versions
+
+    @property
+    def version(self) -> int:
+        return self._shown.version.number
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        kept = [
+            {number for number, version in commits.versions.items() if version in tier.versions}
+            for tier, commits in zip(self._tiers, self._shown.commits, strict=True)
+        ]
+        return tuple(sorted(set.intersection(*kept) - {0}))
+
+    @property
+    def last_version(self) -> int:
+        return self.version
+
+    @property
+    def payload(self) -> bytes:
+        return repack(self._shown.version, self._shown.version.lineage)
+
+    def find_newer(self) -> "_NewerWhole | None":
+        """See ``ColdTier.find_newer``: a commit that all ranks have, and is the newest of each."""
+        found = [newer for tier in self._tiers if (newer := tier.find_newer()) is not None]
+        is_all = len(found) == len(self._tiers)
+        joined = _Joined.of([unpack(each.version, each.payload) for each in found]) if is_all else None
+        if joined is None:  # a rank has not committed yet
+            for each in found:
+                each.close()
+            return None
+        self._latest = joined
+        return _NewerWhole(self, found, joined)
+
+    def move(self, joined: _Joined) -> None:
+        """Show a commit, which the ranks' tiers show."""
+        self._shown = joined
+
+    def write(self, *_arguments: Any, **_more: Any) -> NoReturn:
+        """Raises ReadOnlyError."""
+        raise ReadOnlyError(f"{self._paths[0].parent}: a sharded store is written by its ranks: open_sharded")
+
+    commit = rollback = write
+
+    # -- checking and counting
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """See ``ColdTier.verify``; of all ranks' row files, one after another."""
+        done = [tier.verify(progress) for tier in self._tiers]
+        _, *totals = (sum(column) for column in zip(*done, strict=True))
+        return VerifyReport(max(each.tables for each in done), *totals)
+
+    def counters(self) -> ColdCounters:
+        """Sums over the ranks' row files."""
+        return ColdCounters(*(sum(column) for column in zip(*(tier.counters() for tier in self._tiers), strict=True)))
+
+    @property
+    def map_bytes(self) -> int:
+        return sum(tier.map_bytes for tier in self._tiers)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for tier in self._tiers:
+                stack.callback(tier.close)
+
+
+class _NewerWhole:
+    """See ``base.NewerVersion``."""
+
+    def __init__(self, tier: WholeTier, found: Sequence[NewerVersion], joined: _Joined) -> None:
+        self._tier = tier
+        self._found = found
+        self._joined = joined
+
+    @property
+    def version(self) -> int:
+        return self._joined.version.number
+
+    @property
+    def payload(self) -> bytes:
+        return repack(self._joined.version, self._joined.version.lineage)
+
+    def is_changed(self, keys: Int64s) -> Bools:
+        changed: Bools = np.logical_or.reduce([each.is_changed(keys) for each in self._found])
+        return changed
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
+        self._tier.read_by([each.read for each in self._found], keys, slots, weights, state, present)
+
+    def show(self) -> None:
+        for each in self._found:
+            each.show()
+        self._tier.move(self._joined)
+
+    def close(self) -> None:
+        for each in self._found:
+            each.close()
+
+
+class WholeChanges:
+    """What changed in a sharded store; see ``io.changes.Changes``."""
+
+    def __init__(self, tier: WholeTier, written: Int64s | None) -> None:
+        self.basis = Basis.NOTHING if written is None else Basis.ROWS
+        self._tier = tier
+        self._written = written
+
+    def rows(self, table: int) -> Iterator[ChangedRows]:
+        """The table's changed rows, in ascending chunks; none is empty. ChecksumError, TruncatedError."""
+        whole, keys = self._tier.tables[table], self._keys(table)
+        for start in range(0, len(keys), step := max(1, CHUNK_BYTES // whole.layout.row_bytes)):
+            chunk = np.array(keys[start : start + step], np.int64)
+            found = _Found.empty(whole.layout, len(chunk))
+            self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
+            if found.present.any():
+                yield ChangedRows(chunk[found.present] & (MAX_ROWS - 1), found.weights[found.present])
+
+    def _keys(self, table: int) -> Int64s | range:
+        first = table << KEY_ROW_BITS
+        if self._written is None:
+            return range(first, first + self._tier.tables[table].num_rows)
+        start, stop = np.searchsorted(self._written, [first, first + MAX_ROWS])
+        keys: Int64s = self._written[start:stop]
+        return keys
+
+
+def open_whole(directory: Path, *, version: int | None = None) -> Opened:
+    """The whole tables of a sharded store for reading, and the cold tier, which knows none yet and is the caller's to
+    close.
+
+    Raises:
+        StoreNotFoundError: not all parts are there, or no such version. TierstoreError: they are of different runs.
+        Others: as ``LmdbColdTier``.
+    """
+    for attempt in range(_ATTEMPTS):
+        source = newest_set(directory)
+        try:
+            tier = _open(directory, source, source.number if version is None else version, follow=version is None)
+            return Opened(tier.read_manifest(), tier, tier.read_manifest)
+        except StoreNotFoundError:
+            if version is not None or attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def _open(directory: Path, source: Source, number: int, *, follow: bool) -> WholeTier:
+    common = sorted(set.intersection(*(set(each.versions) for each in source.commits)) - {0})
+    if number not in common:
+        raise StoreNotFoundError(f"{directory} has no version {number} in all its parts; they have {common}")
+    with contextlib.ExitStack() as opened:
+        paths = [directory / f"{rank}-of-{source.size}" for rank in range(source.size)]
+        tiers = []
+        for path, commits in zip(paths, source.commits, strict=True):
+            store_id = bytes.fromhex(Manifest.read(path).store_id)
+            tier = LmdbColdTier(path, store_id=store_id, readonly=True, version=commits.versions[number], follow=follow)
+            opened.callback(tier.close)
+            tiers.append(tier)
+        made = WholeTier(paths, tiers)
+        opened.pop_all()
+        return made
