@@ -24,7 +24,7 @@ def test_example_trains_and_goes_on(tmp_path: Path) -> None:
         for rank in ("0-of-2", "1-of-2"):
             with tierstore.open(tmp_path / "clicks" / rank, mode="r") as store:
                 assert store.extra["extra"] == {"step": steps}
-                dense = torch.load(io.BytesIO(store.tensors()["dense"].numpy()))
-            assert all(int(each["step"]) == steps for each in dense["optimizer"]["state"].values())
+                dense = torch.load(io.BytesIO(store.tensors()["tierstore.checkpoint"].numpy()))
+            assert all(int(each["step"]) == steps for each in dense["optimizers"][0]["state"].values())
             weights = weights or dense["model"]
             torch.testing.assert_close(dense["model"], weights, atol=0.01, rtol=0)  # of Adam's steps of 0.001

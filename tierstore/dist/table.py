@@ -1,6 +1,5 @@
 """A sharded table as lookups see it: whole, with this rank's part behind it."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ..config import TableConfig
@@ -20,6 +19,7 @@ class ShardedTable:
         sharding: how it is sharded.
         shards: the parts, in order.
         local: this rank's part, a table of its own store. Read and write only rows that this rank owns in it.
+        rows, columns: of the whole table, that this rank owns; empty if it has no part.
     """
 
     def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
@@ -28,7 +28,10 @@ class ShardedTable:
         self.shards = sharding.shards(config.num_embeddings, config.embedding_dim)
         self.local = local
         self.layout: RowLayout = config.layout(local.layout.page_bytes)
-        local.rows = owned_rows(self.shards, rank)
+        own = next((shard for shard in self.shards if shard.rank == rank), Shard(rank, 0, 0, 0, 0))
+        self.rows = range(own.first_row, own.first_row + own.num_rows)
+        self.columns = range(own.first_column, own.first_column + own.num_columns)
+        local.rows = self.rows or range(1)  # nobody asks for that row: a store has no table without rows
 
     @property
     def name(self) -> str:
@@ -86,14 +89,6 @@ class ShardedTable:
             f"<ShardedTable {config.name!r} {config.num_embeddings} x {config.embedding_dim} {config.dtype}, "
             f"{self.sharding.sharding_type} over ranks {list(self.sharding.ranks)}>"
         )
-
-
-def owned_rows(shards: Sequence[Shard], rank: int) -> range:
-    """Of a rank; of one without a part the first row, which nobody asks it for: a store has no table without rows."""
-    for shard in shards:
-        if shard.rank == rank:
-            return range(shard.first_row, shard.first_row + shard.num_rows)
-    return range(1)
 
 
 def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:

@@ -10,7 +10,8 @@
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -35,6 +36,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class Committing(Protocol):
+    """A ``Store``, or the ``ShardedStore`` of each rank, which calls ``save`` and ``load`` with what is its own."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def extra(self) -> dict[str, Any]: ...
+    def tensors(self) -> dict[str, Tensor]: ...
+    def commit(self, *, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor]) -> int: ...
+
+
 def save_async(
     store: Store,
     model: nn.Module,
@@ -52,6 +66,10 @@ def save_async(
             ``GradScaler``.
         extra: as for ``Store.commit``.
     """
+    return store.commit_async(extra=extra, tensors=_packed(model, optimizers, schedulers))
+
+
+def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequence[Stateful]) -> dict[str, Tensor]:
     state = {
         "model": model.state_dict(),
         "optimizers": [each.state_dict() for each in optimizers],
@@ -60,23 +78,22 @@ def save_async(
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    packed = torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))
-    return store.commit_async(extra=extra, tensors={_NAME: packed})
+    return {_NAME: torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))}
 
 
 def save(
-    store: Store,
+    store: Committing,
     model: nn.Module,
     optimizers: Sequence[Stateful] = (),
     schedulers: Sequence[Stateful] = (),
     extra: dict[str, Any] | None = None,
 ) -> int:
-    """As ``save_async``, and wait; returns the version's number."""
-    return save_async(store, model, optimizers, schedulers, extra).result()
+    """As ``save_async``, and wait; returns the version's number. Collective for a ``ShardedStore``."""
+    return store.commit(extra=extra, tensors=_packed(model, optimizers, schedulers))
 
 
 def load(
-    store: Store, model: nn.Module, optimizers: Sequence[Stateful] = (), schedulers: Sequence[Stateful] = ()
+    store: Committing, model: nn.Module, optimizers: Sequence[Stateful] = (), schedulers: Sequence[Stateful] = ()
 ) -> dict[str, Any]:
     """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
 

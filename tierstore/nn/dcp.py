@@ -11,15 +11,17 @@ calls ``copy_``, which writes them. Every other use raises.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from ..config import TableConfig
 from ..errors import TierstoreError
 from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
+from ..rows import RowLayout
 from ..store import Store, Table
 from ..store.table import raw_weights
 from ..store.version import TableState
@@ -31,19 +33,51 @@ _WRITING: Final = threading.Lock()
 """Weights and state of a row are written together, and a reader may load them in several threads."""
 
 
+class PartTable(Protocol):
+    """What a checkpoint asks of a table, or of a sharded one: rows and columns of the whole that are here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> TableConfig: ...
+    @property
+    def layout(self) -> RowLayout: ...
+    @property
+    def rows(self) -> range: ...
+    @property
+    def columns(self) -> range: ...
+    @property
+    def local(self) -> Table: ...
+
+
+class Tables(Protocol):
+    """A store, sharded or not."""
+
+    @property
+    def tables(self) -> Mapping[str, PartTable]: ...
+
+
 class _Content(NamedTuple):
-    """One tensor of a table, read and written by ranges of its first axis."""
+    """One tensor of a table, read and written by ranges of its first axis.
+
+    Attributes:
+        table: that is here.
+        shape: of the whole tensor.
+        columns: of it that are here; None if it has one axis.
+        chunks: (start, stop) of its rows that are here, in order.
+        write: the values of rows from one on, of columns from one on that are here.
+    """
 
     table: Table
     dtype: torch.dtype
     shape: tuple[int, ...]
+    columns: range | None
     chunks: Sequence[tuple[int, int]]
-    """(start, stop); all of it in order."""
     read: Callable[[int, int], Tensor]
-    write: Callable[[int, Tensor], Any]
+    write: Callable[[int, int, Tensor], Any]
 
 
-def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
+def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     """Everything of a store's tables, for ``dcp.save`` and ``dcp.load``; training goes on with the same bits.
 
     Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB; rows pass through
@@ -51,10 +85,12 @@ def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
     fails, ``store.rollback(store.version)`` or opening the store again undoes it.
 
-    Each rank of several gives its store a ``key`` of its own: of equal names torch saves one rank's. A
-    ``store.optimizer()`` has learning rates of its own: save and load it beside.
+    Of a sharded store all ranks save and load together, each what it owns; any number of ranks, and a store that is not
+    sharded, can load it. Where each rank of several has a store of its own, it gives a ``key`` of its own: of equal
+    names torch saves one rank's. A ``store.optimizer()`` has learning rates of its own: save and load it beside.
 
     Args:
+        store: a ``Store`` or ``ShardedStore``.
         key: the names of weights, ``{table}`` standing for the table's.
 
     Returns:
@@ -71,81 +107,93 @@ def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     """
     keys = weight_keys(key, store.tables)
     contents = {name: each for table in store.tables.values() for name, each in _contents(table, keys[table.name])}
-    return {name: _WholeTensor(each, 0, each.shape[0]) for name, each in contents.items()}
+    return {name: _WholeTensor(each, 0, 0, each.shape) for name, each in contents.items()}
 
 
-def _contents(table: Table, key: str) -> list[tuple[str, _Content]]:
-    num_rows, layout, ranges = table.config.num_embeddings, table.layout, list(chunks(table))
+def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
+    num_rows, layout, local = table.config.num_embeddings, table.layout, table.local
+    ranges = list(chunks(local)) if table.rows else []
     dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
 
     def read_weights(start: int, stop: int) -> Tensor:
-        return torch.from_numpy(read_rows(table, start, stop).weights).view(dtype)
+        return torch.from_numpy(read_rows(local, start, stop).weights).view(dtype)
 
-    def write_weights(start: int, values: Tensor) -> None:
-        write_rows(table, start, raw_weights(values), None)
+    def write_weights(start: int, first: int, values: Tensor) -> None:
+        own = read_rows(local, start, start + len(values))
+        own.weights[:, first : first + values.shape[1]] = raw_weights(values)
+        write_rows(local, start, own.weights, None)
 
-    def of_state(part: StateTensor) -> _Content:
-        columns = slice(part.first, part.last)
+    def of_state(part: StateTensor, own_part: StateTensor) -> _Content:
+        columns = slice(own_part.first, own_part.last)
 
         def read(start: int, stop: int) -> Tensor:
-            values = read_rows(table, start, stop).state[:, columns].copy()
-            return torch.from_numpy(values).view(part.shape(stop - start))
+            values = read_rows(local, start, stop).state[:, columns].copy()
+            return torch.from_numpy(values).view(own_part.shape(stop - start))
 
-        def write(start: int, values: Tensor) -> None:
-            own = read_rows(table, start, start + len(values))
-            own.state[:, columns] = values.view(len(values), -1).numpy()
-            write_rows(table, start, own.weights, own.state)
+        def write(start: int, first: int, values: Tensor) -> None:
+            own, given = read_rows(local, start, start + len(values)), values.view(len(values), -1).numpy()
+            own.state[:, columns][:, first : first + given.shape[1]] = given
+            write_rows(local, start, *own)
 
-        return _Content(table, torch.float32, part.shape(num_rows), ranges, read, write)
+        shape, here = part.shape(num_rows), None if part.per_row else table.columns
+        return _Content(local, torch.float32, shape, here, ranges, read, write)
 
     def of_number(place: int, number_type: torch.dtype) -> _Content:
         def read(_start: int, _stop: int) -> Tensor:
-            return torch.tensor([table.state[place]], dtype=number_type)
+            return torch.tensor([local.state[place]], dtype=number_type)
 
-        def write(_start: int, values: Tensor) -> None:
-            numbers: list[Any] = [*table.state]
+        def write(_start: int, _first: int, values: Tensor) -> None:
+            numbers: list[Any] = [*local.state]
             numbers[place] = values.item()
-            table.restore(TableState.checked(*numbers))
+            local.restore(TableState.checked(*numbers))
 
-        return _Content(table, number_type, (1,), [(0, 1)], read, write)
+        return _Content(local, number_type, (1,), None, [(0, 1)], read, write)
 
-    states = state_tensors(table.config.optimizer, layout.dim) if layout.state_dim else ()
-    weights = _Content(table, dtype, (num_rows, layout.stored_columns), ranges, read_weights, write_weights)
+    rule, dims = table.config.optimizer, (layout.dim, local.layout.dim)
+    states = zip(*(state_tensors(rule, dim) for dim in dims), strict=True) if layout.state_dim else ()
+    shape = num_rows, layout.stored_columns
+    weights = _Content(local, dtype, shape, table.columns, ranges, read_weights, write_weights)
     return [
         (key, weights),
-        *((state_key(key, part.name), of_state(part)) for part in states),
+        *((state_key(key, part.name), of_state(part, own)) for part, own in states),
         (state_key(key, "step"), of_number(0, torch.int64)),
         (state_key(key, "lr"), of_number(1, torch.float64)),
     ]
 
 
 class _Range(Tensor):
-    """[start, stop) of the first axis of a table's tensor, in the store and not in memory."""
+    """Rows [start, stop) of a table's tensor and, of the columns that are here, those from ``first`` on; in the store
+    and not in memory."""
 
     _content: _Content
     _start: int
+    _first: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, content: _Content, start: int, stop: int) -> "_Range":
-        shape = stop - start, *content.shape[1:]
-        made: _Range = Tensor._make_wrapper_subclass(cls, shape, dtype=content.dtype)
-        made._content, made._start = content, start
+    def __new__(cls, content: _Content, start: int, first: int, shape: Sequence[int]) -> "_Range":
+        made: _Range = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=content.dtype)
+        made._content, made._start, made._first = content, start, first
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Tensor:  # type: ignore[override]
         own = args[0] if args else None
         if isinstance(own, _Range):
-            start = own._start
             if func is _ATEN.detach.default:
-                return _Range(own._content, start, start + len(own))
-            if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) == 4:
-                return _Range(own._content, start + args[2], start + args[3])
+                return _Range(own._content, own._start, own._first, own.shape)
+            if func is _ATEN.slice.Tensor and len(args) == 4:
+                return own._narrow(*args[1:])
             if func is _ATEN.copy_.default:
                 own._load(args[1])
                 return own
         raise _refusal(func)
+
+    def _narrow(self, axis: int, start: int, stop: int) -> "_Range":
+        shape, places = list(self.shape), [self._start, self._first]
+        shape[axis] = stop - start
+        places[axis] += start
+        return _Range(self._content, places[0], places[1], shape)
 
     def _load(self, source: Tensor) -> None:
         content = self._content
@@ -155,10 +203,11 @@ class _Range(Tensor):
                 "a table of that dtype"
             )
         values = source.detach().cpu().expand(self.shape)
-        step = content.chunks[0][1]
-        for first in range(0, len(values), step):
+        begin, end = content.chunks[0]
+        step = end - begin
+        for place in range(0, len(values), step):
             with _WRITING:
-                content.write(self._start + first, values[first : first + step].contiguous())
+                content.write(self._start + place, self._first, values[place : place + step].contiguous())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._content.read(self._start, self._start + len(self)).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -168,7 +217,7 @@ class _Range(Tensor):
 
 
 class _WholeTensor(_Range):
-    """All of a table's tensor, as the planners of a checkpoint ask for it."""
+    """All of a table's tensor, as the planners of a checkpoint ask for it. Of a sharded table a rank tells its part."""
 
     _shards: dict[int, int]
     """Stop by start, those that a planner was told of last."""
@@ -188,23 +237,30 @@ class _WholeTensor(_Range):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        self._content.table.store.require_writable()
-        self._content.table.require_float()
-        return self._tell([(0, len(self))])
+        content = self._content
+        content.table.store.require_writable()
+        content.table.require_float()
+        return self._tell([(content.chunks[0][0], content.chunks[-1][1])] if content.chunks else [])
 
     def _tell(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         self._shards = dict(ranges)
-        rest = self.shape[1:]
+        columns = self._content.columns
+        rest = () if columns is None else (columns,)
         return [
-            ChunkStorageMetadata(torch.Size((start, *[0] * len(rest))), torch.Size((stop - start, *rest)))
+            ChunkStorageMetadata(
+                torch.Size((start, *(each.start for each in rest))),
+                torch.Size((stop - start, *(len(each) for each in rest))),
+            )
             for start, stop in ranges
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        start = index.offset[0]
-        return _Range(self._content, start, self._shards[start])
+        start, columns = index.offset[0], self._content.columns
+        return _Range(
+            self._content, start, 0, (self._shards[start] - start, *(() if columns is None else (len(columns),)))
+        )
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise _refusal("pickling")
@@ -231,9 +287,15 @@ class StoreVersion:
     Raises:
         ValueError: the store keeps one version only. A commit would drop the version of the last checkpoint while the
             new one is not yet complete.
+        TypeError: it is a sharded store.
     """
 
     def __init__(self, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"StoreVersion takes no {type(store).__name__}, of which a rank cannot go back alone: save "
+                "tierstore.checkpoint.rows(store), or everything in the store by tierstore.checkpoint.save"
+            )
         if not store.readonly and store.keep < 2:
             raise ValueError(
                 f"keep={store.keep} of {store.directory} would drop the last checkpoint's version before the next is "

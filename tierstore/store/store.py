@@ -301,8 +301,11 @@ class Store(Unpicklable):
         self.require_open()
         if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
-        Manifest.read(self.directory)  # a sharded store has none: the error names the way out
-        assert isinstance(self._cold, LmdbColdTier)
+        if not isinstance(self._cold, LmdbColdTier):
+            raise TierstoreError(
+                f"{self.directory} is a sharded store: copy each rank's part by itself, or back up the store that "
+                f"tierstore reshard {self.directory} NEW_DIR --plain makes"
+            )
         return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
     # Closing

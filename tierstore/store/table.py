@@ -79,6 +79,16 @@ class Table(Unpicklable):
         return self.config.name
 
     @property
+    def columns(self) -> range:
+        """Of the whole table, that this store has; all, but for tables that are sharded over processes."""
+        return range(self.layout.stored_columns)
+
+    @property
+    def local(self) -> "Table":
+        """Itself; of a sharded table its part."""
+        return self
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all rows, were they all in memory."""
         return len(self.rows) * self.layout.row_bytes
