@@ -14,7 +14,6 @@ from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
 from ..io.changes import CHUNK_BYTES, Basis, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..kernels.floats import half_code
 from ..pool.converting import RowSource
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from ..store.lineage import Ancestor, Lineage
@@ -23,8 +22,9 @@ from ..store.opened import Opened
 from ..store.version import Version, repack, unpack
 from .commits import SECTION, Commits
 from .parts import Source, newest_set, state_columns
-from .plan import Shard, Sharding
+from .plan import Sharding
 from .table import whole_config
+from .whole_table import Found, Piece, WholeTable
 
 _ATTEMPTS: Final = 10
 """To open parts before their writers drop the version that all have."""
@@ -70,78 +70,6 @@ def _joint_id(commit_ids: Sequence[str]) -> str:
     return hashlib.sha256("".join(commit_ids).encode()).hexdigest()[:16] if all(commit_ids) else ""
 
 
-class _Piece(NamedTuple):
-    """A shard of a table, and the table that its rank's store has."""
-
-    shard: Shard
-    config: TableConfig
-    layout: RowLayout
-    state_columns: Int64s
-
-
-class _WholeTable:
-    """Reads rows of one table from the ranks that have them."""
-
-    def __init__(self, layout: RowLayout, num_rows: int, pieces: Sequence[_Piece]) -> None:
-        self.layout = layout
-        self.num_rows = num_rows
-        self._pieces = pieces
-
-    def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
-        """``ColdTier.read`` by each rank's; returns ``present``."""
-        if self._pieces[0].layout.dim < self.layout.dim:
-            return self._read_columns(reads, keys, slots, weights, state)
-        present, rows = np.zeros(len(keys), np.bool_), keys & (MAX_ROWS - 1)
-        for shard, *_ in self._pieces:
-            own = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
-            here = np.zeros(len(own), np.bool_)
-            reads[shard.rank](keys[own], slots[own], weights, state, here)
-            present[own] = here
-        return present
-
-    def _read_columns(
-        self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words
-    ) -> Bools:
-        found = [_read_part(reads[piece.shard.rank], piece, keys) for piece in self._pieces]
-        present: Bools = np.logical_or.reduce([each.present for each in found])
-        whole = _Found.empty(self.layout, len(keys))
-        for piece, part in zip(self._pieces, found, strict=True):
-            part.fill_first_values(piece, keys, np.flatnonzero(present & ~part.present))
-            shard, layout = piece.shard, piece.layout
-            columns = slice(shard.first_column, shard.first_column + shard.num_columns)
-            values = part.weights.view(layout.numpy_dtype)[:, : layout.dim]
-            whole.weights.view(layout.numpy_dtype)[:, columns] = values
-            whole.state.view(np.float32)[:, piece.state_columns] = part.state.view(np.float32)[:, : layout.state_dim]
-        weights[slots[present]], state[slots[present]] = whole.weights[present], whole.state[present]
-        return present
-
-
-class _Found(NamedTuple):
-    """Rows in arrays of their own, as ``ColdTier.read`` takes them."""
-
-    weights: Words
-    state: Words
-    present: Bools
-
-    @classmethod
-    def empty(cls, layout: RowLayout, count: int) -> "_Found":
-        weights, state = (np.zeros((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
-        return cls(weights, state, np.zeros(count, np.bool_))
-
-    def fill_first_values(self, piece: _Piece, keys: Int64s, places: Int64s) -> None:
-        """Of rows that another rank wrote its columns of: this one's had the bits that they began with."""
-        layout, config = piece.layout, piece.config
-        weights: Any = self.weights.view(layout.numpy_dtype)
-        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, half_code(layout.dtype))
-        self.state.view(np.float32)[places, : layout.state_dim] = config.optimizer.initial_state
-
-
-def _read_part(read: RowSource, piece: _Piece, keys: Int64s) -> _Found:
-    found = _Found.empty(piece.layout, len(keys))
-    read(keys, np.arange(len(keys), dtype=np.int32), *found)
-    return found
-
-
 class WholeTier:
     """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have.
 
@@ -154,7 +82,7 @@ class WholeTier:
         joined = _Joined.of([unpack(each.version, each.payload) for each in tiers])
         assert joined is not None, "they are opened at the versions of one commit"
         self.page_bytes = tiers[0].page_bytes
-        self.tables: dict[int, _WholeTable] = {}
+        self.tables: dict[int, WholeTable] = {}
         self._paths = paths
         self._tiers = tiers
         self._configs: list[tuple[TableConfig, ...]] = []  # of each rank's tables
@@ -175,7 +103,7 @@ class WholeTier:
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """See ``ColdTier.add_table``."""
-        pieces: dict[int, _Piece] = {}
+        pieces: dict[int, Piece] = {}
         try:
             for rank, (configs, tier) in enumerate(zip(self._configs, self._tiers, strict=True)):
                 config = configs[table_index]
@@ -184,13 +112,13 @@ class WholeTier:
                 whole = whole_config(config, sharding)
                 shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
                 if rank in shards:
-                    pieces[rank] = _Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
+                    pieces[rank] = Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
         except BaseException:
             self.drop_tables(table_index)
             raise
         ordered = [pieces[rank] for rank in sharding.ranks if rank in pieces]
         kept = ordered[:1] if sharding.sharding_type == "data_parallel" else ordered
-        self.tables[table_index] = _WholeTable(layout, num_rows, kept)
+        self.tables[table_index] = WholeTable(layout, num_rows, kept)
 
     def drop_tables(self, first: int) -> None:
         for tier in self._tiers:
@@ -335,7 +263,7 @@ class WholeChanges:
         whole, keys = self._tier.tables[table], self._keys(table)
         for start in range(0, len(keys), step := max(1, CHUNK_BYTES // whole.layout.row_bytes)):
             chunk = np.array(keys[start : start + step], np.int64)
-            found = _Found.empty(whole.layout, len(chunk))
+            found = Found.empty(whole.layout, len(chunk))
             self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
             if found.present.any():
                 yield ChangedRows(chunk[found.present] & (MAX_ROWS - 1), found.weights[found.present])
