@@ -42,27 +42,25 @@ class _Joined(NamedTuple):
         """Of each rank's version; None if they are of different commits. TierstoreError: of different runs."""
         sections = [each.extra[SECTION] for each in versions]
         if len({each["run"] for each in sections}) > 1:
-            raise TierstoreError("the ranks' stores are of different runs")
+            raise TierstoreError("the ranks' stores are of different runs; put the parts of one run into the folder")
         if len({each["number"] for each in sections}) > 1:
             return None
         commits = [Commits.told(each.extra[SECTION], each.number) for each in versions]
         first, number = versions[0], sections[0]["number"]
-        past = [
-            Ancestor(each, commit_id)
-            for each in sorted(set.intersection(*(set(known.versions) for known in commits)))
-            if 0 < each < number
-            and (
-                commit_id := _joint_id(
-                    [own.lineage.id_of(known.versions[each]) for own, known in zip(versions, commits, strict=True)]
-                )
-            )
-        ]
-        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(past))
+        lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(_past(versions, commits)))
         shardings = {
             name: Sharding.from_json(fields, len(versions)) for name, fields in sections[0]["shardings"].items()
         }
         joint = Version(number, first.tables, first.extra["extra"], first.tensors, lineage)
         return cls(joint, shardings, commits)
+
+
+def _past(versions: Sequence[Version], commits: Sequence[Commits]) -> Iterator[Ancestor]:
+    """Those commits of all ranks that these versions were made from, ascending."""
+    for number in sorted(set.intersection(*(set(each.versions) for each in commits)) - {0}):
+        ids = [own.lineage.id_of(known.versions[number]) for own, known in zip(versions, commits, strict=True)]
+        if joint_id := _joint_id(ids):
+            yield Ancestor(number, joint_id)
 
 
 def _joint_id(commit_ids: Sequence[str]) -> str:
@@ -288,15 +286,14 @@ def open_whole(directory: Path, *, version: int | None = None) -> Opened:
     for attempt in range(_ATTEMPTS):
         source = newest_set(directory)
         try:
-            tier = _open(directory, source, source.number if version is None else version, follow=version is None)
-            return Opened(tier.read_manifest(), tier, tier.read_manifest)
+            return _open(directory, source, source.number if version is None else version, follow=version is None)
         except StoreNotFoundError:
             if version is not None or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError
 
 
-def _open(directory: Path, source: Source, number: int, *, follow: bool) -> WholeTier:
+def _open(directory: Path, source: Source, number: int, *, follow: bool) -> Opened:
     common = sorted(set.intersection(*(set(each.versions) for each in source.commits)) - {0})
     if number not in common:
         raise StoreNotFoundError(f"{directory} has no version {number} in all its parts; they have {common}")
@@ -308,6 +305,7 @@ def _open(directory: Path, source: Source, number: int, *, follow: bool) -> Whol
             tier = LmdbColdTier(path, store_id=store_id, readonly=True, version=commits.versions[number], follow=follow)
             opened.callback(tier.close)
             tiers.append(tier)
-        made = WholeTier(paths, tiers)
+        whole = WholeTier(paths, tiers)
+        made = Opened(whole.read_manifest(), whole, whole.read_manifest)
         opened.pop_all()
         return made
