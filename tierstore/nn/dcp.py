@@ -182,7 +182,7 @@ class _Range(Tensor):
         if isinstance(own, _Range):
             if func is _ATEN.detach.default:
                 return _Range(own._content, own._start, own._first, own.shape)
-            if func is _ATEN.slice.Tensor and len(args) == 4:
+            if func is _ATEN.slice.Tensor and len(args) == 4 and (args[1] == 0 or type(own) is _Range):
                 return own._narrow(*args[1:])
             if func is _ATEN.copy_.default:
                 own._load(args[1])
@@ -210,7 +210,10 @@ class _Range(Tensor):
                 content.write(self._start + place, self._first, values[place : place + step].contiguous())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._content.read(self._start, self._start + len(self)).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        values = self._content.read(self._start, self._start + len(self))
+        for width in self.shape[1:]:
+            values = values[:, self._first : self._first + width].contiguous()
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{list(self.shape)} {self.dtype} of {self._content.table!r}>"
