@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 __all__ = ["Sent", "count_sent"]
 
-_SENT: Final = struct.Struct("200xQ")
-"""``tcpi_bytes_sent`` of Linux's ``struct tcp_info``, <linux/tcp.h>."""
+_SENT: Final = struct.Struct("200xQQ")
+"""``tcpi_bytes_sent``, and ``tcpi_bytes_retrans`` among them, of Linux's ``struct tcp_info``, <linux/tcp.h>."""
 _SETTLE_SECONDS: Final = 0.05
 
 
@@ -42,15 +42,25 @@ def _sent_bytes() -> int:
             continue  # the one that lists the folder
         with socket.socket(fileno=os.dup(number)) as each:
             if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
-                total += _SENT.unpack(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size))[0]
+                sent, again = _SENT.unpack(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size))
+                total += sent - again
     return total
+
+
+def _settled_bytes() -> int:
+    """What was sent once nothing more is."""
+    known = -1
+    while known != (found := _sent_bytes()):
+        known = found
+        time.sleep(_SETTLE_SECONDS)
+    return known
 
 
 def count_sent(action: Callable[[], object]) -> Sent:
     """What this rank sends during an action of all ranks. Collective."""
     dist.barrier()
-    time.sleep(_SETTLE_SECONDS)  # so that no rank counts bytes of what came before, or after
-    before, ids = _sent_bytes(), 0
+    before, ids = _settled_bytes(), 0
+    dist.barrier()  # whose bytes are counted: no rank begins before all know what was sent
     own = dist.all_to_all_single
     signature = inspect.signature(own)
 
@@ -68,5 +78,4 @@ def count_sent(action: Callable[[], object]) -> Sent:
         action()
     finally:
         dist.all_to_all_single = own
-    time.sleep(_SETTLE_SECONDS)
-    return Sent(_sent_bytes() - before, ids)
+    return Sent(_settled_bytes() - before, ids)
