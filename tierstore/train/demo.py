@@ -148,8 +148,8 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
     """One training in processes of its own, so that its peak memory is its own."""
     report = folder / f"{name}.json"
     arguments = ["train", *arguments, "--json", str(report)]
-    print(f"\n$ {_command(ranks)} {shlex.join(arguments)}", flush=True)
-    launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", *_of_ranks(ranks), "-m"]
+    print(f"\n$ {command_name(ranks)} {shlex.join(arguments)}", flush=True)
+    launcher = [] if ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     threads = {} if ranks == 1 else {"OMP_NUM_THREADS": "1"}  # which torchrun sets too, and says so at length
     finished = subprocess.run(
         [sys.executable, "-m", *launcher, "tierstore", *arguments], check=False, env=threads | os.environ
@@ -158,15 +158,6 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
         raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")
     summary: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return summary
-
-
-def _command(ranks: int) -> str:
-    """What a reader types to do the same."""
-    return command_name() if ranks == 1 else f"torchrun {shlex.join(_of_ranks(ranks))} -m tierstore"
-
-
-def _of_ranks(ranks: int) -> list[str]:
-    return ["--nproc-per-node", str(ranks)]
 
 
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
@@ -219,7 +210,7 @@ def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
 
 
 def _next_steps(folder: Path, ranks: int) -> str:
-    run_file, command, train = shlex.quote(str(folder / _RUN_FILE)), command_name(), f"{_command(ranks)} train"
+    run_file, command, train = shlex.quote(str(folder / _RUN_FILE)), command_name(), f"{command_name(ranks)} train"
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
     return f"""
 What to try next:

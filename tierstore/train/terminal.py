@@ -110,14 +110,19 @@ class StopRequest:
         sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 
 
-def command_name() -> str:
+def command_name(ranks: int = 1) -> str:
     """What a reader types to run this program again, quoted for a shell.
 
-    ``tierstore`` if that is found on PATH, else the path that this process was started by; torchrun where that did.
+    ``tierstore`` if that is found on PATH, else the path that this process was started by; torchrun where that did, or
+    for several ranks.
     """
-    if launched_rank() is not None:
-        local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ["WORLD_SIZE"]
-        return f"torchrun {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
+    if ranks > 1 or launched_rank() is not None:
+        size = os.environ.get("WORLD_SIZE", f"{ranks}")
+        local = os.environ.get("LOCAL_WORLD_SIZE", size)
+        launcher = (
+            "torchrun" if shutil.which("torchrun") else f"{_shortest(Path(sys.executable))} -m torch.distributed.run"
+        )
+        return f"{launcher} {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == "tierstore":
         return f"{_shortest(Path(sys.executable))} -m tierstore"
