@@ -25,8 +25,8 @@ _POLL_S: Final = 0.05
 def _workers(torchrun: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     """The ranks that are there."""
     try:
-        found: list[psutil.Process] = psutil.Process(torchrun.pid).children()
-        return found
+        children = psutil.Process(torchrun.pid).children()
+        return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
 
