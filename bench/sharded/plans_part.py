@@ -17,12 +17,14 @@ from tierstore.plan.placement import RankCosts, Search, measured_demand, predict
 from tierstore.plan.placement.measure import measure_ranks
 from tierstore.plan.traces import draw_zipf
 from tierstore.plan.workload import TableSpec
+from tierstore.rows import KEY_ROW_BITS
 
 from ..common import Goal, Run, Table
 from ..data import require_criteo
 from ..parts import Part, Told
 from ..steps import criteo
 from .ranks import run_ranks
+from .step_part import joined
 from .systems import Tierstore
 from .turns import contender, spreads, take_turns
 
@@ -83,9 +85,8 @@ def _accesses(case: Case) -> Accesses:
     names = [table.name for table in case.workload.tables]
     steps = []
     for of_ranks in zip(*case.batches, strict=True):
-        parts = [
-            (batch[name].values() | (index << 40)).numpy() for index, name in enumerate(names) for batch in of_ranks
-        ]
+        whole = joined(of_ranks)
+        parts = [(whole[name].values() | (index << KEY_ROW_BITS)).numpy() for index, name in enumerate(names)]
         steps.append(np.concatenate(parts))
     starts = np.append(0, np.cumsum([len(step) for step in steps]))
     return Accesses(np.concatenate(steps), starts, tuple(names))

@@ -181,27 +181,20 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _measure_ranks(options: argparse.Namespace) -> int:
-    import os
-
-    import torch.distributed as dist
-
-    from ..train.rendezvous import meet
+    from ..system.launch import launched_rank
+    from ..train.rendezvous import meeting
     from .placement import describe_costs
     from .placement.measure import measure_ranks
 
-    if "WORLD_SIZE" not in os.environ:
+    rank = launched_rank()
+    if rank is None:
         raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore plan measure-ranks")
-    is_first = os.environ["RANK"] == "0"
-    if is_first:
+    if rank == 0:
         _require_writable(options.json, [], force=options.force)
-    meet(_MEET_SECONDS)
-    try:
-        bar: Any = progress_bar("measuring", unit=" probes") if is_first else contextlib.nullcontext()
-        with bar as show:
-            found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
-    finally:
-        dist.destroy_process_group()
-    if is_first:
+    bar: Any = progress_bar("measuring", unit=" probes") if rank == 0 else contextlib.nullcontext()
+    with meeting(_MEET_SECONDS), bar as show:
+        found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
+    if rank == 0:
         found.save(options.json, force=options.force)
         print(describe_costs(found))
     return 0

@@ -15,7 +15,7 @@ from ..store import Store, open_store
 from ..store.commits import PendingCommit
 from ..system.launch import launched_rank
 from .config import RunConfig, StoreSection
-from .rendezvous import meet
+from .rendezvous import meeting
 
 _T = TypeVar("_T")
 _MIN_KEPT: Final = 2
@@ -158,10 +158,7 @@ def joined(config: RunConfig) -> Iterator[Processes]:
     if dist.is_available() and dist.is_initialized():
         yield ManyProcesses()
     elif launched_rank() is not None:
-        meet(config.ranks.timeout_seconds)
-        try:
+        with meeting(config.ranks.timeout_seconds):
             yield ManyProcesses()
-        finally:
-            dist.destroy_process_group()
     else:
         yield ALONE

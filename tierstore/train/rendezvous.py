@@ -1,9 +1,11 @@
 """Ranks meet anew whenever torchrun restarts them: its store, which outlives them, still has what earlier ones left."""
 
+import contextlib
 import hashlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -14,7 +16,17 @@ from ..errors import RankError
 _POLL_SECONDS: Final = 0.02
 
 
-def meet(seconds: int) -> None:
+@contextlib.contextmanager
+def meeting(seconds: int) -> Iterator[None]:
+    """All ranks are in a process group within; see ``_meet``."""
+    _meet(seconds)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(seconds: int) -> None:
     """``init_process_group`` of gloo by torchrun's environment, with a store of this start's own.
 
     Args:

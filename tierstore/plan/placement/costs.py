@@ -99,7 +99,7 @@ def amounts_of(table: TableShape, sharding: Sharding, demand: TableDemand, *, ba
     """
     kind, dim, parts = kind_of(sharding), table.embedding_dim, _column_parts(sharding)
     width, (ids, rows, all_rows, hot_ids, hot_rows) = dim // parts, demand
-    given = np.zeros(ranks)
+    served, given = np.zeros(ranks), np.zeros(ranks)
     asker = {"groups": 1.0, "tables": 1.0, "ids": ids}
     if kind == "pooled":
         served = ranks * ids * _shares(sharding, hot_ids, ranks)
@@ -107,11 +107,10 @@ def amounts_of(table: TableShape, sharding: Sharding, demand: TableDemand, *, ba
         asker |= {"ids": ids * parts, "bag_columns": bags * width * len(sharding.ranks)}
     else:
         asker |= {"id_columns": ids * dim, "rows": rows, "row_columns": rows * dim}
-        served = ranks * rows * _shares(sharding, hot_rows, ranks)
-        if kind == "data_parallel":
-            served = np.zeros(ranks)
         if parts > 1:
             asker |= {"split_groups": 1.0, "split_rows": rows * parts}
+        if kind == "rows":
+            served = ranks * rows * _shares(sharding, hot_rows, ranks)
     updated = all_rows * _shares(sharding, hot_rows, ranks)
     owners = np.stack([served, served * width, given, updated, updated * width], axis=1)
     return Amounts(np.array([asker.get(name, 0.0) for name in ASKER]), owners)

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import Float64s, Int64s
-from ...rows import KEY_ROW_BITS
-from ..accesses import Accesses
+from ...rows import MAX_ROWS
+from ..accesses import Accesses, of_tables, once_a_batch
 from ..analytic import popularity
 from ..workload import Workload
 
@@ -57,34 +57,25 @@ def expected_demand(workload: Workload, ranks: int) -> dict[str, TableDemand]:
 def measured_demand(workload: Workload, accesses: Accesses, ranks: int) -> dict[str, TableDemand]:
     """Means over the batches of accesses, which are taken for those of all ranks: each rank has an equal part of the
     ids, in their order. Nothing is looked up in a table that is not in them."""
-    batch_of = np.repeat(np.arange(accesses.num_batches), np.diff(accesses.starts))
-    indexes = accesses.keys >> KEY_ROW_BITS
     found = {table.name: TableDemand(0.0, 0.0, 0.0) for table in workload.tables}
     rows_of = {table.name: table.num_embeddings for table in workload.tables}
     weight = accesses.all_batches * accesses.sampling_rate
     for index, name in enumerate(accesses.tables):
         if name not in found:
             continue
-        chosen = indexes == index
-        rows, batches = accesses.keys[chosen] & ((1 << KEY_ROW_BITS) - 1), batch_of[chosen]
-        starts = np.searchsorted(batches, np.arange(accesses.num_batches + 1))
-        sizes = np.maximum(np.diff(starts), 1)
-        rank = (np.arange(len(rows)) - starts[batches]) * ranks // sizes[batches]
-        of_ranks = _distinct(rows, batches * ranks + rank)
-        ids = len(rows) / weight if accesses.all_lookups is None else accesses.all_lookups[index] / accesses.all_batches
+        own = of_tables(accesses, [index])
+        ids = len(own.keys) / weight if own.all_lookups is None else sum(own.all_lookups) / own.all_batches
+        of_ranks = once_a_batch(own._replace(starts=_divided(own.starts, ranks))).keys
         hot_ids, hot_rows = (
-            np.bincount(each * _RANGES // rows_of[name], minlength=_RANGES).astype(np.float64)
-            for each in (rows, of_ranks)
+            np.bincount((keys & (MAX_ROWS - 1)) * _RANGES // rows_of[name], minlength=_RANGES).astype(np.float64)
+            for keys in (own.keys, of_ranks)
         )
-        all_rows = min(ids, len(_distinct(rows, batches)) / weight)
+        all_rows = min(ids, len(once_a_batch(own).keys) / weight)
         found[name] = TableDemand(ids / ranks, min(ids, len(of_ranks) / weight) / ranks, all_rows, hot_ids, hot_rows)
     return found
 
 
-def _distinct(rows: Int64s, groups: Int64s) -> Int64s:
-    """The rows of each group, once each."""
-    order = np.lexsort((rows, groups))
-    rows, groups = rows[order], groups[order]
-    is_first = np.append(True, (np.diff(rows) != 0) | (np.diff(groups) != 0))[: len(rows)]
-    found: Int64s = rows[is_first]
-    return found
+def _divided(starts: Int64s, parts: int) -> Int64s:
+    """int64 [batches * parts + 1]: where the equal parts of each batch begin, and all end."""
+    begins = starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts) // parts
+    return np.append(begins.ravel(), starts[-1])
