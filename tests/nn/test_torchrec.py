@@ -1,6 +1,7 @@
 """Modules against TorchRec's own, given TorchRec's own jagged tensors; needs ``make peers``."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,15 +64,18 @@ assert torch.equal(tierstore.KeyedJaggedTensor.concat(own.split([1, 2])).values(
 assert own.offset_per_key() == batch.offset_per_key()
 print("equal")
 """
+EXAMPLE = "import runpy; runpy.run_path('examples/from_torchrec.py')  # compares its losses with TorchRec's"
 
 
 def test_rows_are_those_of_torchrec() -> None:
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
+        [sys.executable, "-W", "ignore", "-c", CODE + EXAMPLE],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert run.stdout == "equal\n", run.stderr
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch("equal\ntierstore: .*\nTorchRec: .*\n", run.stdout)

@@ -1,0 +1,39 @@
+"""A capacity plan for a workload of one's own: which hosts, how much memory, what limits them, and what if."""
+
+from dataclasses import replace
+
+from tierstore.plan import TableShape, Workload
+from tierstore.plan.demand import Demand
+from tierstore.plan.model import predict
+from tierstore.plan.parts import load_host
+from tierstore.plan.search import SearchSpace, Target, search
+
+GIB = 2**30
+
+feed = Workload(
+    name="feed",
+    tables=(
+        TableShape(name="user", num_embeddings=1_000_000_000, embedding_dim=64),
+        TableShape(name="item", num_embeddings=100_000_000, embedding_dim=64, pooling_factor=30, exponent=0.9),
+        TableShape(name="city", num_embeddings=50_000, embedding_dim=64),
+    ),
+    batch_samples=4096,
+    optimizer="rowwise_adagrad",
+    dense_flops=2e6,  # of the model beside its tables, forward, a sample
+)
+demand = Demand.analytic(feed, "tinylfu")  # ids by Zipf's law; Demand.from_accesses takes a recorded trace
+print(f"{feed.name}: {feed.table_bytes / GIB:.0f} GiB of rows, {demand.unique:,.0f} distinct rows a batch")
+
+# The cheapest hosts that train at a rate. "server-2s" is an example; tierstore plan measure describes your machine.
+space = SearchSpace(hosts=(1, 2, 4), dtypes=("float32",))
+best = search(feed, demand, [load_host("server-2s")], Target(samples_per_s=250_000), space=space).best
+print(f"{best.setup.num_hosts} x {best.setup.host.name}", end=", ")
+print(f"{best.setup.host.ddr.capacity_bytes / GIB:.0f} GiB of memory and {len(best.setup.host.storage)} SSDs each")
+print(f"{best.samples_per_s:,.0f} samples/s, a step of {1e3 * best.step_s:.0f} ms, limited by: {best.bottleneck}")
+for tier in best.tiers:
+    print(f"  {tier.tier}: {tier.rows:,.0f} rows, finds {tier.hit_rate:.1%} of {tier.lookups:,.0f} a step")
+
+# What would other budgets for rows give on the same hosts?
+for gib in (8, 16, 32, 64):
+    other = predict(replace(best.setup, ddr_bytes=gib * GIB), demand)
+    print(f"{gib:3} GiB for rows: {other.samples_per_s:9,.0f} samples/s, limited by: {other.bottleneck}")

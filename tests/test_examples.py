@@ -1,0 +1,150 @@
+"""The examples, run as a newcomer does, but in this process: importing torch takes longer than most of them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierstore
+from tierstore.plan import plan_file
+from tierstore.train import train
+from tierstore.train.config import Override, load
+from tierstore.train.summary import Summary
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PLAN = EXAMPLES / "plan.toml"
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example in an empty directory, with parts of its text replaced, and returns the lines that it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *changes: tuple[str, str]) -> list[str]:
+        source = (EXAMPLES / name).read_text()
+        for old, new in changes:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        exec(compile(source, name, "exec"), {"__name__": "__main__"})
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def numbers(line: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*\.?\d*(?:e-?\d+)?", line)]
+
+
+def test_dlrm_learns_beyond_its_budget_and_a_second_run_ends_in_the_bits_of_one_long_run(run: Run) -> None:
+    told, tiers = run("dlrm.py")
+    first, steps, before, after = numbers(told)
+    assert (first, steps) == (0, 120)
+    assert after < 0.9 * before
+    memory, tables, share = numbers(tiers)
+    assert memory < 0.2 * tables
+    assert 0 < share < 100
+
+    def short(steps: int, directory: str) -> str:
+        change = ("= 120, 512,", f"= {steps}, 512,"), ("dlrm-store", directory)
+        return run("dlrm.py", *change)[0]
+
+    short(10, "parts")
+    assert short(10, "parts").startswith("steps 10 to 20: ")
+    short(20, "whole")
+    with tierstore.open("parts", mode="r") as parts, tierstore.open("whole", mode="r") as whole:
+        for name, table in parts.tables.items():
+            ids = torch.arange(table.config.num_embeddings)
+            assert torch.equal(table.read(ids), whole[name].read(ids))
+        assert torch.equal(*(store.tensors()["tierstore.checkpoint"] for store in (parts, whole)))
+
+
+def test_an_embedding_bag_that_moved_has_the_losses_that_it_would_have_had(run: Run) -> None:
+    *steps, difference = map(numbers, run("from_embedding_bag.py"))
+    assert [step[0] for step in steps] == [20, 30, 39]
+    assert all(before == after for _, before, after in steps)
+    assert difference[0] < 1e-5
+
+
+def test_code_of_torchrec_trains(run: Run) -> None:
+    """With TorchRec the example compares itself; tests/nn/test_torchrec.py does so in a process that has it."""
+    before, after = numbers(run("from_torchrec.py")[0])
+    assert after < 0.95 * before
+
+
+def test_a_sequence_model_learns_what_comes_next(run: Run) -> None:
+    (_, before), (_, after, _) = map(numbers, run("sequence.py"))
+    assert before < 20
+    assert after > 50
+
+
+def test_fine_tuning_follows_its_schedule_and_leaves_the_frozen_table_alone(run: Run) -> None:
+    *steps, rows = map(numbers, run("fine_tuning.py"))
+    assert [step[0] for step in steps] == [0, 10, 20, 29]
+    losses, norms, rates = zip(*(step[1:] for step in steps), strict=True)
+    assert losses[-1] < 0.8 * losses[0]
+    assert max(norms) > 0.05
+    assert rates[0] == 0.1
+    assert list(rates) == sorted(rates, reverse=True)
+    frozen, trained = rows
+    assert frozen == 0
+    assert trained > 1000
+
+
+def test_a_server_gives_the_rows_that_were_written_and_follows_a_commit(run: Run) -> None:
+    first, second, third, end = map(numbers, run("serving.py"))
+    assert first == [1, 3, 9999, *range(12, 16), *range(39_996, 40_000)]
+    assert second == [1, 1, 2, 3, 12, 14, 16, 18, *range(12, 16)]
+    assert third == [2, 3, -1, -1, -1, -1]
+    assert end == [0]
+
+
+def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> None:
+    lines = run("plan.py")
+    assert numbers(lines[2])[0] >= 250_000
+    budgets = [numbers(line) for line in lines if line.lstrip()[0].isdigit() and "for rows" in line]
+    assert [budget for budget, _ in budgets] == [8, 16, 32, 64]
+    rates = [rate for _, rate in budgets]
+    assert rates == sorted(rates)
+
+
+def test_the_table_names_every_example() -> None:
+    named = re.findall(r"^\| \[(.*?)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted([*named, "README.md"]) == sorted(path.name for path in EXAMPLES.iterdir() if path.is_file())
+
+
+def test_the_example_of_a_plan_is_valid() -> None:
+    asked = plan_file.load(PLAN)
+    assert asked.target.samples_per_s > 0
+    assert not asked.is_fixed
+
+
+@pytest.mark.parametrize("path", sorted(set(EXAMPLES.glob("*.toml")) - {PLAN}), ids=lambda path: path.name)
+def test_every_other_toml_is_a_valid_run_file(path: Path) -> None:
+    assert load(path).data.train_rows > 0
+
+
+@pytest.mark.slow
+def test_criteo_with_five_percent_in_memory_reaches_its_auc_in_the_bits_of_the_in_memory_run(
+    criteo_path: Path, tmp_path: Path
+) -> None:
+    def run(name: str, **store: str) -> Summary:
+        overrides = [
+            Override(section, key, value, key)
+            for section, key, value in [
+                ("data", "path", str(criteo_path)),
+                ("store", "path", str(tmp_path / name)),
+                *(("store", key, value) for key, value in store.items()),
+            ]
+        ]
+        return train(load(EXAMPLES / "criteo.toml", overrides), bits=True)
+
+    tiered = run("tiered")
+    assert tiered.test.auc >= 0.770
+    assert tiered.tiers.ddr.bytes < 0.05 * 630_200 * 128
+    assert tiered.tiers.ddr.evictions > 0
+    in_memory = run("in memory", ddr="256MiB")
+    assert in_memory.tiers.ddr.evictions == 0
+    assert tiered.bits == in_memory.bits
