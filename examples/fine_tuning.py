@@ -8,7 +8,7 @@ import tierstore
 ROWS, DIM, STEPS, MICRO_BATCHES = 5_000, 16, 30, 2
 
 
-def batch(number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
     """user ids [256], item ids [256, 3], and labels [256] that depend on the items."""
     random = torch.Generator().manual_seed(number)
     users = torch.randint(0, ROWS, (256, 1), generator=random)

@@ -1,6 +1,8 @@
 """Code of TorchRec's EmbeddingBagCollection on tierstore. Where TorchRec is installed, its results are compared."""
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def batch(step: int) -> tuple[tierstore.KeyedJaggedTensor, Tensor]:
     return jagged, (lengths[:BATCH] > 1).float()
 
 
-def train(embeddings: nn.Module) -> list[float]:
+def train(embeddings: Callable[..., Any]) -> list[float]:
     """Losses of 20 steps. Both libraries update the tables inside backward."""
     torch.manual_seed(0)
     dense, losses = nn.Linear(WIDTH, 1), []
