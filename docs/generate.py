@@ -51,6 +51,12 @@ _RENEWED: Final = ("README.md", "docs/performance.md", "docs/planning.md")
 _HEAD: Final = """\
 # Benchmarks
 
+```sh
+python -m bench.warm --quick --dir . --json warm.json    # in a checkout of the project
+```
+
+prints reads of cached rows a second beside numpy's, at small size.
+
 Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, prints
 its tables, and reads its sizes from the TOML file of its name in `bench/`. The physical limit and the peers are
 measured in the same run, in turns with tierstore. Figures are medians over the repetitions. A missed goal is marked

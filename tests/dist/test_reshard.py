@@ -135,6 +135,7 @@ def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert whole(other) == before
     with open_parts(other) as parts:
         assert parts.shardings["a"] == Sharding("table_wise", (2,))
+        assert parts.shardings["b"] == Sharding("row_wise", (0, 1, 2))  # of no plan
     assert cli.main(["reshard", str(plain), str(other), "--ranks", "3"]) == 1
     assert "is not empty" in capsys.readouterr().err
     for command in ("inspect", "verify"):

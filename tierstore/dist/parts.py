@@ -146,7 +146,7 @@ def open_parts(directory: Path, source: Source | None = None, *, ddr: str = "64M
             store = opened.enter_context(open_store(directory, mode="r", ddr=ddr))
             if SECTION in store.extra:
                 raise TierstoreError(f"{directory} is a rank's part of a sharded store: give the folder that it is in")
-            whole = {name: Sharding("table_wise", (0,)) for name in store.tables}
+            whole = {name: Sharding("row_wise", (0,)) for name in store.tables}
             yield Parts([store], max(store.version, 1), secrets.token_hex(8), whole)
             return
         source = source or newest_set(directory)
