@@ -55,6 +55,18 @@ for pooled in (True, False):
         for _ in tierstore.prefetch(iter([batch]), ours):
             torch.testing.assert_close(by_key(ours(batch)), by_key(theirs(batch)))
 
+with tierstore.open(cold="memory", ddr="4MiB") as store:
+    ours, _ = twins(store, True)
+    varying = torchrec.KeyedJaggedTensor(
+        ["b", "t", "a"], ids[:6], lengths=torch.ones(6, dtype=torch.int64), stride_per_key_per_rank=[[1], [2], [3]]
+    )
+    try:
+        ours(varying)
+    except ValueError as error:
+        assert "different numbers of samples" in str(error)
+    else:
+        raise AssertionError("features of other batch sizes were taken for one another")
+
 own = tierstore.KeyedJaggedTensor(["b", "t", "a"], ids, lengths=LENGTHS.flatten())
 for key, lists in batch.to_dict().items():
     assert torch.equal(own[key].values(), lists.values()) and torch.equal(own[key].lengths(), lists.lengths())

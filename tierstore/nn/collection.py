@@ -72,6 +72,11 @@ class Collection(TieredModule):
 
     def _checked(self, features: JaggedLike) -> tuple[Jagged, dict[str, int]]:
         """(ids without weights, the place of each feature there); errors as ``forward`` has them."""
+        if getattr(features, "variable_stride_per_key", bool)():  # of TorchRec
+            raise ValueError(
+                "the batch's features have different numbers of samples (TorchRec's variable batch size), and results "
+                "lie side by side: give each as many, or look each group up in a collection of its own (tables=)"
+            )
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):

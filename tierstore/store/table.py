@@ -124,10 +124,11 @@ class Table(Unpicklable):
 
     @property
     def state(self) -> TableState:
-        """What a commit keeps beside the rows, and ``restore`` takes over."""
+        """What a commit keeps beside the rows: the count of updates, by which Adam corrects its bias, and the rate."""
         return TableState(self._step, self.learning_rate)
 
     def restore(self, state: TableState) -> None:
+        """Go on from that state: ``table.restore(table.state._replace(step=1000))`` for Adam's moments of elsewhere."""
         self._step, self.learning_rate = state.step, state.learning_rate
         self.num_changes += 1
 
