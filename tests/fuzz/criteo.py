@@ -4,6 +4,7 @@ import gzip
 import math
 import re
 
+from tests.train.readers.rows import matrix
 from tierstore.train.readers import CriteoReader, DataError
 
 from .target import FindingError, Target, scratch_folder
@@ -52,7 +53,7 @@ def _compare(chunks: list | None, expected: list[list[float]] | None) -> None:
         return
     rows = []
     for chunk in chunks:
-        for label, dense, categories in zip(*chunk, strict=True):
+        for label, dense, categories in zip(chunk.labels, chunk.dense, matrix(chunk.categories), strict=True):
             rows.append([float(label), *map(float, dense), *map(float, categories)])
     if len(rows) != len(expected):
         raise FindingError(f"{len(rows)} rows instead of {len(expected)}")

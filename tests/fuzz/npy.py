@@ -40,7 +40,9 @@ def run(data: bytes) -> None:
             raise FindingError("an error without bound") from error
         return
     for chunk in chunks:
-        if not np.isin(chunk.labels, (0, 1)).all() or np.isinf(chunk.dense).any() or (chunk.categories < -1).any():
+        values, offsets = chunk.categories
+        is_jagged = (np.diff(offsets) >= 0).all() and offsets[-1, -1] == len(values) and (values >= 0).all()
+        if not np.isin(chunk.labels, (-1, 0, 1)).all() or np.isinf(chunk.dense).any() or not is_jagged:
             raise FindingError(f"{chunk} is not what a model takes")
 
 

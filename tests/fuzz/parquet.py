@@ -7,7 +7,7 @@ from tierstore.train.readers import DataError, ParquetReader, Schema
 from .target import FindingError, Target, scratch_folder
 
 _PATH = scratch_folder() / "x.parquet"
-_SCHEMA = Schema(label="y", dense=("a",), sparse=("c", "d"))
+_SCHEMA = Schema(label="y", dense=("a",), sparse=("c", "d", "e"))
 
 
 def run(data: bytes) -> None:
@@ -24,6 +24,7 @@ def seeds() -> list[bytes]:
     import pyarrow.parquet as pq
 
     columns = {"y": [0, 1, 1, 0], "a": [1.5, None, 3.0, 4.0], "c": ["ff", "", None, "1"], "d": [1, 2, None, 4]}
+    columns["e"] = [[1, 2], None, [], [3, None]]
     found = []
     for options in ({"compression": "none"}, {"compression": "snappy", "data_page_version": "2.0"}):
         file = io.BytesIO()

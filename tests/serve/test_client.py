@@ -315,8 +315,8 @@ def test_a_bad_argument_is_named(arguments: dict[str, Any], said: str) -> None:
 def test_what_the_protocol_cannot_carry_is_named(client: Client) -> None:
     with pytest.raises(ValueError, match=r"input 'x': dtype complex128 is none of int32, int64, float32"):
         client.infer("m", {"x": np.zeros(1, np.complex128)})
-    with pytest.raises(ValueError, match=r"input 'x': dtype <U1"):
-        client.infer("m", {"x": np.array(["a"])})
+    with pytest.raises(ValueError, match=r"input 'x': dtype object"):
+        client.infer("m", {"x": np.array(["a", 1], object)})
     with pytest.raises(ValueError, match="timeout=-1: expected seconds"):
         client.infer("m", {}, timeout=-1)
 
@@ -350,7 +350,7 @@ print(decode_answer(body.replace(b'"inputs"', b'"outputs"'), str(int(length) + 1
     [
         ([1.0], TypeError),
         ([float("nan")], TypeError),
-        (["1"], TypeError),
+        (["1", 2**70], TypeError),
         ([True], TypeError),
         ([2**70], TypeError),
         (torch.ones(1), TypeError),

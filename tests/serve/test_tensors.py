@@ -1,6 +1,7 @@
 """Bodies as they may come from anyone: what is valid gives exactly its bytes, and all else one kind of error."""
 
 import asyncio
+import struct
 import time
 import tracemalloc
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.serve.messages import DATATYPES, InferResponse, InferTensor, ServeError, Status
+from tierstore.serve.messages import NUMBERS, InferResponse, InferTensor, ServeError, Status
 from tierstore.serve.rest import infer_body
 from tierstore.serve.rest.infer_body import InferCall, parse_infer, write_infer
-from tierstore.serve.tensors import MAX_DIMS, MAX_TENSORS
+from tierstore.serve.tensors import MAX_DIMS, MAX_TENSORS, MAX_TEXTS, binary_data, objects
 
 JSON_MAX = 1 << 20
 
@@ -208,7 +209,7 @@ def test_timeout_becomes_a_deadline() -> None:
     assert parse(*body_of([], parameters={"timeout": 0})).request.deadline is None
 
 
-TENSORS = st.sampled_from(sorted(DATATYPES)).flatmap(
+TENSORS = st.sampled_from(sorted(NUMBERS)).flatmap(
     lambda datatype: st.tuples(
         st.just(datatype), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2**32), st.booleans()
     )
@@ -218,7 +219,7 @@ TENSORS = st.sampled_from(sorted(DATATYPES)).flatmap(
 def random_tensor(datatype: str, shape: list[int], seed: int) -> InferTensor:
     random = np.random.default_rng(seed)
     count = int(np.prod(shape))
-    dtype = DATATYPES[datatype]
+    dtype = NUMBERS[datatype]
     return InferTensor(datatype, np.frombuffer(random.bytes(count * dtype.itemsize), dtype).reshape(shape))
 
 
@@ -241,6 +242,43 @@ def test_what_is_written_is_read_back(drawn: list[tuple[str, list[int], int, boo
         assert tensor.datatype == tensors[name].datatype
         assert tensor.data.shape == tensors[name].data.shape
         assert tensor.data.tobytes() == tensors[name].data.tobytes()
+
+
+TEXTS = st.lists(st.binary(max_size=9), max_size=5)
+
+
+def texts_of(data: bytes, count: int) -> list[bytes]:
+    """What ``count`` elements of BYTES in binary data give."""
+    body, length = body_of([entry(len(data), datatype="BYTES", shape=[count])], data)
+    found: list[bytes] = parse(body, length).request.inputs["x"].data.tolist()
+    return found
+
+
+@given(TEXTS)
+def test_texts_are_read_back(texts: list[bytes]) -> None:
+    data = bytes(binary_data(InferTensor("BYTES", objects(texts))))
+    assert data == b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    assert texts_of(data, len(texts)) == texts
+
+
+@given(TEXTS, st.data())
+def test_broken_texts_are_refused_or_other_texts(texts: list[bytes], draws: st.DataObject) -> None:
+    data = bytearray(binary_data(InferTensor("BYTES", objects(texts))))
+    place = draws.draw(st.integers(0, len(data)))
+    data[place : place + draws.draw(st.integers(0, 3))] = draws.draw(st.binary(max_size=3))
+    count = draws.draw(st.integers(0, 6))
+    try:
+        found = texts_of(bytes(data), count)
+    except ServeError:
+        return
+    assert b"".join(struct.pack("<I", len(text)) + text for text in found) == data
+    assert len(found) == count
+
+
+def test_more_texts_than_are_taken() -> None:
+    with pytest.raises(ServeError, match="at most 65536 are taken") as raised:
+        texts_of(bytes(4 * (MAX_TEXTS + 1)), MAX_TEXTS + 1)
+    assert raised.value.status is Status.TOO_LARGE
 
 
 WORDS = st.sampled_from(

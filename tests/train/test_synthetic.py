@@ -8,6 +8,8 @@ from tierstore.train.metrics import roc_auc
 from tierstore.train.readers import CriteoReader
 from tierstore.train.synthetic import CARDINALITIES, write_synthetic
 
+from .readers.rows import matrix
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
@@ -23,16 +25,16 @@ def test_every_row_is_read_back(written):
     assert data.best.rows == 10_000
     assert not np.isnan(rows.dense).any()
     assert (rows.dense >= 0).all()
-    missing = (rows.categories < 0).mean(axis=0)
+    missing = (matrix(rows.categories) < 0).mean(axis=0)
     assert (missing[0::2] == 0).all()
     assert ((missing[1::2] > 0.03) & (missing[1::2] < 0.05)).all()
 
 
 def test_categories_follow_a_power_law(written):
     data, rows = written
-    distinct = [np.unique(column[column >= 0]) for column in rows.categories[: data.train_rows].T]
+    distinct = [np.unique(column[column >= 0]) for column in matrix(rows.categories)[: data.train_rows].T]
     assert all(len(column) <= size for column, size in zip(distinct, CARDINALITIES, strict=True))
-    _, counts = np.unique(rows.categories[:, 4], return_counts=True)
+    _, counts = np.unique(matrix(rows.categories)[:, 4], return_counts=True)
     counts = np.sort(counts)[::-1]
     # The chance of rank r is the integral of x^-1.1 over [r, r + 1): for ranks 1 and 10 a ratio of 8.87.
     assert counts[0] / counts[9] == pytest.approx(8.87, rel=0.2)
@@ -41,7 +43,7 @@ def test_categories_follow_a_power_law(written):
 def test_labels_follow_the_categories_and_no_better_than_the_model_allows(written):
     data, rows = written
     assert 0.18 < rows.labels.mean() < 0.26
-    train, test = rows.categories[: data.train_rows], rows.categories[data.train_rows :]
+    train, test = np.split(matrix(rows.categories), [data.train_rows])
     # Naive Bayes over categories, smoothed: better than chance by far, and not better than the best.
     prior = rows.labels[: data.train_rows].mean()
     scores = np.zeros(len(test))

@@ -22,6 +22,7 @@ from tierstore.train.build import open_data
 from tierstore.train.metrics import Evaluation, roc_auc
 from tierstore.train.readers import CriteoReader
 
+from .readers.rows import matrix
 from .runs import TEST_ROWS, TRAIN_ROWS, config_of
 
 STEPS = 2 * math.ceil(TRAIN_ROWS / 32)
@@ -216,11 +217,11 @@ def test_the_format_of_the_data_changes_no_bit(folder, run, unbroken):
     parquet = pytest.importorskip("pyarrow.parquet")
     (rows,) = CriteoReader(folder / "clicks.tsv").read_chunks(0, None, TRAIN_ROWS + TEST_ROWS)
     (folder / "npy").mkdir()
-    for name, array in (("label", rows.labels), ("dense", rows.dense), ("sparse", rows.categories)):
+    for name, array in (("label", rows.labels), ("dense", rows.dense), ("sparse", matrix(rows.categories))):
         np.save(folder / "npy" / f"{name}.npy", array)
     columns = {"label": rows.labels}
     columns |= {f"I{i + 1}": column for i, column in enumerate(rows.dense.T)}
-    columns |= {f"C{i + 1}": pa.array(column, mask=column < 0) for i, column in enumerate(rows.categories.T)}
+    columns |= {f"C{i + 1}": pa.array(column, mask=column < 0) for i, column in enumerate(matrix(rows.categories).T)}
     parquet.write_table(pa.table(columns), folder / "clicks.parquet", row_group_size=100)
     assert run("npy", data__path=str(folder / "npy")).bits == unbroken().bits
     assert run("parquet", data__path=str(folder / "clicks.parquet")).bits == unbroken().bits

@@ -5,6 +5,7 @@ sample.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -78,7 +79,7 @@ class DLRM(nn.Module):
             ``TieredEmbeddingBagCollection``, or any module that answers the same.
         num_features: F.
         embedding_dim: D.
-        num_dense: C.
+        num_dense: C; without dense features, 0, the bottom MLP gives every sample the same vector, which is learned.
         bottom_mlp: hidden widths of the bottom MLP; its last layer, of width D, is added.
         top_mlp: hidden widths of the top MLP; its last layer, of width 1, is added.
         interaction: "dot" for dot products of all pairs, "dcn" for the cross network of DCN-v2.
@@ -103,8 +104,8 @@ class DLRM(nn.Module):
         cross_rank: int = 32,
     ) -> None:
         super().__init__()
-        if min(num_features, embedding_dim, num_dense, *bottom_mlp, *top_mlp) < 1:
-            raise ValueError("num_features, embedding_dim, num_dense and the widths of the MLPs must be at least 1")
+        if min(num_features, embedding_dim, num_dense + 1, *bottom_mlp, *top_mlp) < 1:
+            raise ValueError("num_features, embedding_dim and the widths of the MLPs must be at least 1, num_dense 0")
         self.embeddings = embeddings
         self._sparse_shape = (num_features, embedding_dim)
         self.bottom = _mlp([num_dense, *bottom_mlp, embedding_dim], end_with_relu=True)
@@ -144,7 +145,8 @@ def _mlp(widths: Sequence[int], *, end_with_relu: bool) -> nn.Sequential:
     """Linear layers with ReLU between them, initialised as in the reference DLRM."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
-        linear = nn.Linear(fan_in, fan_out)
+        with warnings.catch_warnings(action="ignore"):  # there is nothing to initialise without dense features
+            linear = nn.Linear(fan_in, fan_out)
         nn.init.normal_(linear.weight, 0.0, math.sqrt(2 / (fan_in + fan_out)))
         nn.init.normal_(linear.bias, 0.0, math.sqrt(1 / fan_out))
         layers += [linear, nn.ReLU()]

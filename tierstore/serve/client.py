@@ -21,13 +21,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ..system.excerpt import excerpt
-from .messages import DATATYPES, InferTensor, ServeError, Status
-from .tensors import JSON_LENGTH_HEADER, binary_data, parse_binary_data, parse_head
+from .messages import NUMBERS, InferTensor, ServeError, Status
+from .tensors import JSON_LENGTH_HEADER, binary_data, objects, parse_binary_data, parse_head
 
 Values: TypeAlias = "ArrayLike | torch.Tensor"
 Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
 
-_NAMES: Final = {dtype: name for name, dtype in DATATYPES.items()}
+_NAMES: Final = {dtype: name for name, dtype in NUMBERS.items()}
 _STATUSES: Final = {status.http: status for status in reversed(Status)} | {503: Status.UNAVAILABLE}
 _MAX_ERROR_CHARS: Final = 2000
 
@@ -116,7 +116,7 @@ class Client:
         """Ask a model.
 
         Args:
-            inputs: by name; on any device. They go as they are: no dtype is converted.
+            inputs: by name; on any device. They go as they are: no dtype is converted. Arrays of strings go as BYTES.
             version: of the store, or "" for whichever is served.
             timeout: seconds, instead of the client's. The server is told, and drops a request that is late.
 
@@ -140,7 +140,8 @@ class Client:
 
         Args:
             dense: float32 [B, C], the dense features.
-            values: int64 [N], the ids of all bags: feature by feature, and in it sample by sample.
+            values: int64 [N], the categories of all bags: feature by feature, and in it sample by sample. Or strings,
+                if some categories are none: then integers are written as such, "17".
             lengths: int32 [F, B], ids of each bag.
 
         Raises:
@@ -150,7 +151,7 @@ class Client:
             "ranking",
             "probabilities",
             dense=_array(dense, "dense", np.float32),
-            values=_array(values, "values", np.int64),
+            values=_categories(values),
             lengths=_array(lengths, "lengths", np.int32),
         )
 
@@ -251,6 +252,17 @@ def _array(values: Values, name: str, dtype: type[np.integer[Any] | np.float32])
     return cast
 
 
+def _categories(values: Values) -> NDArray[Any]:
+    if isinstance(values, torch.Tensor) or not _are_texts(array := np.asarray(values)):
+        return _array(values, "values", np.int64)
+    return array
+
+
+def _are_texts(array: NDArray[Any]) -> bool:
+    kind = array.dtype.kind
+    return kind in "US" or (kind == "O" and all(isinstance(each, str | bytes) for each in array.reshape(-1).tolist()))
+
+
 def _path(model: str, version: str) -> str:
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
@@ -267,11 +279,14 @@ def _error(reply: _Reply) -> ServeError:
 
 def _as_wire(name: str, tensor: Tensor) -> InferTensor:
     if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:  # numpy has none
-        raise ValueError(f"input {name!r}: dtype bfloat16 is none of {', '.join(map(str, _NAMES))}")
+        raise ValueError(f"input {name!r}: dtype bfloat16 is none of {', '.join(map(str, _NAMES))}, str")
     array = tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
+    if _are_texts(array):
+        texts = [each.encode() if isinstance(each, str) else each for each in array.reshape(-1).tolist()]
+        return InferTensor("BYTES", objects(texts).reshape(array.shape))
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     if array.dtype not in _NAMES:
-        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}")
+        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, str")
     return InferTensor(_NAMES[array.dtype], array)
 
 
@@ -282,14 +297,20 @@ def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) 
         ValueError: a dtype that no model takes; names the input.
     """
     wires = {name: _as_wire(name, tensor) for name, tensor in inputs.items()}
+    parts = [binary_data(wire) for wire in wires.values()]
     described = [
-        {"name": name, "datatype": datatype, "shape": array.shape, "parameters": {"binary_data_size": array.nbytes}}
-        for name, (datatype, array) in wires.items()
+        {
+            "name": name,
+            "datatype": wire.datatype,
+            "shape": wire.data.shape,
+            "parameters": {"binary_data_size": len(data)},
+        }
+        for (name, wire), data in zip(wires.items(), parts, strict=True)
     ]
     request = {"inputs": described, "parameters": {"binary_data_output": True, **parameters}}
     header = json.dumps(request).encode()
     headers = {JSON_LENGTH_HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
-    return b"".join([header, *map(binary_data, wires.values())]), headers
+    return b"".join([header, *parts]), headers
 
 
 def decode_answer(body: bytes, header_length: str | None) -> Answer:

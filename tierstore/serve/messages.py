@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from ..errors import TierstoreError
 
-DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
+NUMBERS: Final[Mapping[str, "np.dtype[Any]"]] = {
     "INT32": np.dtype(np.int32),
     "INT64": np.dtype(np.int64),
     "FP32": np.dtype(np.float32),
 }
 """Those of the protocol's datatypes that models take and give, and what they are in numpy, little-endian."""
+DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {**NUMBERS, "BYTES": np.dtype(np.object_)}
+"""And texts, which models only take: ``bytes`` objects."""
 
 
 class Status(Enum):

@@ -103,7 +103,7 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
             dtype=section.dtype,
             rounding=section.rounding,
             feature_names=(name,),
-            pooling="sum",
+            pooling=section.pooling,
             init=first,
             optimizer=rule,
         )

@@ -85,17 +85,20 @@ class DataSection:
     """[data]: what to read. Rows are taken in file order: the first ``train_rows``, then ``test_rows``."""
 
     path: str = option("", "file or folder to read")
-    format: DataFormat = option("auto", '"auto", "criteo", "parquet" or "npy"')
+    format: DataFormat = option("auto", '"auto", "criteo", "parquet", "csv" or "npy"')
     train_rows: int = option(
         0, "rows to train on, from the start; 0: all, and then nothing is left to test on", low=0, high=_MAX_COUNT
     )
     test_rows: int = option(0, "rows after those, to evaluate on; 0: do not evaluate", low=0, high=_MAX_COUNT)
     hashing: Literal["mix", "mod"] = option(
-        "mix", '"mix": spread categories over a table; "mod": keep row ids as they are'
+        "mix",
+        '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error',
     )
     log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
-    label_column: str = option("label", "name of the label's column (Parquet, npy)")
-    dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns")
+    label_column: str = option("label", "name of the label's column (Parquet, CSV)")
+    dense_columns: tuple[str, ...] = option(
+        tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns; may be none"
+    )
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
 
     def __post_init__(self) -> None:
@@ -115,6 +118,7 @@ class EmbeddingSection:
         'how training rounds a vector to float16 or bfloat16: "stochastic" keeps, on average, steps that are too small '
         'for "nearest"; not with store.hbm',
     )
+    pooling: Literal["sum", "mean"] = option("sum", "what a row's categories in one column become: their sum or mean")
     init_range: float = option(0.01, "untrained rows are uniform in [-init_range, init_range)", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:

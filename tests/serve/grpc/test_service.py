@@ -19,7 +19,7 @@ from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.limits import Limits
-from tierstore.serve.messages import DATATYPES, InferResponse, ServeError
+from tierstore.serve.messages import NUMBERS, InferResponse, ServeError
 
 X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 
@@ -56,7 +56,7 @@ def x_input() -> triton.InferInput:
 
 
 def sample(datatype: str) -> np.ndarray:
-    dtype = DATATYPES[datatype]
+    dtype = NUMBERS[datatype]
     if np.issubdtype(dtype, np.integer):
         return np.array([[np.iinfo(dtype).min, np.iinfo(dtype).max, 1]], dtype=dtype)
     return np.array([[-0.5, np.finfo(dtype).max, np.inf]], dtype=dtype)
@@ -144,7 +144,7 @@ def test_infer(served: Served, client: triton.InferenceServerClient) -> None:
     assert (request.protocol, request.version, request.deadline, request.outputs) == ("grpc", VERSION, None, ())
 
 
-@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize("datatype", NUMBERS)
 def test_datatypes_raw(served: Served, stub: Any, datatype: str) -> None:
     data = sample(datatype)
     request = service_pb2.ModelInferRequest(model_name="echo")
@@ -161,7 +161,7 @@ def test_datatypes_raw(served: Served, stub: Any, datatype: str) -> None:
     assert served.engine.seen[0].inputs["x"].data.flags.aligned
 
 
-@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize("datatype", NUMBERS)
 def test_datatypes_typed(served: Served, stub: Any, datatype: str) -> None:
     data = sample(datatype)
     name = {"INT32": "int", "INT64": "int64", "FP32": "fp32"}[datatype] + "_contents"

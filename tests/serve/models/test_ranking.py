@@ -10,6 +10,7 @@ import torch
 
 import tierstore
 from tests.serve.models.stores import Counted, asked, models_of, tensor
+from tests.train.readers.rows import matrix
 from tests.train.runs import TRAIN_ROWS, config_of
 from tierstore.serve.messages import InferTensor, ServeError, Status
 from tierstore.train import train
@@ -20,7 +21,7 @@ from tierstore.train.config import RunConfig
 BATCH = 48
 RUNS = {
     "dlrm": {"train__epochs": 1},
-    "dcn": {"train__epochs": 1, "model__interaction": "dcn", "data__hashing": "mod", "data__log_dense": False},
+    "dcn": {"train__epochs": 1, "model__interaction": "dcn", "data__log_dense": False},
 }
 
 
@@ -37,7 +38,7 @@ def evaluated(config: RunConfig) -> Trained:
     reader, hasher = open_data(config)
     stop = TRAIN_ROWS + BATCH
     raw = next(iter(reader.read_chunks(TRAIN_ROWS, stop, BATCH)))
-    dense, categories = raw.dense.copy(), raw.categories.copy()
+    dense, categories = raw.dense.copy(), matrix(raw.categories)
     log = config.data.log_dense
     batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=stop, log_dense=log)))
     with open_run_store(config) as store:
@@ -97,8 +98,6 @@ def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) 
     """By integers of Python, which do not overflow."""
 
     def row_of(value: int, column: int) -> int:
-        if trained.config.data.hashing == "mod":
-            return value % 150
         mixed = (value + (column + 1) * 0x9E3779B97F4A7C15) % 2**64
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64

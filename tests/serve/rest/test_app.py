@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.serve.fakes import VERSION
 from tests.serve.rest_server import RestServer, serving
-from tierstore.serve.messages import DATATYPES
+from tierstore.serve.messages import NUMBERS
 
 RANDOM = np.random.default_rng(5)
 
@@ -31,7 +31,7 @@ def client(server: RestServer) -> Iterator[triton.InferenceServerClient]:
 
 
 def array_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray:
-    dtype = DATATYPES[datatype]
+    dtype = NUMBERS[datatype]
     if dtype.kind == "f":
         return np.asarray(RANDOM.normal(size=shape) * 100, dtype)
     info = np.iinfo(dtype)
@@ -96,7 +96,7 @@ def test_the_repository_index_lists_all_models(client: triton.InferenceServerCli
     assert client.get_model_repository_index() == expected
 
 
-@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize("datatype", NUMBERS)
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), ()])
 @pytest.mark.parametrize("binary", [True, False])
 def test_round_trip(client: triton.InferenceServerClient, datatype: str, shape: tuple[int, ...], binary: bool) -> None:
@@ -112,7 +112,7 @@ def test_arrays_reach_the_engine_as_the_contract_says(client: triton.InferenceSe
     inputs = [
         input_of(array_of(datatype, (5, 3)), datatype, binary=True, name=f"{datatype}{extra}")
         for extra in range(4)
-        for datatype in DATATYPES
+        for datatype in NUMBERS
     ]
     # Names of every length shift what follows by single bytes.
     client.infer("echo", inputs, request_id="i" * 3)
@@ -120,7 +120,7 @@ def test_arrays_reach_the_engine_as_the_contract_says(client: triton.InferenceSe
     assert request.protocol == "http"
     assert list(request.inputs) == [each.name() for each in inputs]
     for tensor in request.inputs.values():
-        assert tensor.data.dtype == DATATYPES[tensor.datatype]
+        assert tensor.data.dtype == NUMBERS[tensor.datatype]
         assert tensor.data.flags.c_contiguous
         assert tensor.data.flags.aligned
 

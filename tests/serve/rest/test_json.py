@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.serve.messages import DATATYPES, InferTensor, ServeError, Status
+from tierstore.serve.messages import NUMBERS, InferTensor, ServeError, Status
 from tierstore.serve.rest.json_tensors import parse_json_data, write_json_data
 from tierstore.serve.tensors import parse_head
 
@@ -18,7 +18,7 @@ def parse(datatype: str, shape: list[int], data: Any) -> np.ndarray:
     """As if it had come as text."""
     tensor = parse_json_data(parse_head("x", datatype, shape), orjson.loads(orjson.dumps(data)))
     assert tensor.datatype == datatype
-    assert tensor.data.dtype == DATATYPES[datatype]
+    assert tensor.data.dtype == NUMBERS[datatype]
     assert tensor.data.flags.c_contiguous
     return tensor.data
 
@@ -51,7 +51,7 @@ def written(data: np.ndarray) -> Any:
     ],
 )
 def test_flat_and_nested(shape: list[int], data: Any) -> None:
-    for datatype in DATATYPES:
+    for datatype in NUMBERS:
         np.testing.assert_array_equal(parse(datatype, shape, data), np.array(data, np.float64).reshape(shape))
 
 
@@ -82,7 +82,7 @@ def test_data_that_does_not_match_the_shape(shape: list[int], data: Any) -> None
 
 @pytest.mark.parametrize("datatype", ["INT32", "INT64"])
 def test_integers_at_their_bounds(datatype: str) -> None:
-    info = np.iinfo(DATATYPES[datatype])
+    info = np.iinfo(NUMBERS[datatype])
     assert parse(datatype, [2], [info.min, info.max]).tolist() == [info.min, info.max]
     assert "cannot hold" in refusal(datatype, [1], [info.max + 1])
 

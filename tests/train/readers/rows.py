@@ -5,7 +5,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from tierstore.train.readers import FeatureHasher
+from tierstore.train.readers import Categories, FeatureHasher
 
 DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
 CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))
@@ -41,13 +41,27 @@ def to_text(rows, newline="\n"):
     return "".join(lines)
 
 
+def bags(categories):
+    """The bags of each row, a list for each column."""
+    return [
+        [categories.values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
+        for row in range(categories.offsets.shape[1] - 1)
+    ]
+
+
+def matrix(categories):
+    """Of columns that have at most one category a row: [n, F], -1 where there is none."""
+    return np.array([[(*bag, -1)[0] for bag in row] for row in bags(categories)], np.int64)
+
+
 def check_batch(batch, rows):
     """Compare a batch with what the rows say, computed value by value."""
     assert len(batch) == len(rows)
     assert batch.labels.tolist() == [row[0] for row in rows]
     expected = [[0.0 if x is None else math.log1p(max(x, 0)) for x in row[1]] for row in rows]
     np.testing.assert_allclose(batch.dense.numpy(), np.array(expected).reshape(-1, 13), rtol=3e-6)
-    ids = HASHER(np.array([[-1 if x is None else x for x in row[2]] for row in rows], np.int64).reshape(-1, 26))
+    matrix = np.array([[-1 if x is None else x for x in row[2]] for row in rows], np.int64).reshape(-1, 26)
+    ids = HASHER(Categories.of_matrix(matrix))
     assert batch.sparse.keys() == [f"C{i}" for i in range(1, 27)]
     assert batch.sparse.values().tolist() == ids.values.tolist()
     assert batch.sparse.offsets().tolist() == ids.offsets.tolist()

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.train.readers import FeatureHasher
+from tierstore.train.readers import Categories, FeatureHasher
+from tierstore.train.readers.hashing import OutsideTableError
 
 pytestmark = pytest.mark.kernel
 MASK = 2**64 - 1
@@ -22,28 +23,57 @@ def expected_ids(categories, sizes, mode):
     values, offsets = [], [0]
     for column, size in enumerate(sizes):
         for row in categories:
-            category = row[column]
-            if category >= 0:
-                mixed = splitmix64(category + (column + 1) * 0x9E3779B97F4A7C15) if mode == "mix" else category
-                values.append(mixed % size)
+            for category in row[column]:
+                mixed = splitmix64(category + (column + 1) * 0x9E3779B97F4A7C15) % size
+                values.append(mixed if mode == "mix" else category)
             offsets.append(len(values))
     return values, offsets
 
 
-@given(
-    st.lists(st.lists(st.integers(-1, 2**63 - 1), min_size=3, max_size=3), max_size=8),
-    st.lists(st.integers(1, 2**40), min_size=3, max_size=3),
-    st.sampled_from(["mix", "mod"]),
-)
-def test_ids_follow_the_documented_formula(categories, sizes, mode):
-    ids = FeatureHasher(sizes, mode=mode)(np.array(categories, np.int64).reshape(-1, 3))
-    values, offsets = expected_ids(categories, sizes, mode)
+def categories_of(rows):
+    """Of rows that have a bag for each of three columns."""
+    columns = list(zip(*rows, strict=True)) or [(), (), ()]
+    lengths = np.array([[len(bag) for bag in column] for column in columns], np.int64).reshape(3, -1)
+    return Categories.of_columns(
+        [np.array([x for bag in column for x in bag], np.int64) for column in columns], lengths
+    )
+
+
+def rows_of(categories):
+    return st.lists(st.lists(st.lists(categories, max_size=3), min_size=3, max_size=3), max_size=8)
+
+
+@given(rows_of(st.integers(0, 2**63 - 1)), st.lists(st.integers(1, 2**40), min_size=3, max_size=3))
+def test_ids_follow_the_documented_formula(rows, sizes):
+    ids = FeatureHasher(sizes)(categories_of(rows))
+    values, offsets = expected_ids(rows, sizes, "mix")
     assert ids.values.tolist() == values
     assert ids.offsets.tolist() == offsets
 
 
+@given(rows_of(st.integers(0, 12)), st.lists(st.integers(1, 13), min_size=3, max_size=3))
+def test_row_numbers_stay_and_the_first_beyond_its_table_is_named(rows, sizes):
+    outside = [
+        (column, number, category)
+        for column, size in enumerate(sizes)
+        for number, row in enumerate(rows)
+        for category in row[column]
+        if category >= size
+    ]
+    hasher = FeatureHasher(sizes, mode="mod")
+    if not outside:
+        assert hasher(categories_of(rows)).values.tolist() == expected_ids(rows, sizes, "mod")[0]
+        return
+    column, row, category = outside[0]
+    with pytest.raises(
+        OutsideTableError, match=f"category {category} has no row in a table of {sizes[column]} rows"
+    ) as e:
+        hasher(categories_of(rows))
+    assert (e.value.row, e.value.column) == (row, column)
+
+
 def test_hashing_spreads_neighbours_evenly_and_unlike_in_each_column():
-    categories = np.repeat(np.arange(20_000)[:, None], 2, axis=1)
+    categories = Categories.of_matrix(np.repeat(np.arange(20_000)[:, None], 2, axis=1))
     ids = FeatureHasher([100, 100])(categories).values.reshape(2, -1)
     for column in ids:
         counts = np.bincount(column, minlength=100)
@@ -59,4 +89,4 @@ def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="mode='md5'"):
         FeatureHasher([3], mode="md5")
     with pytest.raises(ValueError, match="2 columns for 1 tables"):
-        FeatureHasher([3])(np.zeros((1, 2), np.int64))
+        FeatureHasher([3])(Categories.of_matrix(np.zeros((1, 2), np.int64)))

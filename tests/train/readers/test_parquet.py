@@ -8,7 +8,7 @@ import pytest
 
 from tierstore.train.readers import DataError, ParquetReader, Schema, open_reader
 
-from .rows import check_reader, some_rows
+from .rows import bags, check_reader, some_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -24,7 +24,7 @@ def table_of(rows, kind):
         if kind == "integer":
             columns[f"C{i + 1}"] = pa.array(values, pa.int64())
         else:
-            column = pa.array([None if x is None else f"{x:08x}" for x in values], pa.string())
+            column = pa.array([None if x is None else str(x) for x in values], pa.string())
             columns[f"C{i + 1}"] = column.dictionary_encode() if kind == "dictionary" else column
     return pa.table(columns)
 
@@ -68,18 +68,14 @@ def write_column(tmp_path, array, name):
         ("y", [0, 3], r"x\.parquet, row 1, column y: 3 is not 0 or 1"),
         ("y", [None, 1], r"row 0, column y: None is not 0 or 1"),
         ("c", [1, -1], r"row 1, column c: -1 is not an integer from 0 on"),
-        ("c", ["ff", "xyz"], r"row 1, column c: 'xyz' is not a hexadecimal"),
-        ("c", ["f" * 16, "1"], r"row 0, column c: 'ffffffffffffffff' is not"),
-        ("c", [1.5, 2.0], "column c of type double holds neither integers nor strings"),
         ("a", [["x"], ["y"]], "column a of type list.* holds no numbers"),
         ("a", ["x", "y"], "column a of type string holds no numbers"),
         ("a", [1.0, float("inf")], r"x\.parquet, row 1, column a: inf is not finite as float32"),
         ("a", [1e300, 1.0], r"row 0, column a: 1e\+300 is not finite"),
         ("a", [{"x" * 10**5: 1}, {}], r"column a of type struct<x{193} holds no numbers"),
         ("c", np.array([2**64 - 1, 1], np.uint64), "column c holds integers beyond 2\\*\\*63"),
-        ("c", ["x" * 10**6, "1"], r"row 0, column c: 'x{80}'\.\.\. is not a hexadecimal"),
-        ("c", ["\x1b[2J", "1"], r"row 0, column c: '\\x1b\[2J' is not"),
-        ("y", ["z" * 10**6, "1"], "column y of type string holds no numbers"),
+        ("y", ["x" * 10**6, "1"], r"row 0, column y: 'x{80}'\.\.\. is not 0 or 1"),
+        ("y", ["\x1b[2J", "1"], r"row 0, column y: '\\x1b\[2J' is not"),
     ],
 )
 def test_wrong_values_are_named(tmp_path, name, values, message):
@@ -89,12 +85,12 @@ def test_wrong_values_are_named(tmp_path, name, values, message):
     assert len(str(raised.value)) < 1000
 
 
-def test_text_that_is_not_text_is_named(tmp_path):
+def test_text_that_is_not_text_is_hashed_all_the_same(tmp_path):
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     )
-    with pytest.raises(DataError, match="row 0, column c: a value that cannot be shown is not a hexadecimal"):
-        list(write_column(tmp_path, broken, "c").read_chunks(0, None, 10))
+    (chunk,) = write_column(tmp_path, broken, "c").read_chunks(0, None, 10)
+    assert len(set(chunk.categories.values)) == 2
 
 
 def test_a_column_that_is_there_twice_is_named(tmp_path):
@@ -145,7 +141,7 @@ def test_a_pipe_does_not_hang(tmp_path):
 def test_a_whole_column_may_be_missing(tmp_path):
     reader = write_column(tmp_path, pa.array([None, None]), "c")
     (chunk,) = reader.read_chunks(0, None, 10)
-    assert chunk.categories.tolist() == [[-1], [-1]]
+    assert bags(chunk.categories) == [[[]], [[]]]
 
 
 def test_the_row_of_an_error_counts_from_the_start_of_the_file(tmp_path):

@@ -31,7 +31,12 @@ _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _STREAM_RESPONSE: Final = 2
 """Numbers of fields."""
-_CONTENTS: Final = {"INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
+_CONTENTS: Final = {
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "BYTES": "bytes_contents",
+}
 
 
 class RawRequest(NamedTuple):

@@ -12,9 +12,6 @@ from ...kernels.jit import kernel
 from ..messages import InferTensor
 from .inputs import invalid, lengths_of, require_finite
 
-ANY_CATEGORY: Final = 1 << 63
-"""Stands for the number of rows where ids are categories, which are 0 or more and hashed later."""
-
 Dropped = Callable[[str, int], None]
 """Told the model and how many ids of a request were dropped, as they are no rows."""
 
@@ -42,7 +39,8 @@ class Features:
 
     Args:
         model: its name.
-        rows: how many rows the table of each feature has, by feature, in order.
+        rows: how many rows the table of each feature has, by feature, in order; ``1 << 63`` where ids are categories
+            that are hashed later.
         dropped: None to refuse requests with ids that are no rows.
         ids: name of the input of ids.
     """
@@ -92,7 +90,7 @@ class Features:
             feature = int(np.searchsorted(ends, first, side="right"))
             of = f" of feature {self.names[feature]!r}" if len(self.names) > 1 else ""
             rows = int(self._last[feature]) + 1
-            taken = "categories are 0 or more" if rows == ANY_CATEGORY else f"ids are in [0, {rows})"
+            taken = "categories are 0 or more" if rows == 1 << 63 else f"ids are in [0, {rows})"
             raise invalid(self._ids, f"has {int(ids[first])} at position {first}{of}: {taken}")
         outside = (ids < 0) | (ids > np.repeat(self._last, np.diff(ends, prepend=0)))
         self._dropped(self._model, int(np.count_nonzero(outside)))

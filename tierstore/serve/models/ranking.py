@@ -18,10 +18,11 @@ from ...train.build import build_model
 from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
+from ...train.readers.categories import read_texts
 from ..base import Outputs
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import ANY_CATEGORY, Dropped, Features, JaggedIds, merge
+from .jagged import Dropped, Features, JaggedIds, merge
 from .lookups import feature_inputs, pool_features, split_rows
 
 
@@ -37,8 +38,9 @@ class _Query(NamedTuple):
 class Ranking:
     """Model "ranking": probabilities of the label.
 
-    Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N] and
-    lengths INT32 [F, B], categories from 0 on, feature by feature in the order of ``features``, none where missing.
+    Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
+    BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
+    missing.
     Output: probabilities FP32 [B].
 
     Args:
@@ -56,7 +58,8 @@ class Ranking:
         self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
         self._model = build_model(config, self._collection).eval()
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
-        self._features = Features("ranking", dict.fromkeys(self._collection.feature_names, ANY_CATEGORY), dropped)
+        limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
+        self._features = Features("ranking", limits, dropped)
         self.metadata = ModelMetadata(
             name="ranking",
             inputs=(
@@ -88,6 +91,7 @@ class Ranking:
         load_model(self._model, tensors)
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
+        inputs = {name: _as_categories(tensor) for name, tensor in inputs.items()}
         check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense)
@@ -95,7 +99,7 @@ class Ranking:
         if len(dense) != num_samples:
             raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
         jagged = self._features.parse(inputs)
-        ids = self._hasher.jagged(jagged.values, jagged.lengths)
+        ids = self._hasher.ids(jagged.values, np.cumsum(jagged.lengths.sum(1)))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return _Query(treated, jagged._replace(values=ids))
 
@@ -108,3 +112,12 @@ class Ranking:
         if not np.isfinite(probabilities).all():
             raise ServeError(Status.INTERNAL, "the model gave a probability that is no number; look at its weights")
         return split_rows(probabilities, "probabilities", batch.samples)
+
+
+def _as_categories(tensor: InferTensor) -> InferTensor:
+    """Texts as the categories that they stand for; other tensors as they are."""
+    if tensor.datatype != "BYTES":
+        return tensor
+    texts = tensor.data.reshape(-1).tolist()
+    categories = read_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]))
+    return InferTensor("INT64", categories.reshape(tensor.data.shape))

@@ -14,7 +14,7 @@ import orjson
 
 from ...system.excerpt import excerpt
 from ..messages import DATATYPES, InferTensor
-from ..tensors import TensorHead, pieces_of
+from ..tensors import TensorHead, objects, pieces_of
 
 
 def parse_json_data(head: TensorHead, data: object) -> InferTensor:
@@ -29,6 +29,11 @@ def parse_json_data(head: TensorHead, data: object) -> InferTensor:
     if len(flat) != head.num_elements:
         raise head.invalid(f"shape {list(head.shape)} has {head.num_elements} elements, but data has {len(flat)}")
     dtype = DATATYPES[head.datatype]
+    if dtype.kind == "O":
+        if not all(type(element) is str for element in flat):
+            found = next(excerpt(element) for element in flat if type(element) is not str)
+            raise head.invalid(f"{head.datatype} takes strings, but data has {found}")
+        return InferTensor(head.datatype, objects([text.encode() for text in flat]).reshape(head.shape))
     is_float = dtype.kind == "f"
     if wrong := set(map(type, flat)) - ({int, float} if is_float else {int}):
         found = next(excerpt(element) for element in flat if type(element) in wrong)

@@ -1,10 +1,13 @@
-"""Readers: rows of click data as batches, from Criteo's text format, Parquet or npy arrays."""
+"""Readers: rows of click data as batches, from Criteo's text format, Parquet, CSV or npy arrays."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema, dense_features
+from .categories import Categories
 from .criteo import CriteoReader
+from .csv import CsvReader
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
 from .parquet import ParquetReader
@@ -12,7 +15,9 @@ from .parquet import ParquetReader
 __all__ = [
     "CRITEO_SCHEMA",
     "Batch",
+    "Categories",
     "CriteoReader",
+    "CsvReader",
     "DataError",
     "DataFormat",
     "FeatureHasher",
@@ -26,15 +31,15 @@ __all__ = [
     "open_reader",
 ]
 
-DataFormat = Literal["auto", "criteo", "parquet", "npy"]
+DataFormat = Literal["auto", "criteo", "parquet", "csv", "npy"]
 
 
 def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: Schema = CRITEO_SCHEMA) -> Reader:
     """Open the data at ``path``.
 
     Args:
-        data_format: "auto" takes a folder with dense.npy as npy, any other folder and ``*.parquet`` as Parquet, the
-            rest as Criteo's text format.
+        data_format: "auto" takes a folder with label.npy as npy, ``*.csv``, plain or compressed, and a folder of such
+            files as CSV, ``*.parquet`` and other folders as Parquet, the rest as Criteo's text format.
         schema: the columns to read; Criteo's text format knows only its own.
 
     Raises:
@@ -45,18 +50,25 @@ def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: S
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
-        if path.is_dir():
-            data_format = "npy" if (path / "dense.npy").exists() else "parquet"
-        else:
-            data_format = "parquet" if path.suffix == ".parquet" else "criteo"
-    if data_format == "npy":
-        return NpyReader(path, schema=schema)
-    if data_format == "parquet":
-        return ParquetReader(path, schema=schema)
+        data_format = _guess(path)
+    readers: dict[str, Callable[..., Reader]] = {"npy": NpyReader, "parquet": ParquetReader, "csv": CsvReader}
+    if data_format in readers:
+        return readers[data_format](path, schema=schema)
     if data_format != "criteo":
-        raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet" or "npy"')
+        raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet", "csv" or "npy"')
     if path.is_dir():
         raise DataError(f"{path} is a folder; Criteo's text format is one file")
     if schema != CRITEO_SCHEMA:
-        raise ValueError("columns can be chosen for Parquet and npy; Criteo's text format has fixed ones")
+        raise ValueError("columns can be chosen for Parquet, CSV and npy; Criteo's text format has fixed ones")
     return CriteoReader(path)
+
+
+def _guess(path: Path) -> DataFormat:
+    if (path / "label.npy").exists():
+        return "npy"
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+    if any(name.endswith(".parquet") for name in names):
+        return "parquet"
+    if any(name.endswith(CsvReader.endings) for name in names):
+        return "csv"
+    return "parquet" if path.is_dir() else "criteo"

@@ -7,7 +7,7 @@ Shapes: B rows of a batch, n rows of a chunk, C dense columns, F categorical col
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,12 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.arrays import Bools, Floats, Int64s
+from ...kernels.arrays import Bools, Floats
 from ...nn import KeyedJaggedTensor
-from .hashing import FeatureHasher
-
-MISSING: Final = -1
-"""A category that is absent; its bag is empty."""
+from .categories import Categories
+from .hashing import FeatureHasher, OutsideTableError
 
 
 class DataError(ValueError):
@@ -31,7 +29,8 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """Which columns a row has: one label, C dense ones, F categorical ones, the model's feature names."""
+    """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
+    names."""
 
     label: str
     dense: tuple[str, ...]
@@ -39,9 +38,10 @@ class Schema:
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.sparse]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice or not self.dense or not self.sparse:
-            raise ValueError(f"a schema needs dense and sparse columns, each named once; named twice: {sorted(twice)}")
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"columns named more than once as label, dense or sparse: {sorted(twice)}; name each once")
+        if not self.sparse:
+            raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
 
 
 CRITEO_SCHEMA: Final = Schema(
@@ -53,16 +53,21 @@ class RawRows(NamedTuple):
     """Rows as a file holds them. The arrays are the caller's to keep."""
 
     labels: Floats
-    """[n], 0 or 1."""
+    """[n]: 0 or 1, or else -1 or 1."""
     dense: Floats
     """[n, C]; NaN where missing."""
-    categories: Int64s
-    """[n, F]; any value from 0 on, ``MISSING`` where missing."""
+    categories: Categories
+    """Of F columns."""
 
-    def part(self, begin: int, end: int | None = None) -> "RawRows":
-        """Rows ``[begin, end)``, without a copy."""
-        rows = slice(begin, end)
-        return RawRows(self.labels[rows], self.dense[rows], self.categories[rows])
+    @classmethod
+    def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
+        """The rows of all parts; a copy."""
+        labels, dense, categories = zip(*parts, strict=True)
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
+
+    def part(self, begin: int, end: int) -> "RawRows":
+        """Rows ``[begin, end)``."""
+        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class Reader(ABC):
             log_dense: dense values x become log(1 + max(x, 0)); False leaves them as they are. Missing ones are 0.
 
         Raises:
-            DataError: for broken data, and where the data ends before ``stop_row``.
+            DataError: for broken data, for a category without a row in its table, and where the data ends before
+                ``stop_row``.
             ValueError: unless ``0 <= start_row <= stop_row`` and ``batch_size >= 1``.
         """
         if start_row < 0 or batch_size < 1 or (stop_row is not None and stop_row < start_row):
@@ -125,14 +131,25 @@ class Reader(ABC):
 
         def read() -> Iterator[Batch]:
             row = start_row
+            lows: set[float] = set()
             for whole in self.read_chunks(start_row, stop_row, batch_size):
                 total = len(whole.labels)
-                rows = whole.part(total * part // parts, total * (part + 1) // parts)
-                values, offsets = map(torch.from_numpy, hasher(rows.categories))
+                lows.update(low for low in (-1.0, 0.0) if low in whole.labels)
+                if len(lows) > 1:
+                    raise DataError(
+                        f"{self.path}, about row {row}: labels are 0 in some rows and -1 in others; write one for both"
+                    )
+                first = total * part // parts
+                rows = whole if parts == 1 else whole.part(first, total * (part + 1) // parts)
+                try:
+                    values, offsets = map(torch.from_numpy, hasher(rows.categories))
+                except OutsideTableError as error:
+                    place = f"row {row + first + error.row}, column {self.schema.sparse[error.column]}"
+                    raise DataError(f"{self.path}, {place}: {error}") from None
                 yield Batch(
                     dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
-                    labels=torch.from_numpy(rows.labels),
+                    labels=torch.from_numpy(np.maximum(rows.labels, np.float32(0))),
                     total_rows=total,
                 )
                 row += total

@@ -15,6 +15,7 @@ from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
 from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, require_data_file
+from .categories import Categories
 
 BUFFER_BYTES: Final = 1 << 20
 """Text held at a time, and so the longest line."""
@@ -94,20 +95,20 @@ class _Text:
 
     def parse(self, rows: int) -> RawRows:
         """The next ``rows`` rows, or as many as are left."""
-        chunk = RawRows(
-            labels=np.empty(rows, np.float32),
-            dense=np.empty((rows, _NUM_DENSE), np.float32),
-            categories=np.empty((rows, _NUM_SPARSE), np.int64),
-        )
+        labels = np.empty(rows, np.float32)
+        dense = np.empty((rows, _NUM_DENSE), np.float32)
+        categories = np.empty((rows, _NUM_SPARSE), np.int64)
         before, filled = self.row, 0
         while filled < rows:
-            filled, self._begin, broken = parse_lines(self._buffer, self._begin, self._end, filled, *chunk)
+            filled, self._begin, broken = parse_lines(
+                self._buffer, self._begin, self._end, filled, labels, dense, categories
+            )
             self.row = before + filled
             if broken >= 0:
                 raise DataError(self._explain(broken))
             if filled < rows and not self._refill():
                 break
-        return chunk.part(0, filled)
+        return RawRows(labels[:filled], dense[:filled], Categories.of_matrix(categories[:filled]))
 
     def _refill(self) -> bool:
         """Move the unfinished line to the front and read on; False at the end of the file."""
@@ -196,7 +197,7 @@ def _parse_line(
     """Position after the line, or -1 if it is cut off at ``end`` or broken; the column where it is broken, or -1."""
     for column in range(_LAST_COLUMN + 1):
         if column > _LAST_DENSE:
-            at, category = parse_hexadecimal(text, at, end)
+            at, category = _parse_hexadecimal(text, at, end)
             categories[row, column - _LAST_DENSE - 1] = category
             valid = category != _INVALID
         else:
@@ -237,7 +238,7 @@ def _parse_decimal(text: Bytes, at: int, end: int) -> tuple[int, float, bool]:
 
 
 @inline
-def parse_hexadecimal(text: Bytes, at: int, end: int) -> tuple[int, int]:
+def _parse_hexadecimal(text: Bytes, at: int, end: int) -> tuple[int, int]:
     """Position of the first byte that is no digit, and the number: -1 if there is none, -2 if it is too long."""
     first = at
     number = 0

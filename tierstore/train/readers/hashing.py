@@ -1,14 +1,14 @@
 """Categories of any size into tables of a fixed size."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
 from ...kernels.jit import kernel
+from .categories import Categories
 
 STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 """Between the hashes' counters of two columns."""
@@ -20,16 +20,32 @@ class HashedIds(NamedTuple):
     values: Int64s
     """[total]"""
     offsets: Int64s
-    """[F * B + 1]: bag i is ``values[offsets[i]:offsets[i + 1]]``, of 0 or 1 ids."""
+    """[F * B + 1]: bag i is ``values[offsets[i]:offsets[i + 1]]``."""
+
+
+class OutsideTableError(ValueError):
+    """A category that is to be a row id, and that its table has no row for.
+
+    Attributes:
+        row, column: of the category, in the rows and columns that were to be hashed.
+    """
+
+    def __init__(self, message: str, row: int, column: int) -> None:
+        super().__init__(message)
+        self.row = row
+        self.column = column
 
 
 class FeatureHasher:
-    """Turns a batch's categories into row ids of tables with ``num_embeddings`` rows each.
+    """Turns categories into row ids of tables with ``num_embeddings`` rows each, a table a column.
 
     With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, where
     splitmix64 is the output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
-    Generators", 2014); like values of different columns fall on unlike rows. With ``mode="mod"`` it is ``v mod n``: for
-    categories that are row ids already.
+    Generators", 2014); like values of different columns fall on unlike rows. With ``mode="mod"`` categories are row ids
+    already.
+
+    Attributes:
+        limits: what categories of each column must be below.
     """
 
     def __init__(self, num_embeddings: Sequence[int], *, mode: Literal["mix", "mod"] = "mix") -> None:
@@ -39,29 +55,50 @@ class FeatureHasher:
         if self._num_embeddings.ndim != 1 or not (self._num_embeddings > 0).all():
             raise ValueError(f"num_embeddings={list(num_embeddings)}: every table needs at least one row")
         self._mix = mode == "mix"
+        self.limits: tuple[int, ...] = tuple(1 << 63 if self._mix else int(size) for size in num_embeddings)
 
-    def __call__(self, categories: Int64s) -> HashedIds:
-        """Categories [B, F], negative where missing, as jagged ids."""
-        columns = categories.T
-        present = columns >= 0
-        return HashedIds(self.jagged(columns[present], present), np.append(0, np.cumsum(present)))
+    def __call__(self, categories: Categories) -> HashedIds:
+        """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""
+        values, offsets = categories
+        ids = np.empty_like(values)
+        outside = self._hash(values, np.ascontiguousarray(offsets[:, -1]), ids)
+        if outside >= 0:
+            column = int(np.searchsorted(offsets[:, -1], outside, side="right"))
+            raise OutsideTableError(
+                f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
+                'data.hashing = "mod" categories are row numbers: give the table more rows '
+                '(embedding.num_embeddings), or set data.hashing = "mix", which takes any',
+                row=int(np.searchsorted(offsets[column], outside, side="right")) - 1,
+                column=column,
+            )
+        return HashedIds(ids, np.append(offsets[:, :-1], len(ids)))
 
-    def jagged(self, categories: Int64s, lengths: NDArray[Any]) -> Int64s:
-        """Row ids [N] of jagged categories [N] from 0 on, of features as ``lengths`` [F, B] says."""
-        if len(lengths) != len(self._num_embeddings):
-            raise ValueError(f"categories of {len(lengths)} columns for {len(self._num_embeddings)} tables")
+    def ids(self, categories: Int64s, ends: Int64s) -> Int64s:
+        """Row ids [N] of categories [N], which are below their limits and lie column by column; ``ends`` [F] says where
+        each column's end."""
         ids = np.empty_like(categories)
-        _hash(categories, np.cumsum(lengths.sum(axis=1)), self._num_embeddings, self._mix, ids)
+        outside = self._hash(categories, ends, ids)
+        assert outside < 0, outside
         return ids
+
+    def _hash(self, categories: Int64s, ends: Int64s, ids: Int64s) -> int:
+        if len(ends) != len(self._num_embeddings):
+            raise ValueError(f"categories of {len(ends)} columns for {len(self._num_embeddings)} tables")
+        outside: int = _hash(categories, ends, self._num_embeddings, self._mix, ids)
+        return outside
 
 
 @kernel
-def _hash(categories: Int64s, ends: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> None:
-    """``ids[i]`` is the row of ``categories[i]`` in its column's table; ``ends`` [F], where each column's end."""
+def _hash(categories: Int64s, ends: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> int:
+    """``ids[i]`` is the row of ``categories[i]`` in its column's table; ``ends`` [F], where each column's end. Returns
+    -1, or the first position whose category is no row."""
     begin = 0
     for column in range(len(ends)):
         rows, first = np.uint64(num_embeddings[column]), np.uint64(column) * STEP
         for i in range(begin, ends[column]):
             category = np.uint64(categories[i])
-            ids[i] = np.int64((mix64(category + first) if mix else category) % rows)
+            if not mix and category >= rows:
+                return i
+            ids[i] = np.int64(mix64(category + first) % rows if mix else category)
         begin = ends[column]
+    return -1

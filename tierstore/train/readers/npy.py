@@ -1,16 +1,17 @@
-"""Three arrays in a folder: ``dense.npy`` [N, C], ``sparse.npy`` [N, F], ``label.npy`` [N], mapped into memory."""
+"""Arrays in a folder, mapped into memory: labels, dense values, and categories as a matrix or as bags."""
 
 import tokenize
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.arrays import Bools
-from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
+from ...kernels.arrays import Bools, Int64s
+from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
+from .categories import MAX_FLOAT, MISSING, Categories
 
 _MAX_REASON: Final = 200
 _HEAD_BYTES: Final = 12
@@ -31,9 +32,15 @@ _UNREADABLE: Final = (
 
 
 class NpyReader(Reader):
-    """Reads arrays of any integer or floating type, one row of each at a time.
+    """Reads arrays of numbers, a row of each at a time.
 
-    Dense values are raw ones, NaN where missing; categories are integers, negative where missing; labels are 0 or 1.
+    - ``label.npy`` [N]: 0 or 1, or else -1 or 1.
+    - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
+    - ``sparse.npy`` [N, F]: one category a column. Or an array for each column: ``NAME.npy`` [N], or [N, K] for up to K
+      categories a row, or [total] beside ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
+      ``offsets[r + 1]``.
+
+    Categories are integers, booleans or whole floating-point numbers; negative and NaN ones are missing.
 
     Raises:
         DataError: where a file is missing, is no array of the right kind, or is longer than another.
@@ -43,34 +50,95 @@ class NpyReader(Reader):
         self.path = Path(path)
         self.schema = schema
         self._label = _map(self.path / "label.npy", "biuf", ())
-        self._dense = _map(self.path / "dense.npy", "iuf", (len(schema.dense),))
-        self._sparse = _map(self.path / "sparse.npy", "iu", (len(schema.sparse),))
-        lengths = {"label.npy": len(self._label), "dense.npy": len(self._dense), "sparse.npy": len(self._sparse)}
+        lengths = {"label.npy": len(self._label)}
+        self._dense = np.empty((len(self._label), 0), np.float32)
+        if schema.dense:
+            self._dense = _map(self.path / "dense.npy", "biuf", (len(schema.dense),))
+            lengths["dense.npy"] = len(self._dense)
+        self._matrix: NDArray[Any] | None = None
+        self._columns: list[_Column] = []
+        if (self.path / "sparse.npy").exists():
+            self._matrix = _map(self.path / "sparse.npy", "biuf", (len(schema.sparse),))
+            lengths["sparse.npy"] = len(self._matrix)
+        else:
+            self._columns = [_Column.open(self.path, name) for name in schema.sparse]
+            lengths |= {column.path.name: len(column.offsets) - 1 for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         stop = len(self._label) if stop_row is None else min(stop_row, len(self._label))
         for begin in range(start_row, stop, chunk_rows):
-            rows = slice(begin, min(begin + chunk_rows, stop))
-            label, dense, sparse = self._label[rows], self._dense[rows], self._sparse[rows]
-            self._check("label.npy", begin, label, np.isin(label, (0, 1)), "0 or 1")
-            self._check("dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN stands for missing")
-            self._check("sparse.npy", begin, sparse, sparse <= _MAX_CATEGORY, "below 2**63")
-            categories = sparse.astype(np.int64)
-            np.maximum(categories, MISSING, out=categories)
-            yield RawRows(labels=label.astype(np.float32), dense=dense.astype(np.float32), categories=categories)
+            end = min(begin + chunk_rows, stop)
+            label, dense = self._label[begin:end], self._dense[begin:end]
+            _check(self.path / "label.npy", begin, label, np.isin(label, (-1, 0, 1)), "0 or 1, or else -1 or 1")
+            _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
+            yield RawRows(label.astype(np.float32), dense.astype(np.float32), self._categories(begin, end))
 
-    def _check(self, name: str, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
-        if not good.all():
-            row, *column = (int(indexes[0]) for indexes in np.nonzero(~good))
-            place = f"row {begin + row}" + (f", column {column[0]}" if column else "")
-            raise DataError(f"{self.path / name}, {place}: {rows[(row, *column)]} is not {expected}")
+    def _categories(self, begin: int, end: int) -> Categories:
+        if self._matrix is not None:
+            matrix = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end])
+            return Categories.of_matrix(matrix)
+        values, lengths = zip(*(column.read(begin, end) for column in self._columns), strict=True)
+        return Categories.of_columns(values, np.stack(lengths))
 
 
-def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
+class _Column(NamedTuple):
+    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``."""
+
+    path: Path
+    values: NDArray[Any]
+    offsets: NDArray[Any]
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> "_Column":
+        path, offsets_path = folder / f"{name}.npy", folder / f"{name}.offsets.npy"
+        if offsets_path.exists():
+            values, offsets = _map(path, "biuf", ()), _map(offsets_path, "iu", ())
+            if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
+                raise DataError(f"{offsets_path}: offsets go from 0 to {len(values)}, the length of {path.name}")
+            return cls(path, values, offsets)
+        values = _map(path, "biuf", None)
+        size = 1 if values.ndim == 1 else values.shape[1]
+        return cls(path, values.reshape(-1), np.arange(len(values) + 1) * size)
+
+    def read(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
+        """The categories of rows ``[begin, end)``, and how many each row has."""
+        offsets = self.offsets[begin : end + 1].astype(np.int64)
+        lengths = np.diff(offsets)
+        _check(self.path.with_suffix(".offsets.npy"), begin, offsets[1:], lengths >= 0, "at least the offset before it")
+        categories = _read_categories(self.path, int(offsets[0]), self.values[offsets[0] : offsets[-1]])
+        is_there = categories >= 0
+        if is_there.all():
+            return categories, lengths
+        return categories[is_there], np.diff(np.append(0, np.cumsum(is_there))[offsets - offsets[0]])
+
+
+def _read_categories(path: Path, begin: int, array: NDArray[Any]) -> Int64s:
+    """Categories of the array's shape, negative where missing; ``begin`` is the number of its first row."""
+    if array.dtype.kind == "f":
+        good = np.isnan(array) | (array < 0) | ((array < MAX_FLOAT) & (array == np.floor(array)))
+        _check(path, begin, array, good, "a whole number below 2**53; NaN is missing")
+        array = np.where(np.isnan(array), MISSING, array)
+    if array.dtype.kind == "u":
+        _check(path, begin, array, array <= _MAX_CATEGORY, "below 2**63")
+    return array.astype(np.int64)
+
+
+def _check(path: Path, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
+    if not good.all():
+        row, *column = (int(indexes[0]) for indexes in np.nonzero(~good))
+        place = f"row {begin + row}" + (f", column {column[0]}" if column else "")
+        raise DataError(f"{path}, {place}: {rows[(row, *column)]} is not {expected}")
+
+
+def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
+    """The array, of a dtype of these kinds, whose rows have that shape; None: any up to a list."""
     if not path.exists():
-        raise DataError(f"{path} does not exist; the npy format needs dense.npy, sparse.npy and label.npy")
+        raise DataError(
+            f"{path} does not exist; the npy format needs label.npy, dense.npy for dense columns, and sparse.npy or a "
+            "file for each sparse column"
+        )
     require_data_file(path)
     _check_header(path)
     try:
@@ -79,8 +147,9 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
             array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except _UNREADABLE as error:
         raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:_MAX_REASON]}") from error
-    if array.dtype.kind not in kinds or array.shape[1:] != shape or not array.ndim:
-        wanted = f"[rows{''.join(f', {n}' for n in shape)}]"
+    fits = array.shape[1:] == shape if shape is not None else array.ndim <= 2
+    if array.dtype.kind not in kinds or not array.ndim or not fits:
+        wanted = "[rows] or [rows, K]" if shape is None else f"[rows{''.join(f', {n}' for n in shape)}]"
         held = f"{str(array.dtype)[:_MAX_REASON]} {list(array.shape)}"
         raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array

@@ -1,0 +1,284 @@
+"""What columns may hold, in each format, against one value at a time in plain Python."""
+
+import csv
+import gzip
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.train.readers import Categories, DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers.categories import read_texts
+
+from .rows import bags
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+pytestmark = pytest.mark.kernel
+
+SCHEMA = Schema(label="y", dense=("a",), sparse=("c",))
+TEXTS = ["ab", "AB", "0ab", "F", "02134", "2134", "0", "00", "-1", "1.0", "\u00e9", "x" * 300, " 7", "9" * 18, "9" * 19]
+
+
+def category_of(value, *, floats=False):
+    """The documented rules; None if missing."""
+    if value is None or value == "" or value != value:
+        return None
+    if not isinstance(value, str):
+        return int(value)
+    number = re.fullmatch(r"(0|[1-9][0-9]{0,17})(\.0)?" if floats else r"(0|[1-9][0-9]{0,17})", value)
+    if number:
+        return int(number[1])
+    state = 0xCBF29CE484222325
+    for byte in value.encode():
+        state = (state ^ byte) * 0x100000001B3 % 2**64
+    return state >> 1
+
+
+def expected(column, *, floats=False):
+    """The bags of one column: of lists, or of values."""
+    lists = [value if isinstance(value, list) else [value] for value in column]
+    found = [[category_of(value, floats=floats) for value in each] for each in lists]
+    return [[[category for category in each if category is not None]] for each in found]
+
+
+@given(st.lists(st.one_of(st.text(max_size=8), st.integers(0, 10**19).map(str), st.sampled_from(TEXTS))), st.booleans())
+def test_texts_are_integers_or_hashed_in_full(texts, floats):
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts if text.isprintable()]
+    letters = np.frombuffer(b"".join(encoded), np.uint8)
+    offsets = np.cumsum([0, *map(len, encoded)])
+    found = read_texts(letters, offsets, floats=floats).tolist()
+    wanted = [category_of(text, floats=floats) for text in texts if text.isprintable()]
+    assert found == [-1 if category is None else category for category in wanted]
+
+
+def test_known_hashes():
+    # FNV-1a of "a" and "foobar", as published with the function.
+    letters, offsets = np.frombuffer(b"afoobar", np.uint8), np.array([0, 1, 7])
+    assert read_texts(letters, offsets).tolist() == [0xAF63DC4C8601EC8C >> 1, 0x85944171F73967E8 >> 1]
+
+
+BAGS = st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=2), min_size=1, max_size=6)
+
+
+@given(BAGS, st.data())
+def test_parts_of_rows_and_joining_them(rows, data):
+    def categories(some):
+        columns = [[row[column] for row in some] for column in range(2)]
+        lengths = np.array([[len(bag) for bag in column] for column in columns]).reshape(2, -1)
+        return Categories.of_columns(
+            [np.array([x for bag in column for x in bag], np.int64) for column in columns], lengths
+        )
+
+    begin = data.draw(st.integers(0, len(rows)))
+    end = data.draw(st.integers(begin, len(rows)))
+    whole = categories(rows)
+    assert bags(whole) == rows
+    assert bags(whole.part(begin, end)) == rows[begin:end]
+    assert bags(Categories.joined([whole.part(begin, end), whole])) == rows[begin:end] + rows
+
+
+def table_of(column, labels=None):
+    return pa.table({"y": labels or [1] * len(column), "a": [0.5] * len(column), "c": column})
+
+
+KINDS = {
+    "strings": pa.array([*TEXTS, None, ""]),
+    "large": pa.array([*TEXTS, None, ""], pa.large_string()),
+    "bytes": pa.array([*TEXTS, None, ""], pa.binary()),
+    "dictionary": pa.array([*TEXTS, None, "ab"]).dictionary_encode(),
+    "integers": pa.array([0, 5, None, 2**63 - 1]),
+    "small": pa.array([0, 5, None, 255], pa.uint8()),
+    "floats": pa.array([0.0, 5.0, None, math.nan, 2.0**53 - 1]),
+    "bool": pa.array([True, None, False]),
+    "nothing": pa.array([None, None]),
+    "lists": pa.array([[3, 1], [], None, [2, None, 2]]),
+    "all there": pa.array([[3, 1], [4], [5, 5, 5]], pa.large_list(pa.int32())),
+    "fixed": pa.array([[3, 1], None, [2, None]], pa.list_(pa.int64(), 2)),
+    "words": pa.array([["ab", "7"], None, ["", None, "F"]]),
+    "words of a dictionary": pa.array([["ab", "7"], ["ab"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    "float lists": pa.array([[1.0, math.nan], [2.0]]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_of_parquet(tmp_path, kind):
+    column = KINDS[kind]
+    pq.write_table(table_of(column), tmp_path / "x.parquet", row_group_size=3)
+    reader = open_reader(tmp_path / "x.parquet", schema=SCHEMA)
+    wanted = expected(column.to_pylist() if kind != "bytes" else KINDS["strings"].to_pylist())
+    for start in range(len(column)):
+        (chunk,) = reader.read_chunks(start, None, 100)
+        assert bags(chunk.categories) == wanted[start:]
+    assert [len(bag) for (bag,) in bags(chunk.categories)] == np.diff(chunk.categories.offsets).tolist()[0]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+def test_fields_of_csv(tmp_path, delimiter):
+    column = [*TEXTS, "123.0", "", f"a{delimiter}b", 'a"b', "two\nlines"]
+    path = tmp_path / "x.csv.gz"
+    with gzip.open(path, "wt", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows(
+            [["other", "c", "a", "y"], *([i, text, "" if i % 2 else "1e-3", i % 2] for i, text in enumerate(column))]
+        )
+    reader = open_reader(path, schema=SCHEMA)
+    for start in (0, 3, len(column) - 1):
+        (chunk,) = reader.read_chunks(start, None, 100)
+        assert bags(chunk.categories) == expected(column, floats=True)[start:]
+        assert chunk.labels.tolist() == [i % 2 for i in range(start, len(column))]
+        assert np.isnan(chunk.dense[:, 0]).tolist() == [i % 2 == 1 for i in range(start, len(column))]
+
+
+def test_files_of_a_folder_of_csv_follow_each_other(tmp_path):
+    for number, rows in enumerate((4, 0, 3)):
+        lines = [f"1,{number}.5,{number}-{row}" for row in range(rows)]
+        (tmp_path / f"{number}.csv").write_text("\n".join(["y,a,c", *lines, ""]))
+    names = [*(f"0-{row}" for row in range(4)), *(f"2-{row}" for row in range(3))]
+    for start in range(8):
+        chunks = open_reader(tmp_path, schema=SCHEMA).read_chunks(start, None, 2)
+        assert [bag for chunk in chunks for bag in bags(chunk.categories)] == expected(names[start:])
+
+
+NPY = {
+    "one": (np.array([4, -1, 0], np.int32), None),
+    "floats": (np.array([4, np.nan, 0]), None),
+    "bool": (np.array([True, False, True]), None),
+    "several": (np.array([[4, 1], [-1, 2], [-1, -1]]), None),
+    "bags": (np.array([4, 1, 2, 9], np.uint32), np.array([0, 2, 2, 4], np.int32)),
+    "float bags": (np.array([4, np.nan, 2, 9]), np.array([0, 2, 2, 4])),
+}
+
+
+def write_npy(folder, values, offsets=None):
+    np.save(folder / "label.npy", np.ones(3))
+    np.save(folder / "dense.npy", np.ones((3, 1)))
+    np.save(folder / "c.npy", values)
+    if offsets is not None:
+        np.save(folder / "c.offsets.npy", offsets)
+    return open_reader(folder, schema=SCHEMA)
+
+
+@pytest.mark.parametrize("kind", NPY)
+def test_columns_of_npy(tmp_path, kind):
+    values, offsets = NPY[kind]
+    lists = (
+        values.reshape(3, -1).tolist() if offsets is None else [values[: offsets[1]].tolist(), [], values[2:].tolist()]
+    )
+    wanted = [[[int(x) for x in row if x >= 0]] for row in lists]
+    reader = write_npy(tmp_path, values, offsets)
+    for start in range(3):
+        (chunk,) = reader.read_chunks(start, None, 9)
+        assert bags(chunk.categories) == wanted[start:]
+
+
+@pytest.mark.parametrize(
+    ("values", "offsets", "message"),
+    [
+        (np.arange(4), [0, 2, 2, 5], r"c\.offsets\.npy: offsets go from 0 to 4"),
+        (np.arange(4), [1, 2, 2, 4], "offsets go from 0 to 4"),
+        (np.arange(4), [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2 is not at least the offset before it"),
+        (np.arange(4), [0, 4], r"differ in rows: .*'c\.npy': 1"),
+        (np.array([1.5, 2, 3]), None, r"c\.npy, row 0: 1\.5 is not a whole number"),
+        (np.array([1, 2, 1e17]), None, r"c\.npy, row 2: 1e\+17 is not a whole number below 2\*\*53"),
+        (np.array(["a", "b", "c"]), None, r"c\.npy holds <U1 \[3\]"),
+    ],
+)
+def test_wrong_columns_of_npy_are_named(tmp_path, values, offsets, message):
+    with pytest.raises(DataError, match=message):
+        list(write_npy(tmp_path, values, None if offsets is None else np.array(offsets)).read_chunks(0, None, 9))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([1.5, 2.0], r"row 0, column c: 1\.5 is not a whole number from 0 to 2\*\*53"),
+        ([1.0, -1.0], r"row 1, column c: -1\.0 is not a whole number"),
+        ([1.0, 2.0**53], "row 1, column c: 9007199254740992.0 is not a whole number"),
+        ([[1, 2], [3, -4]], "row 1, column c: -4 is not an integer from 0 on"),
+        ([[], [1, 2], None, [0.5]], "row 3, column c: 0.5 is not a whole number"),
+        ([[[1]], [[2]]], r"column c of type list.* holds neither numbers nor strings; cast it to strings"),
+    ],
+)
+def test_wrong_columns_of_parquet_are_named(tmp_path, column, message):
+    pq.write_table(table_of(column), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=message):
+        list(open_reader(tmp_path / "x.parquet", schema=SCHEMA).read_chunks(0, None, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("y,a,c\n1,2\n", r"x\.csv is not a CSV file with a header, or is broken: .*Expected 3 columns, got 2"),
+        ("y,a,c\n1,z,3\n", r"x\.csv is not a CSV .*'z'"),
+        ("y,a\n1,2\n", r"x\.csv lacks the columns c; it has a, y"),
+        ("y,a,c,c\n1,2,3,4\n", r"x\.csv has more than one column of the name c"),
+        ("y,a,c\nyes,2,3\n", r"x\.csv, row 0, column y: b'yes' is not 0 or 1"),
+        ("y,a,c\n1,2,3\n1,inf,3\n", r"x\.csv, row 1, column a: inf is not finite"),
+        ("", r"x\.csv is not a CSV file with a header"),
+    ],
+)
+def test_broken_csv_is_named(tmp_path, text, message):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        list(open_reader(tmp_path / "x.csv", schema=SCHEMA).read_chunks(0, None, 9))
+
+
+def test_a_compressed_csv_cut_short_is_named(tmp_path):
+    whole = gzip.compress(b"y,a,c\n" + b"".join(b"1,2,%d\n" % i for i in range(50_000)))
+    (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"x\.csv\.gz is not a CSV file"):
+        list(open_reader(tmp_path / "x.csv.gz", schema=SCHEMA).read_chunks(0, None, 999))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [[1, 0, 1], [1, -1, 1], [True, False, True], [1.0, -1.0, 1.0], ["1", "0", "1"], ["True", "false", "TRUE"]],
+    ids=str,
+)
+def test_labels(tmp_path, labels):
+    pq.write_table(table_of([1, 2, 3], labels), tmp_path / "x.parquet")
+    (batch,) = open_reader(tmp_path / "x.parquet", schema=SCHEMA).batches(FeatureHasher([9]), batch_size=9)
+    assert batch.labels.tolist() == [1, 0, 1]
+
+
+def test_labels_of_two_kinds_are_an_error(tmp_path):
+    pq.write_table(table_of([1] * 6, [1, 0, 1, 1, 1, -1]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="about row 4: labels are 0 in some rows and -1 in others"):
+        list(open_reader(tmp_path / "x.parquet", schema=SCHEMA).batches(FeatureHasher([9]), batch_size=2))
+
+
+def test_a_row_number_beyond_its_table_is_named_with_row_and_column(tmp_path):
+    pq.write_table(table_of([[1, 2], [], [3, 4, 9], [5]]), tmp_path / "x.parquet")
+    reader = open_reader(tmp_path / "x.parquet", schema=SCHEMA)
+    for options in (
+        {"batch_size": 4},
+        {"batch_size": 1},
+        {"batch_size": 2, "start_row": 2},
+        {"batch_size": 4, "part": 1, "parts": 2},
+    ):
+        with pytest.raises(DataError, match="row 2, column c: category 9 has no row in a table of 9 rows"):
+            list(reader.batches(FeatureHasher([9], mode="mod"), **options))
+    assert len(list(reader.batches(FeatureHasher([10], mode="mod"), batch_size=1))) == 4
+
+
+def test_without_dense_columns(tmp_path):
+    schema = Schema(label="y", dense=(), sparse=("c",))
+    pq.write_table(table_of([1, 2, 3]), tmp_path / "x.parquet")
+    np.save(tmp_path / "label.npy", np.ones(3))
+    np.save(tmp_path / "sparse.npy", np.array([[1], [2], [3]]))
+    (tmp_path / "x.csv").write_text("y,c\n1,1\n1,2\n1,3\n")
+    for path in (tmp_path, tmp_path / "x.parquet", tmp_path / "x.csv"):
+        (chunk,) = open_reader(path, schema=schema).read_chunks(0, None, 9)
+        assert chunk.dense.shape == (3, 0)
+        assert bags(chunk.categories) == [[[1]], [[2]], [[3]]]
+
+
+def test_a_schema_names_each_column_once():
+    with pytest.raises(ValueError, match=r"named more than once .*\['a'\]"):
+        Schema(label="y", dense=("a",), sparse=("a",))
+    with pytest.raises(ValueError, match=r"no sparse columns; name at least one"):
+        Schema(label="y", dense=("a",), sparse=())
