@@ -1,8 +1,8 @@
 """Write the benchmark tables of the pages from the JSON in bench/results.
 
-``python -m docs.generate`` writes docs/benchmarks.md, and in README.md, docs/performance.md and docs/planning.md what
-stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (tables), and between
-``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->`` (a plot). ``--check`` only says whether they are up to date.
+``python -m docs.generate`` writes docs/benchmarks.md, and in README.md and some other pages what stands between
+``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (tables), and between ``<!-- plot:FILE what it shows -->`` and
+``<!-- /plot -->`` (a plot). ``--check`` only says whether they are up to date.
 """
 
 import argparse
@@ -34,6 +34,7 @@ ORDER: Final = (
     "commit",
     "crashes",
     "criteo",
+    "reading",
     "quantized",
     "demo",
     "start",
@@ -46,7 +47,7 @@ ORDER: Final = (
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
-_RENEWED: Final = ("README.md", "docs/performance.md", "docs/planning.md")
+_RENEWED: Final = ("README.md", "docs/data.md", "docs/performance.md", "docs/planning.md")
 
 _HEAD: Final = """\
 # Benchmarks

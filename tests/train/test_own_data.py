@@ -1,5 +1,6 @@
-"""Runs over one's own data: bags, texts, numbers with gaps, labels of -1 and 1, no dense columns. Each is compared with a
-loop that reads one value at a time."""
+"""Runs over one's own data: bags, texts, numbers with gaps, labels of -1 and 1, no dense columns.
+
+Each is compared with a loop that reads one value at a time."""
 
 import dataclasses
 import math

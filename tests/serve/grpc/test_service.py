@@ -174,6 +174,24 @@ def test_datatypes_typed(served: Served, stub: Any, datatype: str) -> None:
     assert np.array_equal(served.engine.seen[0].inputs["x"].data, data)
 
 
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_texts_reach_the_engine_as_bytes(
+    served: Served, client: triton.InferenceServerClient, stub: Any, is_raw: bool
+) -> None:
+    texts = np.array([["02134", ""], ["\u00e9t\u00e9", "17"]], object)
+    if is_raw:
+        client.infer("double", [x_input(), tensor("t", "BYTES", texts)])
+    else:
+        request = service_pb2.ModelInferRequest(model_name="double")
+        request.inputs.add(name="x", datatype="FP32", shape=X.shape)
+        request.inputs[0].contents.fp32_contents.extend(X.reshape(-1).tolist())
+        request.inputs.add(name="t", datatype="BYTES", shape=texts.shape)
+        request.inputs[1].contents.bytes_contents.extend(text.encode() for text in texts.reshape(-1))
+        stub.ModelInfer(request, timeout=WAIT_SECONDS)
+    found = served.engine.seen[-1].inputs["t"].data
+    assert found.tolist() == [[b"02134", b""], ["\u00e9t\u00e9".encode(), b"17"]]
+
+
 def test_outputs_are_passed_on_and_other_parameters_are_not(
     served: Served, client: triton.InferenceServerClient
 ) -> None:

@@ -125,6 +125,19 @@ def test_arrays_reach_the_engine_as_the_contract_says(client: triton.InferenceSe
         assert tensor.data.flags.aligned
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_texts_reach_the_engine_as_bytes(
+    client: triton.InferenceServerClient, server: RestServer, binary: bool
+) -> None:
+    texts = np.array([["02134", ""], ["\u00e9t\u00e9", "17"]], object)
+    client.infer(
+        "double",
+        [input_of(array_of("FP32", (1, 3)), "FP32", binary=True), input_of(texts, "BYTES", binary=binary, name="t")],
+    )
+    found = server.engine.seen[-1].inputs["t"].data
+    assert found.tolist() == [[b"02134", b""], ["\u00e9t\u00e9".encode(), b"17"]]
+
+
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate", None])
 def test_doubled(client: triton.InferenceServerClient, algorithm: str | None) -> None:
     x = array_of("FP32", (4, 3))

@@ -1,0 +1,252 @@
+"""Does reading one's own data keep up with training?
+
+Samples have the shape of MLPerf's DLRM-v2: 13 dense columns, 26 tables, 214 ids a sample in bags of 1 to 100. They are
+read from Parquet and npy, alone and by a training run; the limit is that run over batches that lie in memory. Then one
+id a column, as in Criteo's own data, in every format.
+"""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from tierstore.plan.published import PUBLISHED
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
+from tierstore.train.readers import Batch
+from tierstore.train.steps import feed, train_step
+
+from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
+from .workload import ids_of
+
+__all__ = ["run"]
+
+_NUM_DENSE: Final = 13
+_MLPERF: Final = next(each for each in PUBLISHED if each.name == "mlperf-dlrm-v2")
+_BAGS: Final = [int(table.pooling_factor) for table in _MLPERF.tables]
+_NAMES: Final = [f"C{i}" for i in range(1, len(_BAGS) + 1)]
+_READY: Final = "batches in memory"
+
+Ids = NDArray[np.int64]
+
+
+class _Data:
+    """Samples in memory, and as files of each format."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, bags: Sequence[int]) -> None:
+        self.count: int = config["samples"]
+        self.sizes = tuple(max(1, table.num_embeddings // config["scale"]) for table in _MLPERF.tables)
+        self.folder = folder
+        generator = np.random.default_rng(config["seed"])
+        self.labels = generator.integers(0, 2, self.count).astype(np.float32)
+        self.dense = generator.integers(0, 1000, (self.count, _NUM_DENSE)).astype(np.float32)
+        self.ids: list[Ids] = [
+            ids_of(generator, size, self.count * bag, config["exponent"]).reshape(self.count, bag)
+            for size, bag in zip(self.sizes, bags, strict=True)
+        ]
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def _table(self, column: Callable[[Ids], Any]) -> pa.Table:
+        columns = {"label": self.labels} | {f"I{i + 1}": each for i, each in enumerate(self.dense.T)}
+        return pa.table(columns | {name: column(ids) for name, ids in zip(_NAMES, self.ids, strict=True)})
+
+    def parquet(self, name: str, column: Callable[[Ids], Any]) -> Path:
+        path = self.folder / f"{name}.parquet"
+        pyarrow.parquet.write_table(self._table(column), path)
+        return path
+
+    def csv(self) -> Path:
+        path = self.folder / "x.csv"
+        pyarrow.csv.write_csv(self._table(np.ravel), path)
+        return path
+
+    def criteo(self) -> Path:
+        path = self.folder / "x.tsv"
+        rows = zip(self.labels.astype(int).tolist(), self.dense.astype(int).tolist(), np.hstack(self.ids), strict=True)
+        lines = ["\t".join([str(label), *map(str, dense), *(f"{i:x}" for i in ids)]) for label, dense, ids in rows]
+        path.write_text("\n".join([*lines, ""]))
+        return path
+
+    def npy(self, *, offsets: bool) -> Path:
+        folder = self.folder / f"npy-{offsets}"
+        folder.mkdir()
+        np.save(folder / "label.npy", self.labels)
+        np.save(folder / "dense.npy", self.dense)
+        for name, ids in zip(_NAMES, self.ids, strict=True):
+            np.save(folder / f"{name}.npy", ids.ravel() if offsets else ids)
+            if offsets:
+                np.save(folder / f"{name}.offsets.npy", np.arange(self.count + 1) * ids.shape[1])
+        return folder
+
+
+def _lists(ids: Ids) -> pa.Array:
+    return pa.ListArray.from_arrays(np.arange(len(ids) + 1, dtype=np.int32) * ids.shape[1], ids.ravel())
+
+
+def _strings(ids: Ids) -> pa.Array:
+    return pa.array([f"{i:08x}" for i in ids.ravel().tolist()])
+
+
+def _config(data: _Data, path: Path, dim: int, batch: int, store: Path) -> RunConfig:
+    return RunConfig(
+        store=StoreSection(path=str(store), ddr="300% of tables"),
+        data=DataSection(path=str(path)),
+        embedding=EmbeddingSection(dim=dim, num_embeddings=data.sizes),
+        train=TrainSection(batch_size=batch),
+    )
+
+
+def _batches(config: RunConfig) -> Iterable[Batch]:
+    reader, hasher = open_data(config)
+    return reader.batches(hasher, batch_size=config.train.batch_size)
+
+
+def _decode(path: Path) -> None:
+    """What pyarrow needs for the columns alone."""
+    with pyarrow.parquet.ParquetFile(path) as parquet:
+        for _ in parquet.iter_batches(8192, use_threads=False):
+            pass
+
+
+def _exhaust(batches: Iterable[Batch]) -> None:
+    for _ in batches:
+        pass
+
+
+def _alone(data: _Data, paths: dict[str, Path], config: dict[str, Any]) -> dict[str, Spread]:
+    """Samples/s of each reader alone, and of decoding Parquet."""
+    actions: dict[str, Callable[[], object]] = {}
+    for name, path in paths.items():
+        run_config = _config(data, path, 16, config["batch"], data.folder)
+        actions[name] = lambda run_config=run_config: _exhaust(_batches(run_config))  # type: ignore[misc]
+        if path.suffix == ".parquet":
+            actions[f"{name}: decoding by pyarrow, one thread"] = lambda path=path: _decode(path)  # type: ignore[misc]
+    measure(actions, repetitions=1)
+    seconds = measure(actions, repetitions=config["repetitions"])
+    return {name: per_second(data.count, values) for name, values in seconds.items()}
+
+
+def _trained(data: _Data, paths: dict[str, Path], config: dict[str, Any], dim: int) -> dict[str, Spread]:
+    """Samples/s of a run over each format, and over the same batches in memory."""
+    first = _config(data, next(iter(paths.values())), dim, config["batch"], data.folder / f"store-{dim}")
+    ready = list(_batches(first))
+    with open_run_store(first) as store:
+        run = build_run(first, store)
+
+        def epoch(batches: Iterable[Batch]) -> None:
+            with contextlib.closing(feed(run, iter(batches), depth=first.train.prefetch_depth)) as ahead:
+                for batch in ahead:
+                    train_step(run, batch)
+
+        actions: dict[str, Callable[[], object]] = {_READY: lambda: epoch(ready)}
+        for name, path in paths.items():
+            own = replace(first, data=replace(first.data, path=str(path)))
+            actions[name] = lambda own=own: epoch(_batches(own))  # type: ignore[misc]
+        measure(actions, repetitions=1)
+        seconds = measure(actions, repetitions=config["repetitions"])
+    return {name: per_second(data.count, values) for name, values in seconds.items()}
+
+
+def _row(cells: Sequence[str], rate: Spread, *more: str) -> list[str]:
+    return [*cells, f"{rate.median:,.0f}", f"{rate.lowest:,.0f} - {rate.highest:,.0f}", *more]
+
+
+def run(request: Run) -> Report:
+    config = request.config
+    many = _Data(config, request.folder / "reading", _BAGS)
+    paths = {
+        "Parquet, lists": many.parquet("lists", _lists),
+        "npy, [N, K]": many.npy(offsets=False),
+        "npy, offsets": many.npy(offsets=True),
+    }
+    alone = _alone(many, paths, config)
+    trained = {dim: _trained(many, paths, config, dim) for dim in config["dims"]}
+    one = _Data(config, request.folder / "reading-one", [1] * len(_BAGS))
+    single = _alone(
+        one,
+        {
+            "Criteo's text": one.criteo(),
+            "CSV": one.csv(),
+            "Parquet, integers": one.parquet("integers", np.ravel),
+            "Parquet, strings": one.parquet("strings", _strings),
+            "npy, [N]": one.npy(offsets=False),
+        },
+        config,
+    )
+    for data in (many, one):
+        shutil.rmtree(data.folder)
+    shares = {
+        dim: {name: rate.median / rates[_READY].median for name, rate in rates.items()}
+        for dim, rates in trained.items()
+    }
+    return Report(
+        question="Does reading one's own data keep up with training?",
+        tables=[
+            Table(
+                title=f"readers alone: {sum(_BAGS)} ids a sample over {len(_BAGS)} tables",
+                columns=["read", "samples/s", "lowest - highest"],
+                rows=[_row([name], rate) for name, rate in alone.items()],
+            ),
+            Table(
+                title=f"training on them, all rows in memory, batches of {config['batch']:,}",
+                columns=[
+                    "dim",
+                    "read from",
+                    "samples/s",
+                    "lowest - highest",
+                    "of batches in memory",
+                    "reader alone, times as fast",
+                ],
+                rows=[
+                    _row(
+                        [str(dim), name],
+                        rate,
+                        f"{shares[dim][name]:.2f}",
+                        f"{alone[name].median / rate.median:.1f}" if name in alone else "",
+                    )
+                    for dim, rates in trained.items()
+                    for name, rate in rates.items()
+                ],
+            ),
+            Table(
+                title="readers alone: one id a column, 13 dense columns",
+                columns=["read", "samples/s", "lowest - highest"],
+                rows=[_row([name], rate) for name, rate in single.items()],
+            ),
+        ],
+        figures={
+            "alone": {name: asdict(rate) for name, rate in alone.items()},
+            "one_id": {name: asdict(rate) for name, rate in single.items()},
+            "trained": {
+                str(dim): {name: asdict(rate) for name, rate in rates.items()} for dim, rates in trained.items()
+            },
+        },
+        goals=[
+            Goal(
+                name=f"run from {name}, dim {dim}, of the run over batches in memory",
+                value=round(shares[dim][name], 3),
+                at_least=config["share_of_ready"],
+            )
+            for dim in config["dims"]
+            for name in paths
+        ],
+        notes=[
+            f"{config['samples']:,} samples; tables of MLPerf's sizes divided by {config['scale']}, ids by Zipf's law "
+            f"with exponent {config['exponent']}; the small DLRM of a run file's defaults, so that steps are short. A "
+            "reader alone runs in one thread and hashes, as in training. Files are in the page cache."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("reading", run))
