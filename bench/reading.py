@@ -161,6 +161,34 @@ def _row(cells: Sequence[str], rate: Spread, *more: str) -> list[str]:
     return [*cells, f"{rate.median:,.0f}", f"{rate.lowest:,.0f} - {rate.highest:,.0f}", *more]
 
 
+def _readers(title: str, rates: dict[str, Spread]) -> Table:
+    return Table(
+        title=f"readers alone: {title}",
+        columns=["read", "samples/s", "lowest - highest"],
+        rows=[_row([name], rate) for name, rate in rates.items()],
+    )
+
+
+def _runs(batch: int, trained: dict[int, dict[str, Spread]], alone: dict[str, Spread]) -> Table:
+    rows = []
+    for dim, rates in trained.items():
+        for name, rate in rates.items():
+            faster = f"{alone[name].median / rate.median:.1f}" if name in alone else ""
+            rows.append(_row([str(dim), name], rate, f"{rate.median / rates[_READY].median:.2f}", faster))
+    return Table(
+        title=f"training on them, all rows in memory, batches of {batch:,}",
+        columns=[
+            "dim",
+            "read from",
+            "samples/s",
+            "lowest - highest",
+            "of batches in memory",
+            "reader alone, faster by",
+        ],
+        rows=rows,
+    )
+
+
 def run(request: Run) -> Report:
     config = request.config
     many = _Data(config, request.folder / "reading", _BAGS)
@@ -172,72 +200,36 @@ def run(request: Run) -> Report:
     alone = _alone(many, paths, config)
     trained = {dim: _trained(many, paths, config, dim) for dim in config["dims"]}
     one = _Data(config, request.folder / "reading-one", [1] * len(_BAGS))
-    single = _alone(
-        one,
-        {
-            "Criteo's text": one.criteo(),
-            "CSV": one.csv(),
-            "Parquet, integers": one.parquet("integers", np.ravel),
-            "Parquet, strings": one.parquet("strings", _strings),
-            "npy, [N]": one.npy(offsets=False),
-        },
-        config,
-    )
+    one_paths = {
+        "Criteo's text": one.criteo(),
+        "CSV": one.csv(),
+        "Parquet, integers": one.parquet("integers", np.ravel),
+        "Parquet, strings": one.parquet("strings", _strings),
+        "npy, [N]": one.npy(offsets=False),
+    }
+    single = _alone(one, one_paths, config)
     for data in (many, one):
         shutil.rmtree(data.folder)
-    shares = {
-        dim: {name: rate.median / rates[_READY].median for name, rate in rates.items()}
-        for dim, rates in trained.items()
-    }
+    by_dim = {str(dim): {name: asdict(rate) for name, rate in rates.items()} for dim, rates in trained.items()}
     return Report(
         question="Does reading one's own data keep up with training?",
         tables=[
-            Table(
-                title=f"readers alone: {sum(_BAGS)} ids a sample over {len(_BAGS)} tables",
-                columns=["read", "samples/s", "lowest - highest"],
-                rows=[_row([name], rate) for name, rate in alone.items()],
-            ),
-            Table(
-                title=f"training on them, all rows in memory, batches of {config['batch']:,}",
-                columns=[
-                    "dim",
-                    "read from",
-                    "samples/s",
-                    "lowest - highest",
-                    "of batches in memory",
-                    "reader alone, times as fast",
-                ],
-                rows=[
-                    _row(
-                        [str(dim), name],
-                        rate,
-                        f"{shares[dim][name]:.2f}",
-                        f"{alone[name].median / rate.median:.1f}" if name in alone else "",
-                    )
-                    for dim, rates in trained.items()
-                    for name, rate in rates.items()
-                ],
-            ),
-            Table(
-                title="readers alone: one id a column, 13 dense columns",
-                columns=["read", "samples/s", "lowest - highest"],
-                rows=[_row([name], rate) for name, rate in single.items()],
-            ),
+            _readers(f"{sum(_BAGS)} ids a sample over {len(_BAGS)} tables", alone),
+            _runs(config["batch"], trained, alone),
+            _readers("one id a column, 13 dense columns", single),
         ],
         figures={
             "alone": {name: asdict(rate) for name, rate in alone.items()},
             "one_id": {name: asdict(rate) for name, rate in single.items()},
-            "trained": {
-                str(dim): {name: asdict(rate) for name, rate in rates.items()} for dim, rates in trained.items()
-            },
+            "trained": by_dim,
         },
         goals=[
             Goal(
                 name=f"run from {name}, dim {dim}, of the run over batches in memory",
-                value=round(shares[dim][name], 3),
+                value=round(rates[name].median / rates[_READY].median, 3),
                 at_least=config["share_of_ready"],
             )
-            for dim in config["dims"]
+            for dim, rates in trained.items()
             for name in paths
         ],
         notes=[

@@ -48,7 +48,7 @@ class Monitored:
             self.metrics.answered("dlrm", "http", None, 0.004)
         for _ in range(15):
             self.metrics.answered("items", "grpc", Status.DEADLINE, 0.2)
-        self.metrics.batched("dlrm", 4, 96, [0.0005], 0.02)
+        self.metrics.batched("dlrm", 4, 96, [0.0005] * 4, 0.02)
         self.metrics.refused("http", Status.TOO_LARGE)
         self.metrics.out_of_range("items", 6)
         self.metrics.updated(7, 0.25)
