@@ -64,6 +64,18 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> N
         assert all(torch.equal(one, other) for one, other in zip(job.state(), expected, strict=True))
 
 
+def test_a_job_goes_back_to_where_it_was_saved_by_rollback_and_load() -> None:
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        job = Job(store)
+        job.train(range(3))
+        checkpoint.save(store, *job.all)
+        saved = job.state()
+        job.train(range(3, 5))
+        store.rollback(store.version)
+        checkpoint.load(store, *job.all)
+        assert all(map(torch.equal, job.state(), saved))
+
+
 def test_what_is_no_checkpoint_is_refused() -> None:
     def load(*given: Any) -> None:
         checkpoint.load(store, *given)

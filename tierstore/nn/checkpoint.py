@@ -97,6 +97,9 @@ def load(
 ) -> dict[str, Any]:
     """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
 
+    Rows are the store's, and stay: those trained since the commit are dropped by ``store.rollback(store.version)``
+    beforehand, or by opening the store again.
+
     Args: as for ``save_async``.
 
     Returns:
