@@ -58,12 +58,11 @@ python -m bench.warm --quick --dir . --json warm.json    # in a checkout of the 
 
 prints reads of cached rows a second beside numpy's, at small size.
 
-Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, prints
-its tables, and reads its sizes from the TOML file of its name in `bench/`. The physical limit and the peers are
-measured in the same run, in turns with tierstore. Figures are medians over the repetitions. A missed goal is marked
-**missed**.
-
-`python -m docs.generate` writes this page from the JSON in `bench/results`; edit neither by hand.
+- Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, and
+  reads its sizes from the TOML file of its name in `bench/`.
+- The physical limit and the peers are measured in the same run, in turns with tierstore. Figures are medians over the
+  repetitions. A missed goal is marked **missed**.
+- `python -m docs.generate` writes this page from the JSON in `bench/results`; edit neither by hand.
 """
 
 
@@ -123,7 +122,11 @@ def _section(name: str, result: dict[str, Any]) -> list[str]:
 
 def benchmarks_page(results: dict[str, dict[str, Any]]) -> str:
     """The text of docs/benchmarks.md."""
-    lines = [_HEAD]
+    lines = [_HEAD, *map(_line, [["benchmark", "question", "goals met"], ["---", "---", "---:"]])]
+    for name, result in results.items():
+        met = [goal["met"] for goal in result["goals"]]
+        lines.append(_line([f"[{name}](#{name})", result["question"], f"{sum(met)} of {len(met)}"]))
+    lines.append("")
     for name, result in results.items():
         lines += _section(name, result)
     return "\n".join(lines).rstrip("\n") + "\n"

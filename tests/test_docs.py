@@ -69,6 +69,7 @@ def test_committed_results_name_their_machine_and_configuration() -> None:
 def test_page_shows_tables_goals_and_notes() -> None:
     page = benchmarks_page({"cold": result()})
     assert "| what | rows/s |\n| --- | ---: |\n| a\\|b | 12 |" in page
+    assert "| [cold](#cold) | How fast? | 1 of 1 |" in page
     assert "- met: share: 0.95, wanted at least 0.9" in page
     assert "A note." in page
 
