@@ -1,9 +1,11 @@
 """The first snippet of each page of the documentation runs as a newcomer would run it."""
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -64,7 +66,14 @@ def run_shell(block: str) -> None:
         return
     found = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     environment = os.environ | {"PATH": found, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(["sh", "-e", "-c", block], env=environment, stdin=subprocess.DEVNULL, check=True)
+    shell = subprocess.Popen(
+        ["sh", "-e", "-c", block], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        assert shell.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a server that a failed block left
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
