@@ -56,7 +56,7 @@ _HEAD: Final = """\
 python -m bench.warm --quick --dir . --json warm.json    # in a checkout of the project
 ```
 
-prints reads of cached rows a second beside numpy's, at small size.
+This prints reads of cached rows a second beside numpy's, at small size.
 
 - Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, and
   reads its sizes from the TOML file of its name in `bench/`.
