@@ -71,7 +71,7 @@ def _has(path: Path, parts: Parts) -> bool:
 
 
 def resized(parts: Parts, size: int, planned: Mapping[str, Sharding]) -> Plan:
-    """How so many ranks share the tables: as planned, else as they did, as far as that can be."""
+    """How so many ranks share the tables: as planned, else as they did where possible, else by rows."""
     return Plan(size, {name: planned.get(name) or _resized(parts, name, size) for name in parts.tables})
 
 
@@ -133,7 +133,7 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
 
     Args:
         target: a new or empty folder.
-        plan: of so many ranks, or None: tables are sharded as they are, as far as that can be.
+        plan: of so many ranks, or None: tables stay sharded as they are where possible, else become row-wise.
         num_ranks: 0: make a store that is not sharded.
 
     Returns:
