@@ -83,6 +83,31 @@ def test_state_of_others_is_taken(tmp_path, shape):
     assert contents(tmp_path / "store")["item"][3] == bits(torch.arange(6.0))
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("count", [torch.tensor([10]), torch.tensor(10.0)])
+def test_adam_goes_on_as_torch_does_where_its_count_of_updates_is_given(tmp_path, form, count):
+    bag = torch.nn.EmbeddingBag.from_pretrained(some(), freeze=False, mode="sum", sparse=True)
+    rule = torch.optim.SparseAdam(bag.parameters(), lr=0.01)
+
+    def train(module, steps):
+        for step in steps:
+            rule.zero_grad()
+            (module(torch.tensor([[0, step % 6], [1, 2]])) - 1).square().sum().backward()
+            if module is bag:
+                rule.step()
+
+    train(bag, range(10))
+    parts = {"weight": bag.weight.detach(), "step": count}
+    parts |= {name: rule.state[bag.weight][name] for name in ("exp_avg", "exp_avg_sq")}
+    file = saved(tmp_path / "file", {f"embedding_bags.item.{name}": part for name, part in parts.items()}, form)
+    report = import_files(tmp_path / "store", [file], optimizer=tierstore.optim.Adam(lr=0.01))
+    assert report.left_out == ()
+    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
+        train(tierstore.TieredEmbeddingBag(store["item"]), range(10, 13))
+        train(bag, range(10, 13))
+        torch.testing.assert_close(store["item"].read(torch.arange(6)), bag.weight.detach())
+
+
 def test_with_a_map_only_what_it_names_is_taken(tmp_path):
     file = saved(tmp_path / "file", {"weight": some(), KEY: some(4)})
     report = import_files(tmp_path / "store", [file], mapping={"weight": "thing"})
@@ -201,6 +226,18 @@ def test_new_tables_are_as_the_caller_says(tmp_path):
             {"optimizer": OPTIMIZERS["adam"]},
             ValueError,
             "but not all of embedding_bags.item.exp_avg, embedding_bags.item.exp_avg_sq; give all of them or none",
+        ),
+        (
+            {KEY: some(), "embedding_bags.item.step": torch.ones(2)},
+            {"optimizer": OPTIMIZERS["adam"]},
+            ValueError,
+            r"item.step' has shape \[2\]; a count of updates is one number",
+        ),
+        (
+            {KEY: some(), "embedding_bags.item.step": torch.tensor(float("nan"))},
+            {"optimizer": OPTIMIZERS["adam"]},
+            ValueError,
+            "item.step' is nan; a count of updates is 0 or more",
         ),
         (
             {KEY: some(), "embedding_bags.item.sum": some(6, 2)},

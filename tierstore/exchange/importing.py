@@ -17,6 +17,7 @@ from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.table import raw_weights
 from ..store.version import TableState
+from .keys import state_key
 from .matching import Match, Settings, match_tables
 from .rows import chunks, write_rows
 from .sources import open_source
@@ -108,6 +109,7 @@ def import_files(
         ]
         version = store.commit(extra=store.extra, tensors=store.tensors())
         taken = {match.key for match in matches} | {part.key for match in matches for part in match.states}
+        taken |= {state_key(match.key, "step") for match in matches if match.updates is not None}
         left_out = tuple(key for source in sources for key in source.tensors if key not in taken)
         return ImportReport(version, tuple(imported), left_out)
 
@@ -129,6 +131,8 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
         # Updates are counted for the sake of the state: where that begins anew, so do they.
         step = 0 if table.layout.state_dim else match.kept.step
         table.restore(TableState(step, match.kept.learning_rate))
+    elif match.updates is not None and match.states:
+        table.restore(table.state._replace(step=match.updates))
     return table
 
 

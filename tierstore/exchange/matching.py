@@ -37,7 +37,8 @@ class StatePart(NamedTuple):
 
 
 class Match(NamedTuple):
-    """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it."""
+    """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
+    ``updates``, the count of them beside Adam's moments."""
 
     source: Source
     key: str
@@ -45,6 +46,7 @@ class Match(NamedTuple):
     info: TensorInfo
     states: tuple[StatePart, ...]
     kept: TableState | None
+    updates: int | None
 
     @property
     def place(self) -> str:
@@ -134,9 +136,25 @@ def _match(
     _require_table(info, place)
     told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
     config = existing or _new_config(info, table, settings, told.config if told else None, place)
-    match = Match(source, key, config, info, _states(places, key, config), told.state if told else None)
+    kept, updates = (told.state, None) if told else (None, _updates(places, key, config))
+    match = Match(source, key, config, info, _states(places, key, config), kept, updates)
     _require_fits(match, config, settings)
     return match
+
+
+def _updates(places: Mapping[str, Source], key: str, config: TableConfig) -> int | None:
+    """The count of updates, ``step`` [1] or [], that lies beside Adam's moments; None if there is none."""
+    name = state_key(key, "step")
+    if config.optimizer.kind != "adam" or name not in places:
+        return None
+    source, place = places[name], _place(places[name], name)
+    shape = source.tensors[name].shape
+    if shape not in ((), (1,)):
+        raise ValueError(f"{place} has shape {list(shape)}; a count of updates is one number")
+    count = source.part_of(name)[...].item()
+    if not 0 <= count < 2**63:
+        raise ValueError(f"{place} is {count}; a count of updates is 0 or more")
+    return int(count)
 
 
 def _require_table(info: TensorInfo, place: str) -> None:

@@ -128,7 +128,7 @@ class Table(Unpicklable):
         return TableState(self._step, self.learning_rate)
 
     def restore(self, state: TableState) -> None:
-        """Go on from that state: ``table.restore(table.state._replace(step=1000))`` for Adam's moments of elsewhere."""
+        """Go on from that state."""
         self._step, self.learning_rate = state.step, state.learning_rate
         self.num_changes += 1
 
