@@ -15,7 +15,7 @@ from bench.data import ROOT, examples
 def test_example_trains_and_goes_on(tmp_path: Path) -> None:
     example, *_ = examples("docs/distributed.md")
     (tmp_path / "train.py").write_text(example)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     weights: dict[str, torch.Tensor] = {}
     for steps in (3, 6):
