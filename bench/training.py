@@ -17,7 +17,7 @@ class Outcome(NamedTuple):
 
     name: str
     summary: dict[str, Any]
-    """``tierstore.train.Summary.to_dict()`` of the last repetition, without its store's folder."""
+    """``tierstore.train.Summary.to_dict()`` of the last repetition, without its store's folder and its history."""
     samples_per_s: Spread
     bits: frozenset[str]
     """Digests of all rows and dense weights, one for each different end."""
@@ -42,8 +42,8 @@ def _train_apart(run_file: Path, overrides: Sequence[str], store: Path) -> dict[
 
 
 def placeless(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's summary without the folder of its store, which is of this machine alone."""
-    return {name: value for name, value in summary.items() if name != "store"}
+    """A run's summary without the folder of its store, which is of this machine alone, and without its history."""
+    return {name: value for name, value in summary.items() if name not in ("store", "history")}
 
 
 def run_all(

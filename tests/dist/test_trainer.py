@@ -121,6 +121,9 @@ def test_ranks_end_in_the_bits_of_one_process_that_works_off_their_parts(
     assert {(each.step, each.rows, each.test.rows) for each in found} == {(STEPS, 2 * TRAIN_ROWS, TEST_ROWS)}
     assert [each.store for each in found[0].ranks] == [str(tmp_path / "run" / f"{rank}-of-2") for rank in range(2)]
     assert found[0].tiers == total([each.tiers for each in found[0].ranks])
+    last = found[0].history[-1]
+    assert (last.step, last.samples, last.bytes_read) == (STEPS, 2 * TRAIN_ROWS, found[0].tiers.ssd.bytes_read)
+    assert found[1].history == found[0].history
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_bits(

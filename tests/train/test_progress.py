@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import tierstore
 from tierstore.pool.stats import Stats, TierStats
+from tierstore.train.history import History
 from tierstore.train.summary import Summary
 from tierstore.train.terminal import Progress
 
@@ -12,23 +12,20 @@ IDLE = Stats(TierStats(), TierStats(unique=4, hits=1, capacity_rows=8, bytes=204
 HOT = IDLE._replace(hbm=TierStats(unique=4, hits=3, capacity_rows=2, bytes=1024))
 
 
-@pytest.fixture
-def progress(store_dir):
-    with tierstore.open(store_dir, ddr="4MiB") as store:
-        yield Progress(store, total_rows=None, done_rows=0)
-
-
-def test_the_loss_is_the_mean_of_the_last_hundred_in_python_numbers(progress):
+def test_the_loss_is_the_mean_of_the_last_hundred_in_python_numbers():
     losses = torch.rand(130, generator=torch.Generator().manual_seed(3))
-    assert progress.loss is None
+    history = History(lambda: IDLE)
+    assert history.loss is None
     for step, loss in enumerate(losses, start=1):
-        progress.step(1, loss)
+        history.step(1, loss)
         expected = [each.item() for each in losses[max(0, step - 100) : step]]
-        assert progress.loss == sum(expected) / len(expected)
+        assert history.loss == sum(expected) / len(expected)
 
 
-def test_a_tier_in_device_memory_is_shown_where_there_is_one(progress):
-    progress.step(1, torch.tensor(0.25))
+def test_a_tier_in_device_memory_is_shown_where_there_is_one():
+    history = History(lambda: IDLE)
+    progress = Progress(history, total_rows=None, done_rows=0)
+    history.step(1, torch.tensor(0.25))
     assert progress._describe(IDLE) == "loss 0.2500, DDR hits 25.0 %, from SSD 4.0 KiB"
     assert progress._describe(HOT) == "loss 0.2500, HBM hits 75.0 %, DDR hits 25.0 %, from SSD 4.0 KiB"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..pool.stats import Stats, TierStats
 from ..system.sizes import format_size
 from .build import Run
+from .history import Point
 from .metrics import Evaluation
 
 _DIGEST_ROWS: Final = 65_536
@@ -71,16 +72,21 @@ class Summary:
     """What the run recorded of its lookups, and where."""
     ranks: tuple[RankSummary, ...] = ()
     """Of each rank, in order; none of one process."""
+    history: tuple[Point, ...] = ()
+    """Totals over the steps of this process, the last as the fields above say them; over ranks of all together."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; an AUC that is not defined is null."""
-        fields = asdict(self)
-        fields["test"] = None
+        """JSON-able; an AUC that is not defined and losses that are not finite are null."""
+        fields = asdict(self) | {"loss": None if self.loss is None else _finite(self.loss)}
         if self.test is not None:
-            auc = None if math.isnan(self.test.auc) else self.test.auc
-            fields["test"] = {"rows": self.test.rows, "auc": auc, "log_loss": self.test.log_loss}
+            fields["test"] = {
+                "rows": self.test.rows,
+                "auc": _finite(self.test.auc),
+                "log_loss": _finite(self.test.log_loss),
+            }
         fields["tiers"] = _tiers_to_dict(self.tiers)
         fields["ranks"] = [{**each._asdict(), "tiers": _tiers_to_dict(each.tiers)} for each in self.ranks]
+        fields["history"] = [{**each._asdict(), "loss_sum": _finite(each.loss_sum)} for each in self.history]
         return fields
 
     def write(self, path: str | Path) -> None:
@@ -115,6 +121,10 @@ class Summary:
         if self.bits is not None:
             lines.append(f"bits     {self.bits}")
         return "\n".join(lines)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _describe_cache(tier: TierStats) -> str:

@@ -7,22 +7,18 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..pool.stats import Stats
-from ..store import Store
 from ..system.launch import launched_rank
 from ..system.signals import SIGNALS
 from ..system.sizes import format_size
+from .history import History
 
-_LOSS_STEPS: Final = 100
 _REFRESH_SECONDS: Final = 0.5
 
 
@@ -32,9 +28,8 @@ class Progress:
     Where stderr is no terminal, only ``say`` writes; unless ``shown``, nothing does.
     """
 
-    def __init__(self, store: Store, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
-        self._store = store
-        self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
+    def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
+        self._history = history
         self._next_refresh = 0.0
         self._bar = tqdm(
             total=total_rows,
@@ -46,27 +41,18 @@ class Progress:
         )
         self._shown = shown
 
-    @property
-    def loss(self) -> float | None:
-        """Mean loss of the last steps, which it waits for; None before the first."""
-        if not self._losses:
-            return None
-        losses: list[float] = torch.stack(list(self._losses)).tolist()
-        return sum(losses) / len(losses)
-
-    def step(self, rows: int, loss: Tensor) -> None:
-        """Count one step; its loss, a scalar, is left where it is until it is shown."""
-        self._losses.append(loss)
+    def step(self, rows: int) -> None:
+        """Show one more step."""
         now = time.monotonic()
         if not self._bar.disable and now >= self._next_refresh:
             self._next_refresh = now + _REFRESH_SECONDS
-            self._bar.set_postfix_str(self._describe(self._store.stats()), refresh=False)
+            self._bar.set_postfix_str(self._describe(self._history.tiers()), refresh=False)
         self._bar.update(rows)
 
     def _describe(self, stats: Stats) -> str:
         hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
         return (
-            f"loss {self.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+            f"loss {self._history.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
             f"from SSD {format_size(stats.ssd.bytes_read)}"
         )
 
@@ -119,17 +105,20 @@ def command_name(ranks: int = 1) -> str:
     if ranks > 1 or launched_rank() is not None:
         size = os.environ.get("WORLD_SIZE", f"{ranks}")
         local = os.environ.get("LOCAL_WORLD_SIZE", size)
-        launcher = (
-            "torchrun" if shutil.which("torchrun") else f"{_shortest(Path(sys.executable))} -m torch.distributed.run"
-        )
+        launcher = "torchrun" if shutil.which("torchrun") else f"{python_name()} -m torch.distributed.run"
         return f"{launcher} {f'--nproc-per-node {size}' if local == size else '...'} -m tierstore"
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == "tierstore":
-        return f"{_shortest(Path(sys.executable))} -m tierstore"
+        return f"{python_name()} -m tierstore"
     if started.name != "tierstore" or not started.is_file():
         return "tierstore"
     found = shutil.which("tierstore")
     return "tierstore" if found and os.path.samefile(found, started) else _shortest(started)
+
+
+def python_name() -> str:
+    """What a reader types to run the Python of this process, quoted for a shell."""
+    return _shortest(Path(sys.executable))
 
 
 def _shortest(path: Path) -> str:

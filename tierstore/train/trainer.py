@@ -1,7 +1,6 @@
 """The training run: read, look up, step, commit, evaluate."""
 
 import contextlib
-import time
 from collections.abc import Generator
 
 import torch
@@ -12,6 +11,7 @@ from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_alike, require_resumable, restore_run
 from .config import RunConfig
+from .history import History, together
 from .metrics import Evaluation, Predictions
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
@@ -65,6 +65,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         with recorder or contextlib.nullcontext():
             training.train()
             ranks = processes.gather(training.measure())
+            history = together(processes.gather(training.history.points()))
             test = training.evaluate() if config.data.test_rows and training.is_whole else None
         return Summary(
             store=str(run.local.directory),
@@ -73,10 +74,10 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             interrupted=not training.is_whole,
             step=training.position.step,
             epochs=training.position.epoch,
-            rows=training.rows,
-            seconds=training.seconds,
-            samples_per_second=training.rows / training.seconds if training.seconds else 0.0,
-            loss=training.progress.loss,
+            rows=history[-1].samples,
+            seconds=history[-1].seconds,
+            samples_per_second=history[-1].samples / history[-1].seconds,
+            loss=training.history.loss,
             test=test,
             tiers=total([each.tiers for each in ranks]),
             start_bytes=sum(each.start_bytes for each in ranks),
@@ -85,6 +86,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             bits=digest_bits(run) if bits else None,
             recorded=None if recorder is None else recorder.describe(),
             ranks=tuple(ranks) if processes.size > 1 else (),
+            history=history,
         )
 
 
@@ -94,12 +96,11 @@ class _Training:
     def __init__(self, config: RunConfig, reader: Reader, hasher: FeatureHasher, run: Run) -> None:
         self.run = run
         self.position = restore_run(run)
-        self.rows = 0
-        self.seconds = 0.0
         self.start_bytes = own_bytes()
         rows_per_epoch = config.data.train_rows
+        self.history = History(run.local.stats, step=self.position.step)
         self.progress = Progress(
-            run.local,
+            self.history,
             total_rows=rows_per_epoch * config.train.epochs or None,
             done_rows=rows_per_epoch * self.position.epoch + self.position.row,
             shown=run.processes.rank == 0,
@@ -109,7 +110,7 @@ class _Training:
         self._reader = reader
         self._hasher = hasher
         self._pending: PendingCommit | None = None
-        self._commit = (self.position.step, self.progress.loss)  # step of the last one, and the loss then
+        self._commit = (self.position.step, self.history.loss)  # step of the last one, and the loss then
 
     @property
     def is_whole(self) -> bool:
@@ -118,7 +119,6 @@ class _Training:
 
     def train(self) -> None:
         """All epochs, or as far as Ctrl-C lets them, and a last commit."""
-        started = time.perf_counter()
         self.run.model.train()
         with contextlib.closing(self.progress), StopRequest() as stop:
             while not self.is_whole and not self._stopped:
@@ -126,7 +126,7 @@ class _Training:
             self._end_commit()
             if self.position.step > self._commit[0]:
                 commit_run(self.run, self._config, self.position).result()
-        self.seconds = time.perf_counter() - started
+        self.history.close()
 
     def _train_epoch(self, stop: StopRequest) -> None:
         """The rest of the position's epoch."""
@@ -134,18 +134,18 @@ class _Training:
         with contextlib.closing(self._batches(self.position.row, self._config.data.train_rows or None)) as batches:
             for batch in batches:
                 loss, self._stopped = train_step(self.run, batch, lambda: stop.requested)
-                if not self.rows:
+                if not self.history.samples:
                     self.start_bytes = own_bytes()
-                self.rows += batch.total_rows
+                self.history.step(batch.total_rows, loss)
                 step, epoch, row = self.position.step + 1, self.position.epoch, self.position.row + batch.total_rows
                 self.position = Position(step, epoch, row)
-                self.progress.step(batch.total_rows, loss)
+                self.progress.step(batch.total_rows)
                 if self._stopped:
                     return
                 if every and step % every == 0:
                     self._end_commit()
                     self._pending = commit_run(self.run, self._config, self.position)
-                    self._commit = (step, self.progress.loss)
+                    self._commit = (step, self.history.loss)
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
         if not self.position.row:

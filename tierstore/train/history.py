@@ -1,0 +1,115 @@
+"""What a run did over time, in bounded memory: its loss, and the tiers' totals at some of its steps."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pool.stats import Stats
+
+RANGES_MAX: Final = 200
+"""Ranges of steps that a history tells apart; even, so that all of them merge in pairs."""
+_LOSS_STEPS: Final = 100
+_OF_EACH_RANK: Final = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "bytes_read", "bytes_written")
+
+
+class Point(NamedTuple):
+    """Running totals after a step, since this process began to train. Two neighbours differ by what the steps between
+    them did."""
+
+    step: int
+    """Steps since the run was begun, those of earlier processes included."""
+    samples: int
+    seconds: float
+    """On a GPU the last steps may still be under way."""
+    loss_sum: float
+    """Of the steps' mean losses."""
+    hbm_hits: int
+    hbm_unique: int
+    """Rows asked for, as ``TierStats.unique``."""
+    ddr_hits: int
+    ddr_unique: int
+    bytes_read: int
+    """From SSD, rows fetched ahead included."""
+    bytes_written: int
+    """To SSD, rows written back and committed."""
+
+
+class History:
+    """Totals after every step of the first 200; then of every second step, every fourth, as they come to be too many.
+
+    It never waits for a device before it is asked.
+
+    Args:
+        tiers: gives the totals of the store.
+        step: of the run, where this process continues it.
+    """
+
+    def __init__(self, tiers: Callable[[], Stats], *, step: int = 0) -> None:
+        self.tiers = tiers
+        self.samples = 0
+        self._step = step
+        self._width = 1
+        self._started = time.perf_counter()
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
+        self._before = tiers()
+        self._marks = [self._mark()]
+        """Points, and their sums of losses, which may still be under way."""
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the last 100 steps, which it waits for; None before the first."""
+        if not self._losses:
+            return None
+        losses: list[float] = torch.stack(list(self._losses)).tolist()
+        return sum(losses) / len(losses)
+
+    def step(self, samples: int, loss: Tensor) -> None:
+        """Count a step; its mean loss, a scalar, is left where it is."""
+        self._step += 1
+        self.samples += samples
+        self._losses.append(loss)
+        self._loss_sum = self._loss_sum + loss
+        if self._step - self._marks[-1][0].step == self._width:
+            self._marks.append(self._mark())
+            if len(self._marks) > RANGES_MAX:
+                del self._marks[1::2]
+                self._width *= 2
+
+    def close(self) -> None:
+        """End it: what was done since the last step, as its commit, counts to the last range."""
+        if self._marks[-1][0].step == self._step:
+            self._marks.pop()
+        self._marks.append(self._mark())
+
+    def points(self) -> list[Point]:
+        """From before the first step to the last that was counted, at most 201."""
+        return [point._replace(loss_sum=float(loss_sum)) for point, loss_sum in self._marks]
+
+    def _mark(self) -> tuple[Point, Tensor]:
+        now, before = self.tiers(), self._before
+        point = Point(
+            step=self._step,
+            samples=self.samples,
+            seconds=time.perf_counter() - self._started,
+            loss_sum=0.0,
+            hbm_hits=now.hbm.hits - before.hbm.hits,
+            hbm_unique=now.hbm.unique - before.hbm.unique,
+            ddr_hits=now.ddr.hits - before.ddr.hits,
+            ddr_unique=now.ddr.unique - before.ddr.unique,
+            bytes_read=now.ssd.bytes_read - before.ssd.bytes_read,
+            bytes_written=now.ssd.bytes_written - before.ssd.bytes_written,
+        )
+        return point, self._loss_sum
+
+
+def together(ranks: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """The history of ranks that trained the same steps together: tiers of all, time of the first."""
+    return tuple(
+        each[0]._replace(**{name: sum(getattr(point, name) for point in each) for name in _OF_EACH_RANK})
+        for each in zip(*ranks, strict=True)
+    )
