@@ -130,7 +130,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, project: dict[str
     assert own == {
         path.as_posix() for path in package if path.suffix in (".py", ".html", ".toml") or path.name == "py.typed"
     }
-    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html"} <= own
+    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/train/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
 
 

@@ -37,7 +37,7 @@ HELP = {
         usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--hbm SIZE] [--device NAME]
                                [--policy NAME] [--threads N] [--record FILE.npz] [--record-rate X]
                                [--prefetch-depth N] [--epochs N] [--set SECTION.KEY=VALUE] [--resume]
-                               [--json PATH] [--no-bits] [--keys] [--traceback]
+                               [--json PATH] [--html PATH] [--no-bits] [--keys] [--traceback]
                                [FILE.toml]
         Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.
         positional arguments:
@@ -59,6 +59,7 @@ HELP = {
                                 set any key, as train.batch_size=512
           --resume              continue from the last commit of the store, if any
           --json PATH           write what the run did and ended in to a file
+          --html PATH           write a page with plots of loss, hit rate, reads and writes a step
           --no-bits             with --json: do not read every row to digest its bits
           --keys                print every key with its default, and exit
     """,

@@ -3,6 +3,9 @@
 import json
 import re
 import shlex
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
@@ -29,6 +32,12 @@ def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(t
     assert [command[0] for command in commands] == ["inspect", "verify", "train", "train", "train"]
     for command in commands:
         assert main(command) == 0, command
+    (opened,) = (shlex.split(line) for line in output.splitlines() if "-m webbrowser" in line)
+    assert Path(url2pathname(urlsplit(opened[-1]).path)) == folder / "demo.html"
+    page = (folder / "demo.html").read_text(encoding="utf-8")
+    for run in (tiered, in_memory):
+        assert f"{run['samples_per_second']:,.0f}" in page
+        assert run["history"][-1]["bytes_read"] == run["tiers"]["ssd"]["bytes_read"]
     lfu = json.loads((folder / "lfu.json").read_text())
     assert lfu["bits"] == tiered["bits"]
 
@@ -63,7 +72,10 @@ def summary_of(hbm_hits):
         "test": {"auc": 0.75, "log_loss": 0.5},
         "bits": "abc",
         "ranks": [],
-        **dict.fromkeys(("end_bytes", "start_bytes", "samples_per_second", "seconds"), 1),
+        "history": [{"step": 0}],
+        "device": "cpu",
+        "interrupted": False,
+        **dict.fromkeys(("end_bytes", "start_bytes", "samples_per_second", "seconds", "step", "rows"), 1),
     }
 
 

@@ -137,10 +137,24 @@ def _train(options: argparse.Namespace) -> int:
     if options.run_file is None:
         raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
     config = load(options.run_file, _overrides(options))
+    if not launched_rank():
+        _require_outputs(options)
     summary = train(config, resume=options.resume, bits=options.json is not None and not options.no_bits)
     if not launched_rank():
         _tell(summary, options)
     return EXIT_INTERRUPTED if summary.interrupted else 0
+
+
+def _require_outputs(options: argparse.Namespace) -> None:
+    """What would prevent the files that are written once training is done, told before it begins."""
+    from ..system.output import require_new, require_parent
+
+    if options.json is not None:
+        require_parent(Path(options.json))
+    if options.html is not None:
+        require_new(Path(options.html), force=True)
+        if options.html == options.json:
+            raise ValueError(f"--html and --json are both {options.html}; give each a name of its own")
 
 
 def _tell(summary: "Summary", options: argparse.Namespace) -> None:
@@ -149,6 +163,13 @@ def _tell(summary: "Summary", options: argparse.Namespace) -> None:
     print(summary.describe())
     if options.json is not None:
         summary.write(options.json)
+    if options.html is not None:
+        from ..system.output import write_text
+        from ..train.page import page_of
+
+        name = Path(options.run_file).name
+        write_text(Path(options.html), page_of(f"tierstore train {name}", {name: summary.to_dict()}), force=True)
+        print(f"page     {options.html}")
     if summary.interrupted:
         words = shlex.join([*(word for word in options.words if word != "--resume"), "--resume"])
         print(f"stopped after step {summary.step:,}; continue with: {command_name()} {words}")
@@ -235,6 +256,11 @@ _COMMANDS: Final = {
             ),
             arg("--resume", help="continue from the last commit of the store, if any"),
             arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),
+            arg(
+                "--html",
+                metavar="PATH",
+                help="write a page with plots of loss, hit rate, reads and writes a step",
+            ),
             arg("--no-bits", help="with --json: do not read every row to digest its bits"),
             arg("--keys", help="print every key with its default, and exit"),
         ),

@@ -47,12 +47,15 @@ def require_parent(path: Path) -> None:
 
 def require_new(path: Path, *, force: bool) -> None:
     """What would prevent ``partial_file``, told before there is anything to write: FileExistsError without ``force``,
-    FileNotFoundError if there is no directory for it."""
+    FileNotFoundError if there is no directory for it, TierstoreError if that may not be written to."""
     if path.is_dir():
         raise FileExistsError(f"{path} is a directory; choose the name of a file")
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
     require_parent(path)
+    if not os.access(path.parent, os.W_OK):
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        raise translate_os_error(denied, path.parent, instead="choose another place")
 
 
 def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..settings.sections import to_toml
 from ..store import open_store
+from ..system.output import write_text
 from ..system.sizes import format_size
 from .build import table_configs
 from .config import (
@@ -34,13 +34,17 @@ from .config import (
     TrainSection,
 )
 from .lookups import trace_run
+from .page import Row, page_of, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
-from .terminal import command_name
+from .terminal import command_name, python_name
 
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
 _HBM_SHARE: Final = 0.05
+_RUNS: Final = ("budget of 10 %", "all in memory")
+_MEMORY_NOTE: Final = "The process is mostly Python, torch and compiled kernels, the same in both runs."
+_MISSES_NOTE: Final = "What misses when all is in memory are first touches of rows never seen before."
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _MIN_TABLE_ROWS: Final = 1000
@@ -108,7 +112,13 @@ def run_demo(
     in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags], ranks)
     print(_compare(tiered, in_memory))
     equal: bool = tiered["bits"] == in_memory["bits"]
-    print(_verdict(equal, tiered, data))
+    verdict = _verdict(equal, tiered, data)
+    print(f"\n{verdict}")
+    page = folder / "demo.html"
+    title = "tierstore: the same training, with a tenth of the memory and with all of it"
+    runs = dict(zip(_RUNS, (tiered, in_memory), strict=True))
+    write_text(page, page_of(title, runs, notes=[*verdict.splitlines(), _MEMORY_NOTE, _MISSES_NOTE]), force=True)
+    print(_picture(page))
     print(_next_steps(folder, ranks))
     return equal
 
@@ -162,35 +172,11 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
 
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
     """A table with a column for each run."""
-    hbm_lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("HBM tier: rows, index, staging", lambda run: format_size(run["tiers"]["hbm"]["bytes"])),
-        ("hit rate of the HBM tier", lambda run: f"{100 * run['tiers']['hbm']['hit_rate']:.1f} %"),
-    ]
-    lines = [f"{'':34}{'budget of 10 %':>18}{'all in memory':>18}"]
-    for label, value in (
-        *(hbm_lines if tiered["tiers"]["hbm"]["capacity_rows"] else ()),
-        ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
-        ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
-        ("  grown since its first step", lambda run: format_size(max(0, run["end_bytes"] - run["start_bytes"]))),
-        ("store's rows on disk", lambda run: format_size(_bytes_on_disk(run))),
-        ("samples/s", lambda run: f"{run['samples_per_second']:,.0f}"),
-        ("seconds", lambda run: f"{run['seconds']:.1f}"),
-        ("hit rate of the DDR tier", lambda run: f"{100 * run['tiers']['ddr']['hit_rate']:.1f} %"),
-        ("read from SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_read"])),
-        ("written to SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_written"])),
-        ("test AUC", lambda run: f"{run['test']['auc']:.6f}"),
-        ("test log loss", lambda run: f"{run['test']['log_loss']:.6f}"),
-        ("bits (SHA-256)", lambda run: run["bits"][:16]),
-    ):
-        lines.append(f"{label:34}{value(tiered):>18}{value(in_memory):>18}")
-    return (
-        "\n"
-        + "\n".join(lines)
-        + """
-
-The process is mostly Python, torch and compiled kernels, the same in both runs. What misses when all is in
-memory are first touches of rows never seen before."""
-    )
+    runs = (tiered, in_memory)
+    rows = [*table_of(runs), Row("store's rows on disk", tuple(format_size(_bytes_on_disk(run)) for run in runs))]
+    lines = [f"{'':34}" + "".join(f"{name:>18}" for name in _RUNS)]
+    lines += [f"{row.label:34}" + "".join(f"{text:>18}" for text in row.texts) for row in rows]
+    return "\n".join(["", *lines, "", _MEMORY_NOTE, _MISSES_NOTE])
 
 
 def _bytes_on_disk(run: dict[str, Any]) -> int:
@@ -201,12 +187,18 @@ def _bytes_on_disk(run: dict[str, Any]) -> int:
 
 def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
     if not equal:
-        return "\nThe two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."
+        return "The two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."
     return (
-        "\nBoth ended in the same bits: every row of every table and every dense weight.\n"
+        "Both ended in the same bits: every row of every table and every dense weight.\n"
         f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
         "what is missing is mostly categories seen too seldom to learn."
     )
+
+
+def _picture(page: Path) -> str:
+    return f"""
+Loss, hit rate, reads and writes of both, as plots in one file that needs no network:
+  {python_name()} -m webbrowser {shlex.quote(page.absolute().as_uri())}"""
 
 
 def _next_steps(folder: Path, ranks: int) -> str:

@@ -1,0 +1,208 @@
+"""The page of runs: their figures, for eyes and for a parser; nothing from a network."""
+
+import dataclasses
+import json
+import math
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chromium import WatchedPage, chromium
+from tierstore import cli
+from tierstore.pool.stats import Stats, TierStats
+from tierstore.settings.sections import to_toml
+from tierstore.train.history import Point
+from tierstore.train.metrics import Evaluation
+from tierstore.train.page import page_of
+from tierstore.train.plot import ticks
+from tierstore.train.summary import Summary
+
+from .runs import config_of
+
+STEPS = 40
+HOSTILE = "<script>alert('a')</script> & \"co\""
+
+
+def made_run(*, begin=0, hbm=0, hits=70, samples_per_second=123_456.0):
+    """Each step reads 3 KiB and writes 5; its loss is 1 / step."""
+    history = tuple(
+        Point(
+            begin + step, 256 * step, step / 8, sum(1 / (1 + each) for each in range(step)),
+            90 * step, 100 * step, hits * step, 100 * step, 3072 * step, 5120 * step,
+        )
+        for step in range(0, STEPS + 1, 4)
+    )  # fmt: skip
+    return Summary(
+        store="run", device="cpu", version=1, interrupted=False, step=begin + STEPS, epochs=1, rows=256 * STEPS,
+        seconds=STEPS / 8, samples_per_second=samples_per_second, loss=0.1, test=Evaluation(10, 0.8125, 0.4375),
+        tiers=Stats(
+            TierStats(hits=90, unique=100, capacity_rows=hbm),
+            TierStats(hits=hits, unique=100, capacity_rows=8, bytes=2048),
+            TierStats(bytes_read=3072 * STEPS, bytes_written=5120 * STEPS),
+        ),
+        start_bytes=1, end_bytes=1, peak_rss_bytes=1, bits="0123456789abcdef0123", history=history,
+    )  # fmt: skip
+
+
+def as_read(run):
+    return json.loads(json.dumps(run.to_dict()))
+
+
+class Parsed(HTMLParser):
+    """Cells of the table, texts of strips over the plots, lines by class, and every address."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.strips, self.lines, self.headings, self.asked = [], [], [], [], []
+        self._open = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag == "polyline":
+            self.lines.append((attributes["class"], attributes["points"].split()))
+        self.asked += [value for name, value in attrs if name in ("src", "href", "srcset", "data")] + (
+            ["script"] if tag == "script" else []
+        )
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        where = self._open[-1] if self._open else ""
+        if where in ("th", "td"):
+            self.rows[-1].append(data)
+        elif where == "title" and "rect" in self._open:
+            self.strips.append(data.split("\n"))
+        elif where == "h2":
+            self.headings.append(data)
+
+
+def test_both_runs_are_in_the_table_and_in_every_plot():
+    runs = {"one": made_run(hits=70), "two": made_run(hits=90, samples_per_second=7.0)}
+    page = Parsed(page_of("Two", {name: as_read(run) for name, run in runs.items()}))
+    table = {label: cells for label, *cells in page.rows[1:]}
+    assert table["samples/s"] == ["123,456", "7"]
+    assert table["hit rate of the DDR tier"] == ["70.0 %", "90.0 %"]
+    assert table["read from SSD"] == ["120.0 KiB"] * 2
+    assert table["test AUC"] == ["0.812500"] * 2
+    assert table["bits (SHA-256)"] == ["0123456789abcdef"] * 2
+    assert "hit rate of the HBM tier" not in table
+    assert [heading.partition(":")[0] for heading in page.headings] == [
+        "Loss, mean of the steps", "Hit rate", "Read from SSD", "Written to SSD",
+    ]  # fmt: skip
+    assert [tone for tone, _ in page.lines] == ["c1", "c2"] * 4
+    assert {len(points) for _, points in page.lines} == {STEPS // 4}
+    losses, hits, read, written = (page.strips[begin : begin + STEPS // 4] for begin in range(0, STEPS, STEPS // 4))
+    assert hits[0] == ["steps 1 - 4", "one: 70 %", "two: 90 %"]
+    assert read[-1] == ["steps 37 - 40", "one: 3 KiB a step", "two: 3 KiB a step"]
+    assert written[0] == ["steps 1 - 4", "one: 5 KiB a step", "two: 5 KiB a step"]
+    for index, (_, *texts) in enumerate(losses):
+        mean = sum(1 / (1 + step) for step in range(4 * index, 4 * index + 4)) / 4
+        assert [float(text.split()[1]) for text in texts] == pytest.approx([mean] * 2, rel=1e-3)
+    assert page.asked == []
+
+
+def test_lines_go_where_the_values_are():
+    page = Parsed(page_of("One", {"run": as_read(made_run())}))
+    places = [[tuple(map(float, point.split(","))) for point in points] for _, points in page.lines]
+    loss, hits, *_ = places
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(loss))  # it falls, and y grows downwards
+    assert len({y for _, y in hits}) == 1
+
+
+def test_a_run_with_device_memory_tells_its_hits_and_one_that_resumed_where():
+    page = page_of("One", {"run": as_read(made_run(begin=1000, hbm=8))})
+    parsed = Parsed(page)
+    assert ["hit rate of the HBM tier", "90.0 %"] in parsed.rows
+    assert [tone for tone, _ in parsed.lines] == ["c1", "c1", "c1 dashed", "c1", "c1"]
+    assert "run: 40 steps, 10,240 samples, model on cpu; continued at step 1,000." in page
+    assert parsed.strips[0][0] == "steps 1,001 - 1,004"
+
+
+def test_nothing_trained_is_a_page_without_plots():
+    run = dataclasses.replace(made_run(), test=None, bits=None, history=made_run().history[:1])
+    page = Parsed(page_of("One", {"run": as_read(run)}))
+    assert page.lines == []
+    assert "test AUC" not in [row[0] for row in page.rows if row]
+
+
+def test_a_loss_that_diverged_ends_its_line_and_nothing_else():
+    run = made_run()
+    history = tuple(point._replace(loss_sum=math.nan) if point.step > 20 else point for point in run.history)
+    page = Parsed(page_of("One", {"run": as_read(dataclasses.replace(run, loss=math.inf, history=history))}))
+    assert [len(points) for _, points in page.lines] == [5, 10, 10, 10]
+
+
+def test_names_are_text():
+    page = page_of(HOSTILE, {HOSTILE: as_read(made_run())}, notes=[HOSTILE])
+    assert "<script" not in page
+    assert Parsed(page).rows[0] == [HOSTILE]
+    assert Parsed(page).strips[-1][1] == f"{HOSTILE}: 5 KiB a step"
+
+
+@given(st.floats(-1e6, 1e12), st.floats(0, 1e12))
+def test_ticks_are_few_and_around_the_values(low, span):
+    found = ticks(low, low + span)
+    assert found[0] <= low + 1e-9 * abs(low)
+    assert found[-1] >= low + span - 1e-9 * abs(low + span)
+    assert 2 <= len(found) <= 7
+
+
+def test_train_writes_it_and_says_so(tmp_path, capsys):
+    run_file, page = tmp_path / "run.toml", tmp_path / "run.html"
+    run_file.write_text(to_toml(config_of(tmp_path, "store", train__epochs=1)))
+    assert cli.main(["train", str(run_file), "--html", str(page)]) == 0
+    assert f"page     {page}" in capsys.readouterr().out.splitlines()
+    parsed = Parsed(page.read_text(encoding="utf-8"))
+    assert parsed.rows[0] == ["run.toml"]
+    assert {len(points) for _, points in parsed.lines} == {math.ceil(300 / 32)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "error"),
+    [
+        (["--html", "no/page.html"], 1, "no is not a directory; make it first"),
+        (["--json", "no/run.json"], 1, "no is not a directory; make it first"),
+        (["--html", "."], 1, ". is a directory; choose the name of a file"),
+        (["--html", "a", "--json", "a"], 2, "--html and --json are both a; give each a name of its own"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_training(flags, status, error, tmp_path, capsys, monkeypatch):
+    (tmp_path / "run.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tierstore.train.train", lambda *_, **__: pytest.fail("it trained"))
+    assert cli.main(["train", "run.toml", *flags]) == status
+    assert capsys.readouterr().err == f"tierstore: {error}\n"
+
+
+def test_a_browser_shows_it_without_error_or_sideways_scroll(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page_of("Two", {"one": as_read(made_run()), "two": as_read(made_run(hbm=4))}), encoding="utf-8")
+    with chromium() as browser:
+        watched = WatchedPage(browser, wait_ms=60_000, viewport={"width": 360, "height": 740}, color_scheme="dark")
+        watched.page.goto(path.as_uri())
+        overflow = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow == 0
+        assert watched.page.locator("polyline").first.bounding_box()["width"] > 200
+        assert watched.urls == [path.as_uri()]
+        assert watched.wrong == []
+        watched.context.close()
+
+
+def test_a_folder_that_may_not_be_written_to_is_told_before_training(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != Path())
+    monkeypatch.setattr("tierstore.train.train", lambda *_, **__: pytest.fail("it trained"))
+    assert cli.main(["train", "run.toml", "--html", "page.html"]) == 1
+    assert "this user lacks the permission" in capsys.readouterr().err

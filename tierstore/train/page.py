@@ -1,0 +1,156 @@
+"""Runs of the trainer as a page of HTML that asks nothing of a network: a table, and plots over their steps."""
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+from typing import Any, Final, NamedTuple
+
+from ..system.sizes import format_size
+from .plot import Line, Step, draw
+
+Run = dict[str, Any]
+"""``Summary.to_dict()``, or what was read from its JSON."""
+_TONES: Final = ("c1", "c2")
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+class Row(NamedTuple):
+    """What a figure is called, and its text for each run."""
+
+    label: str
+    texts: tuple[str, ...]
+
+
+def table_of(runs: Sequence[Run]) -> list[Row]:
+    """The runs' results; lines that say nothing of any run are left out."""
+    texts: list[tuple[str, Callable[[Run], str]]] = [
+        ("HBM tier: rows, index, staging", lambda run: _if_hbm(run, format_size(run["tiers"]["hbm"]["bytes"]))),
+        ("hit rate of the HBM tier", lambda run: _if_hbm(run, _percent(run["tiers"]["hbm"]["hit_rate"]))),
+        ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
+        ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
+        ("  grown since its first step", lambda run: format_size(max(0, run["end_bytes"] - run["start_bytes"]))),
+        ("samples/s", lambda run: f"{run['samples_per_second']:,.0f}"),
+        ("seconds", lambda run: f"{run['seconds']:.1f}"),
+        ("hit rate of the DDR tier", lambda run: _percent(run["tiers"]["ddr"]["hit_rate"])),
+        ("read from SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_read"])),
+        ("written to SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_written"])),
+        ("test AUC", lambda run: _test(run, "auc")),
+        ("test log loss", lambda run: _test(run, "log_loss")),
+        ("bits (SHA-256)", lambda run: (run["bits"] or "")[:16]),
+    ]
+    rows = [Row(label, tuple(map(text, runs))) for label, text in texts]
+    return [row for row in rows if any(row.texts)]
+
+
+def _if_hbm(run: Run, text: str) -> str:
+    return text if run["tiers"]["hbm"]["capacity_rows"] else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _test(run: Run, name: str) -> str:
+    value = (run["test"] or {}).get(name)
+    return "" if value is None else f"{value:.6f}"
+
+
+def page_of(title: str, runs: Mapping[str, Run], *, notes: Sequence[str] = ()) -> str:
+    """The page, some 100 KB.
+
+    Args:
+        runs: one or two, by what they are called on the page.
+        notes: sentences to stand below the title.
+    """
+    notes = [*notes, *(_describe(name, run) for name, run in runs.items())]
+    rows = [
+        (html.escape(row.label.strip()), "".join(f"<td>{html.escape(text)}</td>" for text in row.texts))
+        for row in table_of(list(runs.values()))
+    ]
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=html.escape(title),
+        notes="\n".join(f"<p>{html.escape(note)}</p>" for note in notes),
+        names="".join(f'<th scope="col">{html.escape(name)}</th>' for name in runs),
+        rows="\n".join(f'<tr><th scope="row">{label}</th>{cells}</tr>' for label, cells in rows),
+        plots="\n".join(_plots(runs)),
+    )
+
+
+def _describe(name: str, run: Run) -> str:
+    history, ranks = run["history"], len(run["ranks"])
+    begin = history[0]["step"]
+    parts = [
+        f"{name}: {run['step'] - begin:,} steps, {run['rows']:,} samples, model on {run['device']}",
+        f"continued at step {begin:,}" if begin else "",
+        "interrupted" if run["interrupted"] else "",
+        f"figures of {ranks} ranks together" if ranks else "",
+    ]
+    return "; ".join(filter(None, parts)) + "."
+
+
+def _plots(runs: Mapping[str, Run]) -> list[str]:
+    """Those that have something to show."""
+    hits = _lines(runs, _hit_rate("ddr"))
+    if any(run["tiers"]["hbm"]["capacity_rows"] for run in runs.values()):
+        hits = [
+            *(line._replace(name=f"{line.name} (DDR)") for line in hits),
+            *(
+                line._replace(name=f"{line.name} (HBM)", tone=f"{line.tone} dashed")
+                for line in _lines(runs, _hit_rate("hbm"))
+            ),
+        ]
+    return [
+        *_figure("Loss, mean of the steps", _lines(runs, _mean_loss), unit="log loss"),
+        *_figure("Hit rate", hits, unit="%", low=0),
+        *_bytes_figure("Read from SSD: rows not in memory, fetched ahead", runs, "bytes_read"),
+        *_bytes_figure("Written to SSD: rows evicted, and commits", runs, "bytes_written"),
+    ]
+
+
+def _mean_loss(before: Run, after: Run) -> float | None:
+    if None in (before["loss_sum"], after["loss_sum"]):
+        return None
+    return float((after["loss_sum"] - before["loss_sum"]) / (after["step"] - before["step"]))
+
+
+def _hit_rate(tier: str) -> Callable[[Run, Run], float]:
+    """Percent, of points; 0 where no rows were asked for."""
+
+    def rate(before: Run, after: Run) -> float:
+        hits, rows = (after[f"{tier}_{name}"] - before[f"{tier}_{name}"] for name in ("hits", "unique"))
+        return float(100 * hits / max(rows, 1))
+
+    return rate
+
+
+def _bytes_figure(title: str, runs: Mapping[str, Run], name: str) -> list[str]:
+    lines = _lines(runs, lambda before, after: (after[name] - before[name]) / (after["step"] - before["step"]))
+    most = max((step.value for line in lines for step in line.steps), default=0)
+    unit, size = next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
+    lines = [line._replace(steps=[step._replace(value=step.value / size) for step in line.steps]) for line in lines]
+    return _figure(title, lines, unit=f"{unit} a step", low=0)
+
+
+def _lines(runs: Mapping[str, Run], value: Callable[[Run, Run], float | None]) -> list[Line]:
+    """One for each run, of a value between each two neighbours of its history, where there is one."""
+    lines = []
+    for tone, (name, run) in zip(_TONES, runs.items(), strict=False):
+        steps = [(a["step"] + 1, b["step"], value(a, b)) for a, b in pairwise(run["history"])]
+        lines.append(Line(name, tone, [Step(first, last, each) for first, last, each in steps if each is not None]))
+    return lines
+
+
+def _figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = None) -> list[str]:
+    """None if there are no steps."""
+    if not any(line.steps for line in lines):
+        return []
+    keys = "".join(
+        '<span class="key"><svg viewBox="0 0 24 8" aria-hidden="true">'
+        f'<path class="{line.tone}" stroke-width="3" d="M0 4H24"/></svg>{html.escape(line.name)}</span>'
+        for line in lines
+    )
+    picture = draw(lines, title=title, unit=unit, low=low)
+    return [f'<figure class="panel"><h2>{html.escape(title)}</h2>{picture}<figcaption>{keys}</figcaption></figure>']
