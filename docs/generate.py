@@ -16,6 +16,7 @@ from typing import Any, Final
 from bench.data import ROOT
 from bench.machine import summary
 
+from .headline import headline
 from .plots import PLOTS, Plot, draw, is_current
 
 __all__ = ["benchmarks_page", "load_results", "main", "pages", "renewed", "stale_plots"]
@@ -143,7 +144,11 @@ def renewed(text: str, results: dict[str, dict[str, Any]]) -> str:
 
     def tables(block: re.Match[str]) -> str:
         name = block[1]
-        lines = _short(results[name]) if name in results else _not_yet(name)
+        if name == "headline":
+            columns, *rows = headline(results)
+            lines = _table({"columns": columns, "rows": rows})
+        else:
+            lines = _short(results[name]) if name in results else _not_yet(name)
         return "\n".join([f"<!-- bench:{name} -->", *lines, "<!-- /bench -->"])
 
     def plot(block: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from numba import types
 from numba.core import event
 
+from . import enums as enums  # has kernels take them as indexes
 from .first_use import FirstUse
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
