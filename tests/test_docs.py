@@ -11,6 +11,7 @@ import torch
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT, examples
 from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
+from docs.headline import headline
 from docs.plots import draw, is_current
 
 MACHINE = {
@@ -121,6 +122,21 @@ def test_rates_and_tables() -> None:
     assert shown.splitlines() == ["T", "name    n", "---------", "a     100"]
 
 
+def test_the_readme_is_short_and_opens_with_the_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    assert [line.split()[:2] for line in lines[2:4]] == [["make", "demo"], ["make", "test"]]
+
+
+def test_the_table_of_the_readme_is_of_the_figures() -> None:
+    columns, *rows = headline(load_results())
+    assert len(rows) == 5
+    for row in rows:
+        ours, theirs = (float(cell.split()[0].replace(",", "")) for cell in (row[1], row[3]))
+        assert float(row[4]) == pytest.approx(ours / theirs, rel=0.03)
+    assert headline({}) == [columns]
+
+
 def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = examples("README.md")
     monkeypatch.chdir(tmp_path)
@@ -133,7 +149,11 @@ def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (furthest > 0.01).tolist() == [True, True, True, False]
 
 
-PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(path.name for path in ROOT.glob("*.md")),
+    "examples/README.md",
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
