@@ -24,7 +24,7 @@ help:
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
 	@echo "make peers        other systems that benchmarks and tests compare with, into .peers"
-	@echo "make docs         write the tables of README.md and docs from bench/results"
+	@echo "make docs         write the tables of README.md and docs from bench/results, and the API reference into .docs"
 	@echo "make clean        remove what was built; make distclean also removes $(VENV)"
 
 $(READY): pyproject.toml Makefile
@@ -75,12 +75,13 @@ peers: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.reference
 
 bench-quick: $(READY)
 	$(BIN)/python -m bench --quick --out .bench/quick
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .docs
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -10,6 +10,7 @@ import torch
 
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT, examples
+from docs import reference
 from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
 from docs.headline import headline
 from docs.plots import draw, is_current
@@ -135,6 +136,18 @@ def test_the_table_of_the_readme_is_of_the_figures() -> None:
         ours, theirs = (float(cell.split()[0].replace(",", "")) for cell in (row[1], row[3]))
         assert float(row[4]) == pytest.approx(ours / theirs, rel=0.03)
     assert headline({}) == [columns]
+
+
+def test_the_reference_is_built_without_warnings_and_describes_all_that_is_public(tmp_path: Path) -> None:
+    reference.build(tmp_path)
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")} >= {
+        "index.html",
+        "tierstore.html",
+        "tierstore/optim.html",
+        "tierstore/train/readers.html",
+    }
+    assert "TieredEmbeddingBagCollection" in (tmp_path / "tierstore.html").read_text()
+    assert reference.undocumented() == []
 
 
 def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,6 +304,7 @@ class ShardedStore:
 
     @property
     def readonly(self) -> bool:
+        """Whether the store was opened for reading."""
         return self.local.readonly
 
     @property
@@ -313,6 +314,7 @@ class ShardedStore:
 
     @property
     def recorder(self) -> Any:
+        """What records this rank's lookups, or None."""
         return self.local.recorder
 
     @property

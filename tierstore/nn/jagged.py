@@ -53,17 +53,21 @@ class JaggedTensor:
         self._offsets = _offsets_of(given) if offsets is None else given
 
     def values(self) -> Tensor:
+        """The ids, [N], sample by sample."""
         return self._values
 
     def lengths(self) -> Tensor:
+        """Integer [B]: how many each sample has; of several features B for each, one after another."""
         if self._lengths is None:
             self._lengths = torch.diff(self._offsets)
         return self._lengths
 
     def offsets(self) -> Tensor:
+        """Integers: list i is ``values()[offsets()[i]:offsets()[i + 1]]``."""
         return self._offsets
 
     def weights_or_none(self) -> Tensor | None:
+        """float32 [N], or None."""
         return self._weights
 
     def weights(self) -> Tensor:
@@ -143,6 +147,7 @@ class KeyedJaggedTensor(JaggedTensor):
         )
 
     def keys(self) -> list[str]:
+        """The features, in order."""
         return self._keys
 
     def stride(self) -> int:
@@ -223,6 +228,7 @@ class KeyedTensor:
         self._values = values
 
     def keys(self) -> list[str]:
+        """The features, in order."""
         return self._keys
 
     def values(self) -> Tensor:

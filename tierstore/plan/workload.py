@@ -77,6 +77,7 @@ class Workload(Checked):
 
     @property
     def is_training(self) -> bool:
+        """Whether rows are updated."""
         return self.optimizer != "none"
 
     def layout(self, table: TableShape) -> RowLayout:

@@ -82,6 +82,7 @@ class Client:
 
     @property
     def address(self) -> str:
+        """Host and port, as "localhost:8000"."""
         return f"{self._host}:{self._port}"
 
     def __enter__(self) -> "Client":

@@ -76,6 +76,7 @@ class Table(Unpicklable):
 
     @property
     def name(self) -> str:
+        """Of its configuration."""
         return self.config.name
 
     @property
@@ -95,6 +96,7 @@ class Table(Unpicklable):
 
     @property
     def learning_rate(self) -> float:
+        """Of the next update; may be set to any finite number from 0 on. It is part of a commit."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -146,6 +148,7 @@ class Table(Unpicklable):
         return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
+        """The error for an id that is no row of the table."""
         own = "" if self.is_whole else " here, as the others are other ranks'"
         bounds = f"[{self.rows.start}, {self.rows.stop})"
         return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in {bounds}{own}")
