@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -343,10 +344,14 @@ def _sweep_part(cases: Sequence[Case], prepare: Callable[[], Examine]) -> list[O
     return outcomes
 
 
+_FORKING: Final = threading.Lock()
+"""One fork at a time: some packages refuse one beside another, and filters of warnings are the process's."""
+
+
 def _in_child(cases: Sequence[Case], prepare: Callable[[], Examine]) -> tuple[list[str], int]:
     """Lines "read<tab>write" of the cases a forked process came through, and its wait status."""
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
+    with _FORKING, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: ours wait for this child
         child = os.fork()
     if child == 0:
