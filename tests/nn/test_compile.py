@@ -1,5 +1,6 @@
 """Models with tables under ``torch.compile``: the same bits of rows, a graph before each module and one behind."""
 
+import re
 import warnings
 from typing import Any
 
@@ -50,4 +51,5 @@ def test_training_gives_the_same_bits_without_a_warning(backend: str) -> None:
         rows = trained(lambda model: torch.compile(model, backend=counter))
     assert torch.equal(rows, trained(lambda model: model))
     assert counter.frame_count == 4, "graphs: one before, between and behind three modules"
-    assert [str(each.message) for each in warned if "torch.jit" not in str(each.message)] == []
+    torchs_own = re.compile("torch.jit|Python 3.13.0")
+    assert [str(each.message) for each in warned if not torchs_own.search(str(each.message))] == []
