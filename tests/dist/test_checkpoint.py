@@ -15,7 +15,7 @@ from tierstore.exchange import rows as chunked
 from .ranks import run
 from .test_whole import SMALL, TABLES, config_of, contents, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def states(folder: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_commands(shop, tmp_path, capsys):
     assert copied["other"][0].optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     example = "".join(examples("docs/exchange.md"))

@@ -21,7 +21,7 @@ from tierstore.exchange.rows import read_rows
 
 from .test_checkpoint import DIM, ROWS, Job
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 KEY = "embedding_bags.t"
 
 

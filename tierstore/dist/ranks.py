@@ -59,7 +59,7 @@ class Ranks:
 
     def twin(self) -> "Ranks":
         """The same ranks in a process group of their own, for another thread. Collective."""
-        members = dist.get_process_group_ranks(self.group)
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         made = dist.new_group(members, backend="gloo", use_local_synchronization=not self._is_world)
         return Ranks(made)
 

@@ -107,18 +107,18 @@ class _Innermost(threading.local):
 _INNERMOST: Final = _Innermost()
 
 
-def _current_pass(number: int) -> _Pass:
-    """This thread's current pass, which has that number.
-
-    Raises:
-        RuntimeError: it is compiled autograd's, which has no callbacks.
-    """
+def require_engine() -> None:
+    """RuntimeError if the current pass is compiled autograd's, which has no callbacks."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         raise RuntimeError(
             "rows are not trained under compiled autograd, which does not tell when a pass has ended; set "
             "torch._dynamo.config.compiled_autograd = False (the model itself may be compiled)"
         )
+
+
+def _current_pass(number: int) -> _Pass:
+    """This thread's current pass, which has that number."""
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
         found = _PASSES.get(number)
         if found is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..lookup.contract import AnyLookup
-from ..lookup.gradients import Turn, collect, note_pass
+from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.lookup import new_output
 from ..lookup.tables import LookupTable
 from ..pool import Pool
@@ -235,6 +235,8 @@ class _PooledLookups(torch.autograd.Function):
         _ = ctx.saved_tensors
         gradient = grad_out.to(torch.float32).contiguous()
         prepared: Prepared = ctx.prepared
+        if ctx.trainable:
+            require_engine()
         is_asked = ctx.trainable and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         if is_asked:
             for lookup in prepared.lookups:

@@ -97,7 +97,7 @@ KINDS = {
     "nothing": pa.array([None, None]),
     "lists": pa.array([[3, 1], [], None, [2, None, 2]]),
     "all there": pa.array([[3, 1], [4], [5, 5, 5]], pa.large_list(pa.int32())),
-    "fixed": pa.array([[3, 1], None, [2, None]], pa.list_(pa.int64(), 2)),
+    "fixed": pa.array([[3, 1], [2, None]], pa.list_(pa.int64(), 2)),
     "words": pa.array([["ab", "7"], None, ["", None, "F"]]),
     "words of a dictionary": pa.array([["ab", "7"], ["ab"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
     "float lists": pa.array([[1.0, math.nan], [2.0]]),
