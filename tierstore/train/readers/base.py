@@ -61,7 +61,9 @@ class RawRows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
-        """The rows of all parts; a copy."""
+        """The rows of all parts; of several a copy."""
+        if len(parts) == 1:
+            return parts[0]
         labels, dense, categories = zip(*parts, strict=True)
         return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
 
