@@ -24,7 +24,7 @@ def naming_gone(group: Any, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        gone = _gone(dist.get_process_group_ranks(group), rank, size)
+        gone = _gone(dist.get_process_group_ranks(group or dist.group.WORLD), rank, size)
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
         raise RankError(
             f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from the "
