@@ -25,7 +25,7 @@ help:
 	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
 	@echo "make peers        other systems that benchmarks and tests compare with, into .peers"
 	@echo "make docs         write the tables of README.md and docs from bench/results, and the API reference into .docs"
-	@echo "make clean        remove what was built; make distclean also removes $(VENV)"
+	@echo "make clean        remove what was built and what the examples left; make distclean also removes $(VENV)"
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -82,6 +82,7 @@ bench-quick: $(READY)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench .docs
+	rm -rf bag-store bag.pt dlrm-store vectors vectors.hot plan.html  # of examples/README.md
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -51,4 +51,4 @@ with tierstore.open("dlrm-store", ddr="2MiB") as store:  # a directory; made if 
 
     ddr, table_bytes = store.stats().ddr, sum(table.size_bytes for table in store.tables.values())
     print(f"steps {first} to {first + STEPS}: loss {sum(losses[:10]) / 10:.3f} to {sum(losses[-10:]) / 10:.3f}")
-    print(f"{ddr.bytes / 2**20:.1f} of {table_bytes / 2**20:.1f} MiB in memory: {ddr.hit_rate:.0%} of rows were there")
+    print(f"{ddr.bytes / 2**20:.1f} of {table_bytes / 2**20:.1f} MiB in memory: {ddr.hit_rate:.0%} of lookups hit")

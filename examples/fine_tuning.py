@@ -24,6 +24,7 @@ with tierstore.open(cold="memory", ddr="4MiB") as store:  # or the directory of 
                 name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=tierstore.optim.Adagrad(lr=0.1)
             )
         )
+        store[name].learning_rate = 0.1  # a trained store has the rate that its last schedule ended with
     user, item = (tierstore.TieredEmbeddingBag(store[name]) for name in ("user", "item"))
     user.requires_grad_(False)  # frozen
     dense = nn.Sequential(nn.Linear(2 * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -41,7 +42,7 @@ with tierstore.open(cold="memory", ddr="4MiB") as store:  # or the directory of 
             loss = nn.functional.binary_cross_entropy_with_logits(logits, labels) / MICRO_BATCHES
             loss.backward()
             mean_loss += loss.item()
-        norm = row_optimizer.clip_grad_norm_(dense.parameters(), max_norm=0.05)  # torch's own takes no sparse gradients
+        norm = row_optimizer.clip_grad_norm_(dense.parameters(), max_norm=0.05)  # torch's own does not see the rows
         for each in (*optimizers, *schedulers):
             each.step()
         for each in optimizers:

@@ -43,7 +43,7 @@ train(bag, dense, [bag_optimizer, torch.optim.SGD(dense.parameters(), lr=0.1)], 
 state = bag_optimizer.state[bag.weight]["sum"]
 torch.save({"embedding_bags.item.weight": bag.weight.detach(), "embedding_bags.item.sum": state}, "bag.pt")
 shutil.rmtree("bag-store", ignore_errors=True)
-import_files("bag-store", ["bag.pt"], optimizer=tierstore.optim.Adagrad(lr=0.1), pooling="mean")
+import_files("bag-store", ["bag.pt"], optimizer=tierstore.optim.Adagrad(lr=0.1), pooling=bag.mode)
 
 # After: the same loop without an optimizer of the rows, which train in backward().
 with tierstore.open("bag-store", ddr="1MiB") as store:

@@ -39,7 +39,7 @@ def hit_rate(model: nn.Module) -> float:
 
 
 torch.manual_seed(0)
-with tierstore.open(cold="memory", ddr="16MiB") as store:  # or a directory: tierstore.open("shop", ddr="64MiB")
+with tierstore.open(cold="memory", ddr="16MiB") as store:  # or a directory, as tierstore.open("shop", ddr="64MiB")
     config = tierstore.TableConfig(
         name="item",
         num_embeddings=ITEMS,
@@ -55,4 +55,5 @@ with tierstore.open(cold="memory", ddr="16MiB") as store:  # or a directory: tie
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    tierstore.checkpoint.save(store, model, [optimizer])  # in a directory, what was not committed is gone after close()
     print(f"next item first among {1 + NEGATIVES}: {hit_rate(model):.0%} after 120 steps")

@@ -26,6 +26,7 @@ def ask(url: str, model: str, **inputs: list[int]) -> tuple[str, list[list[float
 
 
 with tierstore.open("vectors", ddr="8MiB") as store:
+    # Without optimizer= a table has SGD with lr=0.01, which keeps no state; only training would use it.
     item = store.create_table(tierstore.TableConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM))
     item.write(torch.arange(ITEMS), torch.arange(ITEMS * DIM).reshape(ITEMS, DIM).float())
     store.commit()

@@ -14,7 +14,8 @@ from tierstore.train import train
 from tierstore.train.config import Override, load
 from tierstore.train.summary import Summary
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 PLAN = EXAMPLES / "plan.toml"
 Run = Callable[..., list[str]]
 
@@ -33,6 +34,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+def test_what_the_programs_leave_is_ignored_and_removed_by_make_clean() -> None:
+    leave = set(
+        re.findall(r"`([a-z.-]+)/?`", " ".join(re.findall("; leaves (.*) \\|", (EXAMPLES / "README.md").read_text())))
+    )
+    assert {"bag.pt", "vectors.hot"} < leave
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    (recipe,) = re.findall(r"^\trm -rf (.*)  # of examples", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert leave <= set(recipe.split()) <= ignored
 
 
 def numbers(line: str) -> list[float]:
@@ -93,6 +104,29 @@ def test_fine_tuning_follows_its_schedule_and_leaves_the_frozen_table_alone(run:
     frozen, trained = rows
     assert frozen == 0
     assert trained > 1000
+
+
+def test_a_second_schedule_begins_at_the_first_rate_and_training_in_a_directory_is_kept(run: Run) -> None:
+    kept = ('cold="memory"', '"kept"')
+    for version in (1, 2):
+        begin = run(
+            "fine_tuning.py",
+            kept,
+            ("DIM, STEPS, MICRO_BATCHES = 5_000, 16, 30, 2", "DIM, STEPS, MICRO_BATCHES = 5_000, 16, 2, 1"),
+        )[0]
+        assert "learning rate 0.1000" in begin
+        with tierstore.open("kept", mode="r") as store:
+            assert store.version == version
+    run(
+        "sequence.py",
+        ('cold="memory"', '"sequence"'),
+        ("range(120)", "range(1)"),
+        ("range(10_000, 10_010)", "range(1)"),
+    )
+    run("from_torchrec.py", ('cold="memory"', '"torchrec"'), ("batch, range(20)", "batch, range(1)"))
+    for directory in ("sequence", "torchrec"):
+        with tierstore.open(directory, mode="r") as store:
+            assert store.version == 1
 
 
 def test_a_server_gives_the_rows_that_were_written_and_follows_a_commit(run: Run) -> None:
