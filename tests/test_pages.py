@@ -8,10 +8,15 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+import tierstore
 from bench.data import ROOT, examples
 from tierstore.cli import main
 from tierstore.settings.sections import to_toml
@@ -56,6 +61,72 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def commands(text: str) -> str:
+    """The indented commands of ours."""
+    return "\n".join(re.findall(r"^    (tierstore .*)$", text, re.MULTILINE))
+
+
+def run_python(block: str, name: str, **names: Any) -> None:
+    exec(compile(block, name, "exec"), {"__name__": "__main__", **names})
+
+
+def test_the_run_from_the_command_line_follows_the_one_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "data.md"
+    text = page.read_text().partition("\n## ")[0]
+    (toml,) = re.findall(r"^```toml\n# (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    run_python(first_block(page)[1], page.name)
+    Path(toml[0]).write_text(toml[1])
+    first, resumed = commands(text).splitlines()
+    run_shell(first)
+    with tierstore.open("visits", mode="r") as python, tierstore.open("visits-2", mode="r") as shell:
+        assert torch.equal(*(store["city"].read(torch.arange(1_000)) for store in (python, shell)))
+    run_shell(resumed)
+    with tierstore.open("visits-2", mode="r") as shell:
+        assert shell.version == 2
+
+
+@pytest.mark.parametrize("rule", [torch.optim.SparseAdam, torch.optim.Adam])
+def test_adams_state_moves_as_the_page_says(
+    rule: type[torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bag = torch.nn.EmbeddingBag(10, 4, sparse=rule is torch.optim.SparseAdam)
+    optimizer = rule(bag.parameters(), lr=0.01)  # type: ignore[call-arg]
+    bag(torch.tensor([[3, 9]])).square().sum().backward()
+    optimizer.step()
+    text = (ROOT / "docs" / "coming-from-embedding-bag.md").read_text()
+    snippet = examples("docs/coming-from-embedding-bag.md")[1]
+    run_python(snippet, "Adam", torch=torch, bag=bag, optimizer=optimizer)
+    run_shell("\n".join(line for line in commands(text).splitlines() if "-of-ada" in line))
+    with tierstore.open("bags-of-adam", ddr="8MiB") as store:
+        optimizer.zero_grad()
+        for each in (bag, tierstore.TieredEmbeddingBag(store["item"])):
+            each(torch.tensor([[3, 9]])).square().sum().backward()
+        optimizer.step()
+        touched = torch.tensor([3, 9])
+        torch.testing.assert_close(store["item"].read(touched), bag.weight.detach()[touched])
+    with tierstore.open("bags-of-adagrad", mode="r") as store:
+        assert store["item"].config.optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
+        assert store["item"].config.pooling == "mean"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_checkpoint_of_torchrec_with_a_prefix_loads_as_the_page_says(tmp_path: Path) -> None:
+    weight = torch.rand(10, 4)
+    saved = {"model": {"sparse.ebc.embedding_bags.product.weight": weight, "over.weight": torch.rand(2)}}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    text = (ROOT / "docs" / "coming-from-torchrec.md").read_text()
+    (snippet,) = re.findall(r"^  ```python\n(.*?)^  ```$", text, re.MULTILINE | re.DOTALL)
+    with tierstore.open(cold="memory", ddr="8MiB") as store:
+        table = tierstore.TableConfig(name="product", num_embeddings=10, embedding_dim=4)
+        store.create_table(table)
+        run_python(textwrap.dedent(snippet), "prefix", tierstore=tierstore, dcp=dcp, store=store, path=tmp_path)
+        assert torch.equal(store["product"].read(torch.arange(10)), weight)
+
+
 def run_shell(block: str) -> None:
     """Commands of ours alone run in this process: to start one takes longer than most of them do."""
     commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
@@ -86,4 +157,4 @@ def test_first_snippet_runs(page: Path, prepared: Path, tmp_path: Path, monkeypa
     if language == "sh":
         run_shell(block)
     else:
-        exec(compile(block, page.name, "exec"), {"__name__": "__main__"})
+        run_python(block, page.name)

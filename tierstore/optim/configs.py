@@ -137,7 +137,9 @@ class Adagrad(RowWiseAdagrad):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015) on touched rows, bias-corrected by the table's update count, as torch's SparseAdam.
+    """Adam (Kingma and Ba 2015) on touched rows, bias-corrected by the table's update count.
+
+    ``eps`` is added after the correction, as by torch.optim.Adam; torch.optim.SparseAdam adds it before.
 
     Attributes:
         betas: decay of the first and the second moment, each below 1.
