@@ -105,6 +105,20 @@ def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyP
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize(("handlers", "level"), [([], logging.WARNING), ([logging.NullHandler()], logging.INFO)])
+def test_a_program_that_set_logging_up_is_told_as_information(
+    handlers: list[logging.Handler], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    logger = logging.Logger("tierstore", logging.INFO)
+    logger.handlers = handlers
+    monkeypatch.setattr(logger, "handle", lambda record: told.append(record.levelno))
+    monkeypatch.setattr("tierstore.kernels.first_use._LOG", logger)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    FirstUse(None)._tell()
+    assert told == [level]
+
+
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 @pytest.mark.parametrize("how", [[], ["killed"]])
 def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path, how: list[str]) -> None:

@@ -81,10 +81,12 @@ def summary_of(hbm_hits):
 
 @pytest.mark.parametrize("hbm", ["1MiB", None])
 def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypatch, hbm):
-    trained = []
+    trained, order = [], []
+    monkeypatch.setattr(demo, "warm_up", lambda config: order.append("kernels are compiled"))
 
     def train(folder, name, arguments, ranks):
         trained.append(arguments)
+        order.append(name)
         (folder / name).mkdir(exist_ok=True)
         (folder / name / demo.ROW_FILE_NAME).touch()
         hits = {"tiered": 0.25, "in-memory": 0.75}[name]
@@ -92,11 +94,15 @@ def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(demo, "_train", train)
     assert demo.run_demo(tmp_path / "demo", rows=1000, hbm=hbm)
+    assert order == ["kernels are compiled", "tiered", "in-memory"]
     config, everything = load(trained[0][0]), trained[1][trained[1].index("--ddr") + 1]
     assert (config.store.hbm, config.store.device) == (hbm or 0, "cpu")
     assert int(everything) > 10 * config.store.ddr
     assert trained[1][-2:] == (["--hbm", everything] if hbm else ["--ddr", everything])
     lines = capsys.readouterr().out.splitlines()
+    assert " rows of 128 bytes, " in "".join(lines)
+    assert "On SSD a row takes 144 bytes" in "".join(lines)
+    assert any(line.startswith("A store takes up to 1.4 times its rows, and 48 MiB") for line in lines)
     assert [line.split()[-4:] for line in lines if "hit rate of the HBM" in line] == (
         [["25.0", "%", "75.0", "%"]] if hbm else []
     )

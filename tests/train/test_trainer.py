@@ -161,7 +161,9 @@ def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroke
     one = run(train__epochs=1)
     again = run(train__epochs=1, resume=True)
     assert (again.rows, again.seconds > 0, again.loss) == (0, True, None)
-    assert again.describe().startswith("trained  nothing: already complete (1 epoch); --epochs 2 goes on\n")
+    told = again.describe().splitlines()
+    assert told[0] == "trained  nothing: already complete (1 epoch); --epochs 2 goes on"
+    assert [line.split()[0] for line in told[1:]] == ["tested", "store", "bits"]
     assert (again.bits, again.test, again.version) == (one.bits, one.test, one.version)
     assert run(train__epochs=2, resume=True).bits == unbroken().bits
 

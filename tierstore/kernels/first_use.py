@@ -123,7 +123,9 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
     def _tell(self) -> None:
         if not self._is_told and not _at_terminal():
-            _LOG.warning(
+            # A warning where logging was not set up, which would show nothing less.
+            tell = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            tell(
                 "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
             )
         self._is_told = True

@@ -106,15 +106,17 @@ class Summary:
             lines.append(
                 f"tested   {self.test.rows:,} rows: AUC {self.test.auc:.4f}, log loss {self.test.log_loss:.4f}"
             )
-        if hbm.capacity_rows:
+        if hbm.capacity_rows and self.rows:
             lines.append(f"HBM      {_describe_cache(hbm)}, on {self.device}")
-        lines += [
-            f"DDR      {_describe_cache(ddr)}",
-            f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
-            f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} after the first step",
-            f"store    {self.store}, version {self.version}",
-        ]
-        if self.ranks:
+        if self.rows:
+            own, first = format_size(self.end_bytes), format_size(self.start_bytes)
+            lines += [
+                f"DDR      {_describe_cache(ddr)}",
+                f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
+                f"memory   {own} of its own, {first} after the first step",
+            ]
+        lines.append(f"store    {self.store}, version {self.version}")
+        if self.ranks and self.rows:
             lines.append(f"ranks    {_describe_ranks(self.ranks)}")
         if self.recorded is not None:
             lines.append(f"recorded {self.recorded}")
@@ -128,7 +130,7 @@ def _finite(value: float) -> float | None:
 
 
 def _describe_cache(tier: TierStats) -> str:
-    return f"{format_size(tier.bytes)} for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
+    return f"{format_size(tier.bytes)}, room for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
 
 
 def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:
