@@ -9,6 +9,7 @@ from . import init as initializers
 from . import optim
 from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from .system.excerpt import excerpt
+from .system.hints import hinting
 
 __all__ = [
     "MAX_KEPT_VERSIONS",
@@ -66,6 +67,16 @@ def _require_unicode(text: str, name: str) -> None:
         raise ValueError(f"{name}={excerpt(text)} is no valid Unicode: {error.reason} at {error.start}") from None
 
 
+@hinting(
+    {
+        "data_type": 'dtype="float16" says how rows are stored',
+        "init_fn": "Table.write sets rows after create_table; init= takes a tierstore.init.Initializer",
+        "weight_init_min": "init=tierstore.init.Uniform(low, high) has both",
+        "weight_init_max": "init=tierstore.init.Uniform(low, high) has both",
+        "mode": "pooling= says how bags are pooled",
+        "lr": "it is the optimizer's, as optimizer=tierstore.optim.SGD(lr=0.1)",
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.

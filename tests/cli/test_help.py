@@ -324,7 +324,7 @@ HELP = {
         Processes use it that can write there too, on the same model of CPU.
         options:
         example, in a Dockerfile:
-          RUN pip install tierstore && tierstore warm-up
+          RUN pip install PATH_OF_THE_CHECKOUT && tierstore warm-up
     """,
 }
 

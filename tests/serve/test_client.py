@@ -157,6 +157,7 @@ def test_the_models_of_the_server(server: Server, client: Client) -> None:
     }
     assert client.rank([[1], [2]], torch.tensor([4, 5, 6]), [[1, 0], [2, 0]]).tolist() == [0.5, 0.25]
     assert client.pooled([4, 5], [2], table="item").tolist() == [[3.0, 4.0]]
+    assert client.pooled([4, 5], [2], [1, 0.5], table="item").tolist() == [[3.0, 4.0]]
     assert client.rows([4, 5], table="item/a").tolist() == [[5.0], [6.0]]
     sent = [sent_tensors(body, headers) for _, _, headers, body in server.seen]
     assert sent == [
@@ -166,6 +167,7 @@ def test_the_models_of_the_server(server: Server, client: Client) -> None:
             "lengths": ("INT32", [2, 2], (1, 0, 2, 0)),
         },
         {"ids": ("INT64", [2], (4, 5)), "lengths": ("INT32", [1], (2,))},
+        {"ids": ("INT64", [2], (4, 5)), "lengths": ("INT32", [1], (2,)), "weights": ("FP32", [2], (1.0, 0.5))},
         {"ids": ("INT64", [2], (4, 5))},
     ]
 

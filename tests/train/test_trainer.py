@@ -229,9 +229,25 @@ def test_the_format_of_the_data_changes_no_bit(folder, run, unbroken):
     assert run("parquet", data__path=str(folder / "clicks.parquet")).bits == unbroken().bits
 
 
+def _short(folder):
+    short = folder / "short-npy"
+    short.mkdir(exist_ok=True)
+    for name, array in {"label": np.zeros(3), "dense": np.zeros((3, 13)), "sparse": np.zeros((3, 26))}.items():
+        np.save(short / f"{name}.npy", array)
+    return short
+
+
 def test_too_few_rows_and_no_rows_are_errors(folder, run):
     with pytest.raises(ValueError, match=r"clicks\.tsv ends before row 401"):
         run("long", data__train_rows=401, data__test_rows=0)
+    with pytest.raises(
+        ValueError, match=r"ends before row .*; training is committed as version \d+: lower data\.test_rows"
+    ):
+        run("short", data__test_rows=TEST_ROWS + 1)
+    assert run("short", data__test_rows=TEST_ROWS, resume=True).test.rows == TEST_ROWS
+    with pytest.raises(ValueError, match=r"has 3 rows; data\.train_rows \+ data\.test_rows = 400 \+ 1 are more"):
+        run("never", data__path=str(_short(folder)), data__train_rows=400, data__test_rows=1)
+    assert not (folder / "never").exists()
     (folder / "none.tsv").write_text("")
     with pytest.raises(ValueError, match=r"none\.tsv has no rows to train on"):
         run("none", data__path=str(folder / "none.tsv"), data__train_rows=0, data__test_rows=0)

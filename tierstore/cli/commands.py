@@ -432,5 +432,5 @@ WARM_UP: Final = command(
     "processes need not. The machine code is kept beside the package, in this user's cache or in NUMBA_CACHE_DIR. "
     "Processes use it that can write there too, on the same model of CPU.",
     """example, in a Dockerfile:
-  RUN pip install tierstore && tierstore warm-up""",
+  RUN pip install PATH_OF_THE_CHECKOUT && tierstore warm-up""",
 )

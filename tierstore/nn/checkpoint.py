@@ -66,7 +66,19 @@ def save_async(
             ``GradScaler``.
         extra: as for ``Store.commit``.
     """
+    _require(store, optimizers, schedulers)
     return store.commit_async(extra=extra, tensors=_packed(model, optimizers, schedulers))
+
+
+def _require(store: object, optimizers: object, schedulers: object) -> None:
+    """TypeError, saying what to give instead."""
+    if not hasattr(store, "commit"):
+        raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")
+    for name, objects in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if isinstance(objects, Mapping):
+            raise TypeError(f"{name} must be a list, not a dict; what else is to be kept goes into extra=, by its name")
+        if not isinstance(objects, Sequence):
+            raise TypeError(f"{name} must be a list, as [{name[:-1]}], not {type(objects).__name__}")
 
 
 def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequence[Stateful]) -> dict[str, Tensor]:
@@ -89,6 +101,7 @@ def save(
     extra: dict[str, Any] | None = None,
 ) -> int:
     """As ``save_async``, and wait; returns the version's number. Collective for a ``ShardedStore``."""
+    _require(store, optimizers, schedulers)
     return store.commit(extra=extra, tensors=_packed(model, optimizers, schedulers))
 
 
@@ -109,6 +122,7 @@ def load(
         TierstoreError: there is no commit, or ``save`` did not write it.
         ValueError: other numbers of optimizers or schedulers. Others: what ``load_state_dict`` raises.
     """
+    _require(store, optimizers, schedulers)
     packed: Tensor | None = store.tensors().get(_NAME) if store.version else None
     if packed is None:
         raise TierstoreError(

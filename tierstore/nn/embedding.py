@@ -6,10 +6,12 @@ from torch import Tensor
 from ..config import require_int
 from ..store import Table
 from ..store.arguments import require_tensor
+from ..system.hints import hinting
 from .function import Prepared
-from .module import TieredModule, checked_table
+from .module import NO_COUNTERPART, TieredModule, checked_table
 
 
+@hinting(NO_COUNTERPART)
 class TieredEmbedding(TieredModule):
     """Rows of one table, one for each id; called as ``torch.nn.Embedding`` is.
 

@@ -7,10 +7,12 @@ from ..config import Pooling, require_choice
 from ..lookup.lookup import MODES
 from ..store import Table
 from ..store.arguments import require_ids, require_tensor
+from ..system.hints import hinting
 from .function import Prepared
-from .module import TieredModule, checked_table
+from .module import NO_COUNTERPART, TieredModule, checked_table
 
 
+@hinting({**NO_COUNTERPART, "padding_idx": "leave those ids out of the batch; an empty bag gives zeros"})
 class TieredEmbeddingBag(TieredModule):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 

@@ -12,6 +12,14 @@ from ..store import Store, Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .replicas import require_one_process
 
+NO_COUNTERPART: Final = {
+    "max_norm": "rows are not renormalized; leave it out",
+    "norm_type": "rows are not renormalized; leave it out",
+    "scale_grad_by_freq": "gradients are summed over a batch; leave it out",
+    "sparse": "only rows that a batch looked up are updated anyway; leave it out",
+}
+"""Arguments of torch's modules."""
+
 
 class TieredModule(nn.Module, ABC):
     """Base of modules that look rows up.

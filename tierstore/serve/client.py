@@ -25,6 +25,7 @@ from .messages import NUMBERS, InferTensor, ServeError, Status
 from .tensors import JSON_LENGTH_HEADER, binary_data, objects, parse_binary_data, parse_head
 
 Values: TypeAlias = "ArrayLike | torch.Tensor"
+OptionalValues: TypeAlias = "ArrayLike | torch.Tensor | None"
 Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
 
 _NAMES: Final = {dtype: name for name, dtype in NUMBERS.items()}
@@ -156,17 +157,22 @@ class Client:
             lengths=_array(lengths, "lengths", np.int32),
         )
 
-    def pooled(self, ids: Values, lengths: Values, *, table: str) -> NDArray[np.float32]:
+    def pooled(
+        self, ids: Values, lengths: Values, weights: OptionalValues = None, *, table: str
+    ) -> NDArray[np.float32]:
         """Pooled rows, float32 [B, dim], of B bags of a table.
 
         Args:
             ids: int64 [N], bag by bag.
             lengths: int32 [B], ids of each bag.
+            weights: float32 [N], of the ids of a table that pools by sum; default: ones.
 
         Raises:
-            TypeError: ids or lengths are not integers. ValueError: one does not fit.
+            TypeError: ids or lengths are not integers, or weights no numbers. ValueError: one does not fit.
         """
         bags = {"ids": _array(ids, "ids", np.int64), "lengths": _array(lengths, "lengths", np.int32)}
+        if weights is not None:
+            bags["weights"] = _array(weights, "weights", np.float32)
         return self._one(f"pooled.{table}", "embeddings", **bags)
 
     def rows(self, ids: Values, *, table: str) -> NDArray[np.float32]:

@@ -59,7 +59,7 @@ def serve(options: argparse.Namespace) -> int:
         from .program import run
         from .workers import recording_paths, run_workers
     except ImportError as error:
-        raise ImportError(f"{error}; a server needs more packages: pip install 'tierstore[serve]'") from None
+        raise ImportError(f"{error}; a server needs more packages: pip install 'PATH_OF_THE_CHECKOUT[serve]'") from None
     names = [each.name for each in fields(ServeConfig)]
     given = _read(Path(options.file), names) if options.file else {}
     given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -86,7 +86,7 @@ def _first_wrong(offsets: Int64s, num_ids: int) -> str:
     wrong = (np.diff(offsets, prepend=offsets[:1]) < 0) | (offsets > num_ids)
     wrong[0] |= offsets[0] != 0
     place = int(wrong.argmax()) if wrong.any() else len(offsets) - 1
-    return f"the one at index {place}, the sum of the lengths before, is {offsets[place]}"
+    return f"the one at index {place} is {offsets[place]} (where lengths were given, the sum of those before)"
 
 
 def check_scale(

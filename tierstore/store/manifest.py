@@ -138,9 +138,14 @@ class Manifest:
         try:
             text = read_plain_file(path, _MAX_BYTES)
         except FileNotFoundError:
+            if directory.exists() and not directory.is_dir():
+                raise StoreNotFoundError(
+                    f"{directory} is a file, and a store is a directory; give another path"
+                ) from None
             _require_not_sharded(directory)
             raise StoreNotFoundError(
-                f'no store at {directory}: {path} does not exist; check the path (open with mode="w" to create a store)'
+                f"no store at {directory}: {path} does not exist; check the path, or make a store: train "
+                'one, import one, or open with mode="w"'
             ) from None
         return cls._parse(path, text)
 

@@ -49,6 +49,8 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
 
         return open_whole(directory, version=version)
     if not readonly:
+        if directory.exists() and not directory.is_dir():
+            raise StoreNotFoundError(f"{directory} is a file, and a store is a directory; give another path")
         make_directory(directory)
     manifest = _open_manifest(directory, readonly=readonly)
     cold = LmdbColdTier(

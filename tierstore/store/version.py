@@ -67,7 +67,9 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
     try:
         kept = json.loads(json.dumps(extra))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra must hold only what JSON can hold (put tensors in tensors=): {error}") from None
+        raise TypeError(
+            f"extra must hold only what JSON can hold (tensors go into tensors= of Store.commit): {error}"
+        ) from None
     if not _same(kept, extra):
         raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
     for name, tensor in tensors.items():

@@ -52,6 +52,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         require_recordable(section.record)
     require_alike(config, processes)
     reader, hasher = open_data(config)
+    _require_rows(config, reader)
     with open_run_store(config, processes) as store:
         require_resumable(store, config)
         if store.version and not resume:
@@ -66,7 +67,13 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             training.train()
             ranks = processes.gather(training.measure())
             history = together(processes.gather(training.history.points()))
-            test = training.evaluate() if config.data.test_rows and training.is_whole else None
+            try:
+                test = training.evaluate() if config.data.test_rows and training.is_whole else None
+            except DataError as error:
+                raise DataError(
+                    f"{error}; training is committed as version {store.version}: lower data.test_rows, and go on with "
+                    "--resume"
+                ) from error
         return Summary(
             store=str(run.local.directory),
             device=str(run.local.device),
@@ -87,6 +94,16 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             recorded=None if recorder is None else recorder.describe(),
             ranks=tuple(ranks) if processes.size > 1 else (),
             history=history,
+        )
+
+
+def _require_rows(config: RunConfig, reader: Reader) -> None:
+    """DataError if the reader knows that there are too few rows to train on and test with."""
+    train_rows, test_rows, there = config.data.train_rows, config.data.test_rows, reader.num_rows
+    if there is not None and there < train_rows + test_rows:
+        raise DataError(
+            f"{reader.path} has {there:,} rows; data.train_rows + data.test_rows = {train_rows:,} + {test_rows:,} are "
+            "more: lower one of the two"
         )
 
 

@@ -149,5 +149,5 @@ def test_the_page_is_one_file(result: Any) -> None:
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
-    with pytest.raises(ImportError, match=r"pip install 'tierstore\[plan\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'PATH_OF_THE_CHECKOUT\[plan\]'"):
         page_of(made_result())

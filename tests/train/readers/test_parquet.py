@@ -154,7 +154,7 @@ def test_the_row_of_an_error_counts_from_the_start_of_the_file(tmp_path):
 
 
 def test_wrong_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"holds no \*\.parquet file"):
+    with pytest.raises(DataError, match=r"holds no \*\.parquet or \*\.pq file"):
         ParquetReader(tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"hello")
     with pytest.raises(DataError, match=r"x\.parquet is not a Parquet file"):
@@ -169,5 +169,5 @@ def test_without_pyarrow_the_error_says_how_to_install_it(tmp_path, monkeypatch)
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pip install 'tierstore\[parquet\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'PATH_OF_THE_CHECKOUT\[parquet\]'"):
         ParquetReader(tmp_path / "x.parquet")

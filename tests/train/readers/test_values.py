@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers import Categories, CriteoReader, CsvReader, DataError, FeatureHasher, Schema, open_reader
 from tierstore.train.readers.categories import read_texts
 
 from .rows import bags
@@ -213,10 +213,11 @@ def test_wrong_columns_of_parquet_are_named(tmp_path, column, message):
     ("text", "message"),
     [
         ("y,a,c\n1,2\n", r"x\.csv is not a CSV file with a header, or is broken: .*Expected 3 columns, got 2"),
-        ("y,a,c\n1,z,3\n", r"x\.csv is not a CSV .*'z'"),
+        ("y,a,c\n1,z,3\n", r"x\.csv, row 0, column a: 'z' is no number; leave the field empty where it is missing"),
+        ("y,q,a,c\n1,a,2,3\n1,b,NA,3\n", r"x\.csv, row 1, column a: 'NA' is no number"),
         ("y,a\n1,2\n", r"x\.csv lacks the columns c; it has a, y"),
         ("y,a,c,c\n1,2,3,4\n", r"x\.csv has more than one column of the name c"),
-        ("y,a,c\nyes,2,3\n", r"x\.csv, row 0, column y: b'yes' is not 0 or 1"),
+        ("y,a,c\nyes,2,3\n", r"x\.csv, row 0, column y: 'yes' is not 0 or 1"),
         ("y,a,c\n1,2,3\n1,inf,3\n", r"x\.csv, row 1, column a: inf is not finite"),
         ("", r"x\.csv is not a CSV file with a header"),
     ],
@@ -225,6 +226,17 @@ def test_broken_csv_is_named(tmp_path, text, message):
     (tmp_path / "x.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         list(open_reader(tmp_path / "x.csv", schema=SCHEMA).read_chunks(0, None, 9))
+
+
+def test_formats_are_told_by_their_names(tmp_path):
+    (tmp_path / "x.tsv").write_text("y\ta\tc\n1\t2\t3\n")
+    assert isinstance(open_reader(tmp_path / "x.tsv", schema=SCHEMA), CsvReader)
+    assert isinstance(open_reader(tmp_path / "x.tsv"), CriteoReader)
+    pq.write_table(table_of(pa.array([1])), tmp_path / "x.pq")
+    assert open_reader(tmp_path / "x.pq", schema=SCHEMA).num_rows == 1
+    (tmp_path / "x.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"cannot tell the format of .*x\.jsonl by its name; set data\.format"):
+        open_reader(tmp_path / "x.jsonl", schema=SCHEMA)
 
 
 def test_a_compressed_csv_cut_short_is_named(tmp_path):

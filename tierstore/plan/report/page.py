@@ -48,5 +48,5 @@ def plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError(f"{error}; a page needs one more package: pip install 'tierstore[plan]'") from None
+        raise ImportError(f"{error}; a page needs one more package: pip install 'PATH_OF_THE_CHECKOUT[plan]'") from None
     return str(get_plotlyjs())

@@ -57,9 +57,9 @@ def lengths_of(inputs: Mapping[str, InferTensor], num_values: int, values_name: 
     return lengths
 
 
-def require_finite(name: str, array: Any) -> None:
-    """ServeError, with the position, if an element is NaN or infinite."""
+def require_finite(name: str, array: Any, advice: str = "send finite numbers") -> None:
+    """ServeError, with the position and the advice, if an element is NaN or infinite."""
     is_finite = np.isfinite(array)
     if not is_finite.all():
         position = np.unravel_index(int(is_finite.argmin()), array.shape)
-        raise invalid(name, f"is {array[position]} at {[int(place) for place in position]}; send finite numbers")
+        raise invalid(name, f"is {array[position]} at {[int(place) for place in position]}; {advice}")

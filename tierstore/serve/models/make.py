@@ -60,7 +60,7 @@ class Models:
             models.append(pooled_features(collection, self._dropped))
             if len({table.config.embedding_dim for table in tables}) == 1:
                 models.append(feature_rows(collection))
-        return {model.metadata.name: model for model in sorted(models, key=lambda model: model.metadata.name)}
+        return {model.metadata.name: model for model in sorted(models, key=_place)}
 
     def show(self, newer: Newer) -> None:
         """Have the store show another version, between two batches, and serve that; models that it does not change stay
@@ -99,6 +99,11 @@ class Models:
         """The model that there was, if it is the same as one just made."""
         old = self.by_name.get(made.metadata.name)
         return made if old is None or old.metadata != made.metadata or isinstance(made, Ranking) else old
+
+
+def _place(model: Model) -> tuple[bool, str]:
+    """The prediction model first, where a list is cut short."""
+    return not isinstance(model, Ranking), model.metadata.name
 
 
 def rehearse(models: Iterable[Model]) -> None:

@@ -60,6 +60,7 @@ class Ranking:
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
         self._features = Features("ranking", limits, dropped)
+        self._refuses = dropped is None
         self.metadata = ModelMetadata(
             name="ranking",
             inputs=(
@@ -91,10 +92,12 @@ class Ranking:
         load_model(self._model, tensors)
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
+        if self._refuses and "values" in inputs:
+            _require_texts(inputs["values"])
         inputs = {name: _as_categories(tensor) for name, tensor in inputs.items()}
         check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
-        require_finite("dense", dense)
+        require_finite("dense", dense, "send finite numbers, 0 where one is missing")
         num_samples = inputs["lengths"].data.shape[1]
         if len(dense) != num_samples:
             raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
@@ -112,6 +115,12 @@ class Ranking:
         if not np.isfinite(probabilities).all():
             raise ServeError(Status.INTERNAL, "the model gave a probability that is no number; look at its weights")
         return split_rows(probabilities, "probabilities", batch.samples)
+
+
+def _require_texts(values: InferTensor) -> None:
+    """ServeError, with the position, if a text is empty, which in data is a missing category."""
+    if values.datatype == "BYTES" and b"" in (texts := values.data.reshape(-1).tolist()):
+        raise invalid("values", f"has '' at position {texts.index(b'')}: leave a missing category out of its bag")
 
 
 def _as_categories(tensor: InferTensor) -> InferTensor:

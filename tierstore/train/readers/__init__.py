@@ -38,19 +38,20 @@ def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: S
     """Open the data at ``path``.
 
     Args:
-        data_format: "auto" takes a folder with label.npy as npy, ``*.csv``, plain or compressed, and a folder of such
-            files as CSV, ``*.parquet`` and other folders as Parquet, the rest as Criteo's text format.
+        data_format: "auto" takes a folder with label.npy as npy, ``*.csv`` and ``*.tsv``, plain or compressed, and a
+            folder of such files as CSV, ``*.parquet``, ``*.pq`` and other folders as Parquet. With Criteo's own columns
+            it takes ``*.tsv`` and all other files as Criteo's text format.
         schema: the columns to read; Criteo's text format knows only its own.
 
     Raises:
         DataError: if there is nothing at the path, or what is there is not in the format.
-        ValueError: for an unknown format, or another schema with Criteo's text format.
+        ValueError: for an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
-        data_format = _guess(path)
+        data_format = _guess(path, is_criteo=schema == CRITEO_SCHEMA)
     readers: dict[str, Callable[..., Reader]] = {"npy": NpyReader, "parquet": ParquetReader, "csv": CsvReader}
     if data_format in readers:
         return readers[data_format](path, schema=schema)
@@ -63,12 +64,20 @@ def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: S
     return CriteoReader(path)
 
 
-def _guess(path: Path) -> DataFormat:
+def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
     if (path / "label.npy").exists():
         return "npy"
     names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
-    if any(name.endswith(".parquet") for name in names):
+    if any(name.endswith(ParquetReader.endings) for name in names):
         return "parquet"
-    if any(name.endswith(CsvReader.endings) for name in names):
+    endings = tuple(each for each in CsvReader.endings if "tsv" not in each) if is_criteo else CsvReader.endings
+    if any(name.endswith(endings) for name in names):
         return "csv"
-    return "parquet" if path.is_dir() else "criteo"
+    if path.is_dir():
+        return "parquet"
+    if not is_criteo:
+        raise DataError(
+            f"cannot tell the format of {path} by its name; set data.format to parquet, csv or npy, or leave out "
+            "data.label_column, dense_columns and sparse_columns if it is Criteo's text"
+        )
+    return "criteo"

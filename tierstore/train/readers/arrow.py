@@ -26,8 +26,8 @@ class Head(NamedTuple):
 
     names: Sequence[str]
     """Of its columns."""
-    num_rows: int = 0
-    """0 where that is not told."""
+    num_rows: int | None = None
+    """None where that is not told."""
 
 
 class ArrowReader(Reader):
@@ -52,15 +52,23 @@ class ArrowReader(Reader):
             self._files = sorted(file for file in self.path.iterdir() if file.name.endswith(self.endings))
         if not self._files:
             raise DataError(f"{self.path} holds no *{' or *'.join(self.endings)} file")
+        lengths = []
         for file in self._files:
             with self._explained(file):
-                columns = Counter(self._head(file).names)
+                head = self._head(file)
+            lengths.append(head.num_rows)
+            columns = Counter(head.names)
             wanted = self._columns
             if lacking := [name for name in wanted if name not in columns]:
                 there = excerpt_names(sorted(columns))
                 raise DataError(f"{file} lacks the columns {excerpt_names(lacking)}; it has {there}")
             if twice := [name for name in wanted if columns[name] > 1]:
                 raise DataError(f"{file} has more than one column of the name {excerpt_names(twice)}")
+        self._num_rows = None if None in lengths else sum(filter(None, lengths))
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._num_rows
 
     @property
     def _columns(self) -> list[str]:
@@ -97,7 +105,7 @@ class ArrowReader(Reader):
     def _convert(self, skip: int) -> Iterator[RawRows]:
         for file in self._files:
             with self._explained(file):
-                end = self._head(file).num_rows
+                end = self._head(file).num_rows or 0
                 if 0 < end <= skip:
                     skip -= end
                     continue
@@ -117,13 +125,16 @@ class ArrowReader(Reader):
         try:
             import pyarrow as pa
         except ImportError as error:
-            message = f"reading {file} needs pyarrow; install it with: pip install 'tierstore[parquet]'"
+            message = f"reading {file} needs pyarrow; install it with: pip install 'PATH_OF_THE_CHECKOUT[parquet]'"
             raise ImportError(message) from error
         require_data_file(file)
         try:
             yield
         except (OSError, MemoryError, UnicodeError, pa.ArrowException) as error:
-            raise DataError(f"{file} is not {self.what}, or is broken: {str(error)[:MAX_REASON]}") from error
+            raise DataError(self._explain(file, error)) from error
+
+    def _explain(self, file: Path, error: Exception) -> str:
+        return f"{file} is not {self.what}, or is broken: {str(error)[:MAX_REASON]}"
 
 
 class _Record:
@@ -251,7 +262,8 @@ class _Record:
             broken = int(np.flatnonzero(~good)[0])
             row = self._row + int(np.searchsorted(ends, broken, side="right"))
             try:
-                value = excerpt(elements[broken].as_py())
+                found = elements[broken].as_py()
+                value = excerpt(found.decode(errors="backslashreplace") if isinstance(found, bytes) else found)
             except (ValueError, OverflowError):
                 value = "a value that cannot be shown"
             raise DataError(f"{self._path}, row {row}, column {name}: {value} is not {expected}")

@@ -92,6 +92,11 @@ class Reader(ABC):
     path: Path
     schema: Schema
 
+    @property
+    def num_rows(self) -> int | None:
+        """How many there are; None where only reading all of them would tell."""
+        return None
+
     @abstractmethod
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be shorter.

@@ -1,9 +1,11 @@
 """CSV files with a header."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from ...system.excerpt import excerpt
 from .arrow import ArrowReader, Head
 
 if TYPE_CHECKING:
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES: Final = 4 << 20
 """Text parsed at a time."""
+_NO_NUMBER: Final = re.compile(
+    r"In CSV column #(\d+): Row #(\d+): CSV conversion error to double: invalid value '(.*)'", re.DOTALL
+)
+"""Of pyarrow: columns are counted from 0, rows from 1, and the header is one."""
 _DELIMITERS: Final = (b",", b"\t", b";", b"|")
 
 
@@ -21,13 +27,20 @@ class CsvReader(ArrowReader):
     ``ArrowReader``.
     """
 
-    endings: ClassVar = (".csv", ".csv.gz", ".csv.bz2", ".csv.zst")
+    endings: ClassVar = tuple(f".{kind}{packed}" for kind in ("csv", "tsv") for packed in ("", ".gz", ".bz2", ".zst"))
     what: ClassVar = "a CSV file with a header"
     reads_floats: ClassVar = True
 
     def _head(self, file: Path) -> Head:
-        with self._opened(file) as records:
+        with self._opened(file, column_types={}) as records:
             return Head(records.schema.names)
+
+    def _explain(self, file: Path, error: Exception) -> str:
+        found = _NO_NUMBER.search(str(error))
+        if found is None:
+            return super()._explain(file, error)
+        place = f"row {int(found[2]) - 2}, column {self._head(file).names[int(found[1])]}"
+        return f"{file}, {place}: {excerpt(found[3])} is no number; leave the field empty where it is missing"
 
     def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:  # noqa: ARG002 (lines are read to be skipped)
         row = 0
@@ -52,6 +65,6 @@ class CsvReader(ArrowReader):
                 delimiter=max(_DELIMITERS, key=header.count).decode(), newlines_in_values=True
             ),
             convert_options=pyarrow.csv.ConvertOptions(
-                column_types=types, null_values=[""], strings_can_be_null=True, **options
+                **{"column_types": types, "null_values": [""], "strings_can_be_null": True} | options
             ),
         )

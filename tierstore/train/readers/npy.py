@@ -66,6 +66,10 @@ class NpyReader(Reader):
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._label)
+
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         stop = len(self._label) if stop_row is None else min(stop_row, len(self._label))
         for begin in range(start_row, stop, chunk_rows):

@@ -19,7 +19,7 @@ class ParquetReader(ArrowReader):
     Row groups before the first wanted row are not read. For errors see ``ArrowReader``.
     """
 
-    endings: ClassVar = (".parquet",)
+    endings: ClassVar = (".parquet", ".pq")
     what: ClassVar = "a Parquet file"
 
     def _head(self, file: Path) -> Head:
