@@ -93,7 +93,8 @@ class HbmLookup(OverJoined):
             self._bags = Bags(starts, bag_of, columns, ordinals, joined.batch, given_scale, _step_of(joined.columns))
             self._grouping = pool.group(self._keys)
             with pool.lane.side():
-                self._table_of = ordinals[torch.searchsorted(known, self._grouping.keys >> KEY_ROW_BITS)]
+                count = int(self._grouping.groups.num_unique)
+                self._table_of = ordinals[torch.searchsorted(known, self._grouping.keys[:count] >> KEY_ROW_BITS)]
         return pool
 
     @shielded
@@ -190,7 +191,8 @@ class HbmLookup(OverJoined):
             try:
                 with part.lease.in_use(), pool.rows_lock:
                     pool.kernels.update_rows(
-                        self._bags, _old(grouping), part.lease.slots, part.first, grad_out=grad_out,
+                        self._bags, _old(grouping), part.lease.slots[: part.lease.num_rows], part.first,
+                        grad_out=grad_out,
                         arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes,
                         hyper=sent_hyper, weights=pool.weights, state=pool.state, dim=pool.layout.dim,
                     )  # fmt: skip
@@ -208,7 +210,7 @@ class HbmLookup(OverJoined):
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
         pool, grouping = self._send(), self._grouping
         assert grouping is not None
-        count = len(grouping.keys)
+        count = int(grouping.groups.num_unique)
         codes, hyper = adding(len(tables))
         values = torch.zeros((count, dim), dtype=torch.float32, device=pool.device)
         pool.kernels.update_rows(
@@ -219,11 +221,11 @@ class HbmLookup(OverJoined):
         )  # fmt: skip
         self.release()
         self._retain(pool)
-        return by_table(tables, grouping.keys, values)
+        return by_table(tables, grouping.keys[:count], values)
 
 
 def _old(grouping: Grouping) -> Any:
-    count = len(grouping.keys)
+    count = int(grouping.groups.num_unique)
     groups = grouping.groups
     return groups._replace(
         order=groups.order.int(),
