@@ -40,6 +40,14 @@ _FIND_BLOCK: Final = 32
 _COMMIT_BLOCK: Final = 256
 
 
+@triton.jit
+def mix(key):
+    """uint64: the keys (int64) mixed; see ``hbm_books.mixed``."""
+    value = key.to(tl.uint64, bitcast=True)
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    return (value ^ (value >> 27)) * 0x94D049BB133111EB
+
+
 @triton.jit(do_not_specialize=["count"])
 def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -> None:
     """A tile of BLOCK keys by the ways of their sets; flags are read only where the key is the same."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..cache import Admission, CacheCounters
 from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import Plan, Status
+from ..cache.hbm_books import Plan, Status, mixed, sets_of
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
 from ..kernels.arrays import Int32s, Int64s
@@ -43,7 +43,7 @@ from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
 from . import rows_twin
-from .grouping import Grouping, group
+from .grouping import Grouping, group_keys
 from .lanes import Lane, Mark
 from .lease import HbmLease, Part
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
@@ -161,11 +161,11 @@ class HbmPool:
         """Leases of ranges of the distinct keys of a batch; the caller releases each before it asks for the next."""
 
         def acquire(first: int, last: int) -> Part | None:
-            own = grouping._replace(keys=grouping.keys[first:last], sets=grouping.sets[first:last])
+            own = grouping._replace(keys=grouping.keys[first:last])
             lease = self.acquire(own, 0)
             return None if lease is None else Part(first, last, own, lease)
 
-        yield from self._in_parts(grouping.groups.num_unique, acquire)
+        yield from self._in_parts(len(grouping.keys), acquire)
 
     def _in_parts(self, count: int, acquire: Callable[[int, int], Part | None]) -> Iterator[Part]:
         """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
@@ -192,7 +192,8 @@ class HbmPool:
     def group(self, keys: Tensor) -> Grouping:
         """Group keys; see ``grouping``."""
         with self.lane.side():
-            return group(keys, self.cache.num_sets)
+            made = group_keys(keys)
+            return made._replace(keys=made.keys[: int(made.groups.num_unique)])
 
     def hold(self, lease: HbmLease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
@@ -311,7 +312,7 @@ class HbmPool:
         few."""
         keys = grouping.keys
         taken = None if lying is None else lying >= 0
-        plan = self.cache.plan(keys, grouping.sets, taken=taken, counts=counts)
+        plan = self.cache.plan(keys, sets_of(mixed(keys), self.cache.num_sets), taken=taken, counts=counts)
         statuses = plan.statuses.cpu().numpy()
         self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
         outside = np.flatnonzero(statuses >= Status.CONFLICT)
@@ -436,7 +437,7 @@ class HbmPool:
             groups = part.grouping.groups
             try:
                 with part.lease.in_use(), self.rows_lock:
-                    last = part.first + groups.order[groups.starts[1:] - 1].long()
+                    last = part.first + groups.order[groups.starts[1 : len(part.grouping.keys) + 1] - 1]
                     self.weights[part.lease.slots, : self.layout.dim] = rows[last]
             finally:
                 part.lease.release(changed=True)
