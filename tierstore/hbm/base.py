@@ -162,6 +162,7 @@ class DeviceRows(ABC):
         self._below = below.transfers
         self._sender = Sender(lane, device)
         self._rules: dict[tuple[int, ...], _SentRules] = {}
+        self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
 
@@ -253,9 +254,10 @@ class DeviceRows(ABC):
 
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
-        while self._retained and self._retained[0][0].query():
-            self._retained.popleft()
-        self._retained.append((self.lane.mark(), objects))
+        with self._retain_lock:
+            while self._retained and self._retained[0][0].query():
+                self._retained.popleft()
+            self._retained.append((self.lane.mark(), objects))
 
     def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream.
