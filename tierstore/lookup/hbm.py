@@ -6,7 +6,7 @@ not brought in ahead.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class HbmLookup(OverJoined):
                 joined.scale,
             )  # fmt: skip
             given_scale = scale if len(scale) else None
-            self._bags = Bags(starts, bag_of, columns, joined.batch, given_scale, _step_of(joined.columns))
+            self._bags = Bags(starts, bag_of, columns, ordinals, joined.batch, given_scale, _step_of(joined.columns))
             self._grouping = pool.group(self._keys)
             with pool.lane.side():
                 self._table_of = ordinals[torch.searchsorted(known, self._grouping.keys >> KEY_ROW_BITS)]
@@ -190,7 +190,7 @@ class HbmLookup(OverJoined):
             try:
                 with part.lease.in_use(), pool.rows_lock:
                     pool.kernels.update_rows(
-                        self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out,
+                        self._bags, _old(grouping), part.lease.slots, part.first, grad_out=grad_out,
                         arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes,
                         hyper=sent_hyper, weights=pool.weights, state=pool.state, dim=pool.layout.dim,
                     )  # fmt: skip
@@ -212,7 +212,7 @@ class HbmLookup(OverJoined):
         codes, hyper = adding(len(tables))
         values = torch.zeros((count, dim), dtype=torch.float32, device=pool.device)
         pool.kernels.update_rows(
-            self._bags, grouping.groups, torch.arange(count, dtype=torch.int32, device=pool.device), 0,
+            self._bags, _old(grouping), torch.arange(count, dtype=torch.int32, device=pool.device), 0,
             grad_out=grad_out, arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of,
             codes=tuple(codes.tolist()), hyper=_sent(pool, hyper), weights=values,
             state=values.new_zeros((count, 1)), dim=dim,
@@ -220,6 +220,16 @@ class HbmLookup(OverJoined):
         self.release()
         self._retain(pool)
         return by_table(tables, grouping.keys, values)
+
+
+def _old(grouping: Grouping) -> Any:
+    count = len(grouping.keys)
+    groups = grouping.groups
+    return groups._replace(
+        order=groups.order.int(),
+        starts=groups.starts[: count + 1].long(),
+        num_unique=count,  # type: ignore[arg-type]
+    )
 
 
 def _sent(pool: HbmPool, values: Floats) -> Tensor:
