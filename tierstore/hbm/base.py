@@ -7,7 +7,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -165,6 +165,14 @@ class DeviceRows(ABC):
         self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
+
+    def warm_up(self, codes: Collection[int], modes: Collection[int]) -> None:
+        """Have the kernels compiled that lookups of tables with these optimizers and poolings will usually need."""
+        with torch.inference_mode(False), self.lane.side():
+            self.kernels.warm_up(
+                weights=self.weights, state=self.state, dim=self.layout.dim, codes=tuple(sorted(codes)),
+                by_row=self.dirty is None, marks_dirty=self.dirty is not None, modes=tuple(sorted(modes)),
+            )  # fmt: skip
 
     # Batches
 
