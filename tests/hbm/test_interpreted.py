@@ -24,5 +24,5 @@ def test_training_with_triton_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
     monkeypatch.setattr(grouping, "_kernels_for", lambda _: grouping_triton)
     monkeypatch.setattr(base, "_kernels_for", lambda _: rows_triton)
-    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="10KiB", policy=policy)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="12KiB", policy=policy)
     assert torch.equal(ended, expected)
