@@ -23,6 +23,7 @@ from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
+from tierstore.hbm.sending import Sender
 from tierstore.hbm.staging import Staging
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
@@ -80,7 +81,7 @@ def below(cold: TroubledTier) -> Below:
 
 def make(below: Any, policy: Any = "lru") -> HbmPool:
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    return HbmPool(below, size, Lane(), torch.device("cpu"), policy)
+    return HbmPool(below, size, Sender(Lane(), torch.device("cpu")), policy)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class FullCache(HostCache):
 
     @property
     def overhead_bytes(self) -> int:
-        return self.flags.nbytes + self.number.nbytes + self.pins.nbytes + self.numbering.size_bytes
+        return int(self.flags.nbytes + self.number.nbytes + self.pins.nbytes + self.numbering.size_bytes)
 
     @property
     def is_complete(self) -> bool:

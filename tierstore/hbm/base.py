@@ -22,7 +22,7 @@ from ..kernels.arrays import Floats, Int32s, Int64s
 from ..pool import Pool
 from . import rows_twin
 from .batch import Bags, Groups
-from .lanes import Lane, Mark
+from .lanes import Mark
 from .sending import Field, Sender
 
 _INT32_MAX: Final = 2**31 - 1
@@ -150,17 +150,17 @@ class DeviceRows(ABC):
     row_dtype: torch.dtype
     """Of ``DeviceBatch.rows``."""
 
-    def __init__(self, below: Pool, lane: Lane, device: torch.device) -> None:
+    def __init__(self, below: Pool, sender: Sender) -> None:
         self.layout = below.layout
-        self.lane = lane
-        self.device = device
-        self.kernels = _kernels_for(device)
+        self.lane = sender.lane
+        self.device = sender.device
+        self.kernels = _kernels_for(self.device)
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
         self.lock = threading.RLock()
         self._below = below.transfers
-        self._sender = Sender(lane, device)
+        self._sender = sender
         self._rules: dict[tuple[int, ...], _SentRules] = {}
         self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()

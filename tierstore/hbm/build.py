@@ -18,6 +18,7 @@ from .base import DeviceRows
 from .full import FullRows, FullSize
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
+from .sending import Sender
 
 POLICIES: Final[dict[str, PolicyName]] = {
     "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
@@ -54,7 +55,7 @@ def add_hbm(
     Raises:
         BudgetError: the device has less memory free.
     """
-    lane = open_lane(device)
+    sender = Sender(open_lane(device), device)
     own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
@@ -62,9 +63,9 @@ def add_hbm(
             rows: DeviceRows
             if isinstance(size, FullSize):
                 ranges = {table.index: table.rows for table in its_tables}
-                rows = FullRows(pool, ranges, size, lane, device, readonly=readonly)
+                rows = FullRows(pool, ranges, size, sender, readonly=readonly)
             else:
-                rows = HbmPool(pool, size, lane, device, own)
+                rows = HbmPool(pool, size, sender, own)
             configs = [table.config for table in its_tables]
             rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
             pool.hot = rows

@@ -28,7 +28,8 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
 from .batch import Groups
 from .grouping import group_slots
-from .lanes import Lane, Mark
+from .lanes import Mark
+from .sending import Sender
 from .staging import Staging, staging_bytes
 
 DIRTY_BYTES: Final = 1
@@ -103,22 +104,21 @@ class FullRows(DeviceRows):
     row_dtype = torch.int32
 
     def __init__(
-        self, below: Pool, tables: Mapping[int, range], size: FullSize, lane: Lane, device: torch.device, *,
-        readonly: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(below, lane, device)
+        self, below: Pool, tables: Mapping[int, range], size: FullSize, sender: Sender, *, readonly: bool
+    ) -> None:
+        super().__init__(below, sender)
         layout = self.layout
         self._numbering = RowNumbering(tables)
         self._is_trained = not readonly
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
-        with torch.inference_mode(False), lane.side():
+        with torch.inference_mode(False), self.lane.side():
             words = [
-                torch.empty((size.cached_rows, width), dtype=torch.int64, device=device)
+                torch.empty((size.cached_rows, width), dtype=torch.int64, device=self.device)
                 for width in (layout.weight_words, layout.state_words)
             ]
             self.weights, self.state = words[0].view(layout.torch_dtype), words[1].view(torch.float32)
-            self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=device)
-            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), lane)
+            self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
+            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.lane)
         self.dirty = self._marks
         self.released: deque[None] = deque()
         self._count_lock = threading.Lock()

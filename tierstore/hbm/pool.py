@@ -46,9 +46,10 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
 from .batch import Groups
 from .grouping import Grouping, group_keys, warm_up
-from .lanes import Lane, Mark
+from .lanes import Mark
 from .lease import HbmLease, LeasedPart
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
+from .sending import Sender
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
@@ -108,8 +109,9 @@ class HbmPool(DeviceRows):
     dirty = None
     row_dtype = torch.int64
 
-    def __init__(self, below: Pool, size: HbmSize, lane: Lane, device: torch.device, policy: PolicyName) -> None:
-        super().__init__(below, lane, device)
+    def __init__(self, below: Pool, size: HbmSize, sender: Sender, policy: PolicyName) -> None:
+        super().__init__(below, sender)
+        lane, device = self.lane, self.device
         layout = self.layout
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from .lanes import Lane, Mark
 
-_NUM_BUFFERS: Final = 4
+_NUM_BUFFERS: Final = 2
 _ALIGNMENT_BYTES: Final = 16
-_SMALLEST_BYTES: Final = 2**16
 
 Field = tuple[torch.dtype, int]
 """An array's type and length."""
@@ -30,12 +29,16 @@ class _Buffer:
 class Sender:
     """Sends arrays to a device on its side stream. For any thread.
 
-    Buffers grow to the largest batch. A caller waits only for the copy of the batch before the last three.
+    Two buffers, which grow to the largest batch, rounded up to a power of two. A caller waits only if the copy before
+    the last is not done.
+
+    Attributes:
+        lane: the device's streams.
     """
 
     def __init__(self, lane: Lane, device: torch.device) -> None:
-        self._lane = lane
-        self._device = device
+        self.lane = lane
+        self.device = device
         self._lock = threading.Lock()
         self._buffers = [_Buffer() for _ in range(_NUM_BUFFERS)]
         self._number = 0
@@ -59,10 +62,10 @@ class Sender:
             buffer = self._next(starts[-1])
             host = buffer.host[: starts[-1]]
             fill([view.numpy() for view in views(host)])
-            with self._lane.side():
-                sent = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+            with self.lane.side():
+                sent = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
                 sent.copy_(host, non_blocking=True)
-                buffer.free = mark = self._lane.mark()
+                buffer.free = mark = self.lane.mark()
         return views(sent), mark
 
     def _next(self, size_bytes: int) -> _Buffer:
@@ -71,7 +74,7 @@ class Sender:
         if buffer.free is not None and not buffer.free.query():
             buffer.free.synchronize()
         if len(buffer.host) < size_bytes:
-            grown = 1 << max(size_bytes - 1, _SMALLEST_BYTES - 1).bit_length()
+            grown = 1 << (size_bytes - 1).bit_length()
             with torch.inference_mode(False):
-                buffer.host = torch.empty(grown, dtype=torch.uint8, device="cpu", pin_memory=self._lane.pin_memory)
+                buffer.host = torch.empty(grown, dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
         return buffer
