@@ -1,67 +1,130 @@
-"""Grouping a batch's ids: distinct keys by cache set, the positions of each in id-list order."""
+"""Grouping a batch's ids: distinct keys by cache set, the positions of each in id-list order; twin and Triton."""
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tierstore.cache.hbm_books import mixed, sets_of
-from tierstore.hbm.grouping import Grouping, group
+from tierstore.hbm import grouping, grouping_triton, grouping_twin
+from tierstore.hbm.batch import Groups
 from tierstore.rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
+TILE = grouping_twin.TILE
+HAS_CUDA = torch.cuda.is_available()
+KERNELS = [grouping_twin]
+if HAS_CUDA or os.environ.get("TRITON_INTERPRET") == "1":
+    KERNELS.append(grouping_triton)
 
 
-def set_of(key: int, num_sets: int) -> int:
+@pytest.fixture(scope="module", params=KERNELS, ids=lambda module: module.__name__.rsplit("_")[-1])
+def device(request: Any) -> Iterator[str]:
+    """The device, with one of the two modules of kernels installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        module: ModuleType = request.param
+        patch.setattr(grouping, "_kernels_for", lambda _: module)
+        yield "cuda" if HAS_CUDA else "cpu"
+
+
+def mix_of(key: int) -> int:
     """In Python's integers, apart from the code."""
-    mix = key
+    mix = key & MASK
     mix = ((mix ^ mix >> 30) * 0xBF58476D1CE4E5B9) & MASK
-    mix = ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK
-    return (mix >> 32) * num_sets >> 32
+    return ((mix ^ mix >> 27) * 0x94D049BB133111EB) & MASK
 
 
-def check(keys: list[int], num_sets: int) -> Grouping:
-    made = group(torch.tensor(keys), num_sets)
-    distinct = made.keys.tolist()
-    assert sorted(distinct) == sorted(set(keys))
-    assert made.groups.num_unique == len(distinct)
-    assert made.sets.tolist() == [set_of(key, num_sets) for key in distinct] == sorted(made.sets.tolist())
+def check_groups(values: list[int], distinct: Tensor, groups: Groups, expected: list[int]) -> None:
+    """``expected`` are the distinct values, in order."""
+    positions: dict[int, list[int]] = {}
+    for position, value in enumerate(values):
+        positions.setdefault(value, []).append(position)
+    assert groups.num_unique.tolist() == [len(expected)]
+    assert distinct[: len(expected)].tolist() == expected
+    assert len(distinct) == len(values)
+    order, starts = groups.order.tolist(), groups.starts[: len(expected) + 1].tolist()
+    assert len(groups.starts) == len(values) + 1
+    assert (starts[0], starts[-1]) == (0, len(values))
+    for number, value in enumerate(expected):
+        assert order[starts[number] : starts[number + 1]] == positions[value]
+    dtypes = [each.dtype for each in (groups.order, groups.starts, groups.num_unique)]
+    assert dtypes == [torch.int64, torch.int32, torch.int32]
+
+
+def check_keys(keys: list[int], device: str) -> None:
+    made = grouping.group_keys(torch.tensor(keys, device=device))
+    expected = sorted(set(keys), key=mix_of)
+    check_groups(keys, made.keys, made.groups, expected)
     assert made.keys[made.inverse.long()].tolist() == keys
-    order, starts = made.groups.order.tolist(), made.groups.starts.tolist()
-    assert (starts[0], starts[-1]) == (0, len(keys))
-    for number, key in enumerate(distinct):
-        positions = order[starts[number] : starts[number + 1]]
-        assert positions == [position for position, other in enumerate(keys) if other == key]
-    dtypes = [tensor.dtype for tensor in (made.keys, made.sets, made.inverse, made.groups.order, made.groups.starts)]
-    assert dtypes == [torch.int64, torch.int32, torch.int32, torch.int32, torch.int64]
-    return made
+    assert (made.keys.dtype, made.inverse.dtype) == (torch.int64, torch.int32)
 
 
-rows = st.one_of(st.integers(0, 30), st.integers(0, LAST_KEY), st.sampled_from([0, MAX_ROWS - 1, MAX_ROWS, LAST_KEY]))
+def check_slots(slots: list[int], device: str) -> None:
+    distinct, groups = grouping.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
+    check_groups(slots, distinct, groups, sorted(set(slots)))
+    assert distinct.dtype == torch.int32
 
 
-@given(keys=st.lists(rows, min_size=1, max_size=120), num_sets=st.sampled_from([1, 2, 3, 1000, 2**26, 2**31 - 1]))
-def test_any_keys(keys: list[int], num_sets: int) -> None:
-    check(keys, num_sets)
+keys = st.one_of(
+    st.integers(0, 30), st.integers(0, LAST_KEY), st.sampled_from([0, MAX_ROWS - 1, MAX_ROWS, LAST_KEY, 2**63 - 1])
+)
 
 
-@pytest.mark.parametrize("keys", [[7], [7] * 300, list(range(300)), list(range(299, -1, -1))])
-def test_one_key_and_many(keys: list[int]) -> None:
-    check(keys, 7)
+@given(some=st.lists(keys, min_size=1, max_size=120))
+def test_any_keys(device: str, some: list[int]) -> None:
+    check_keys(some, device)
 
 
-def test_a_hot_row_among_many() -> None:
-    random = np.random.default_rng(0)
-    check(np.where(random.random(2000) < 0.5, 5, random.integers(0, 500, 2000)).tolist(), 12)
+@given(some=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**31 - 1)), min_size=1, max_size=120))
+def test_any_slots(device: str, some: list[int]) -> None:
+    check_slots(some, device)
+
+
+@given(
+    edges=st.lists(st.integers(-2, 2), min_size=1, max_size=3),
+    inner=st.lists(st.integers(1, TILE - 1), max_size=3),
+    last=st.integers(1, 3),
+)
+def test_groups_that_begin_about_the_edges_of_tiles(device: str, edges: list[int], inner: list[int], last: int) -> None:
+    """Sorted already; groups begin at, before and behind each edge, and some in between."""
+    cuts = {(number + 1) * TILE + offset for number, offset in enumerate(edges)}
+    cuts |= {(number % len(edges)) * TILE + offset for number, offset in enumerate(inner)}
+    count = max(cuts) + last
+    check_slots(np.searchsorted(sorted(cuts), np.arange(count), side="right").tolist(), device)
+
+
+@pytest.mark.parametrize("count", [1, 2, TILE - 1, TILE, TILE + 1, 3 * TILE + 1])
+@pytest.mark.parametrize("kind", ["one", "all", "hot"])
+def test_one_value_all_distinct_and_a_hot_one(device: str, count: int, kind: str) -> None:
+    random = np.random.default_rng(count)
+    values = random.permutation(count) if kind == "all" else np.full(count, 7)
+    if kind == "hot":
+        values = np.where(random.random(count) < 0.5, 5, random.integers(0, 500, count))
+    check_keys(values.tolist(), device)
+    check_slots(values.tolist(), device)
+
+
+def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str) -> None:
+    slots = torch.arange(TILE * TILE + TILE + 1, dtype=torch.int32, device=device) // 700
+    distinct, groups = grouping.group_slots(slots)
+    count = int(groups.num_unique)
+    assert torch.equal(distinct[:count], torch.arange(count, dtype=torch.int32, device=device))
+    assert torch.equal(groups.starts[:count], distinct[:count] * 700)
 
 
 def test_mixing_loses_no_key_and_spreads_neighbours_over_sets() -> None:
     """Neighbouring rows of neighbouring tables, as the hottest rows of many tables are."""
     keys = torch.cat([torch.arange(2000) | table << KEY_ROW_BITS for table in range(26)])
     mix = mixed(keys)
-    assert len(mix.unique()) == len(keys)
+    assert len(set(mix.tolist())) == len(keys)
     ordered = mix.sort().values
     assert torch.equal(sets_of(ordered, 999), sets_of(ordered, 999).sort().values)
     filled = torch.bincount(sets_of(mix, 1625), minlength=1625)

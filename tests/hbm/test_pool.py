@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.hbm.counting import counting
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.cache.flags import RESIDENT
@@ -22,6 +23,7 @@ from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
+from tierstore.hbm.sending import Sender
 from tierstore.hbm.staging import Staging
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
@@ -79,7 +81,7 @@ def below(cold: TroubledTier) -> Below:
 
 def make(below: Any, policy: Any = "lru") -> HbmPool:
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    return HbmPool(below, size, Lane(), torch.device("cpu"), policy)
+    return HbmPool(below, size, Sender(Lane(), torch.device("cpu")), policy)
 
 
 @pytest.fixture
@@ -461,9 +463,44 @@ def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) ->
 def test_staging_takes_as_much_as_it_says(hot: HbmPool) -> None:
     layout = CONFIG.layout(4096)
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    assert hot.host_bytes == hbm_pool.host_bytes_of(layout, size)
+    assert hot.host_bytes == size.host_bytes(layout)
     assert isinstance(hot._staging, Staging)
     assert hot._staging.host_bytes == 3 * STAGED * layout.row_bytes
+
+
+# What a GPU would be given, and where the host would wait for it
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    hot = make(below, policy)
+    read(hot, range(20))
+    resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
+
+    def step(keys: torch.Tensor) -> None:
+        lease = hot.acquire(hot.group(keys), len(keys))
+        assert lease is not None
+        lease.release(changed=True)
+        count.catch_up()
+
+    with counting(monkeypatch) as count:
+        step(resident)
+        count.clear()
+        step(resident)
+        step(resident)
+        estimating = ["sketch_estimate", "sketch_count"] if policy == "lfu" else []
+        expected = ["mix_keys", "sort", "count_starts", "place_starts", "edit_flags", "plan", "copy_", "commit"]
+        assert sorted(count.launches) == sorted((expected + estimating) * 2)
+        assert count.waits == ["synchronize"] * 2
+        count.clear()
+        step(new)
+        assert count.waits == ["synchronize"] * 2
+        count.clear()
+        step(torch.arange(30, 40))  # over dirty victims
+        # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
+        assert hot.counters.evictions == 6
+        assert count.waits == ["synchronize"] * (1 + 2 + 1)
+    hot.check_integrity()
 
 
 # At random

@@ -31,7 +31,6 @@ from tests.hbm.stores import (
     step,
 )
 from tierstore import optim
-from tierstore.cache.flags import RESIDENT
 from tierstore.errors import BudgetError, ClosedError, TableError
 from tierstore.exchange.rows import read_rows, write_rows
 from tierstore.hbm import pool as hbm_pool
@@ -85,7 +84,7 @@ RULES: dict[str, optim.Optimizer] = {
 @pytest.mark.parametrize(
     ("rule", "dim", "dtype", "policy", "pooling"),
     [
-        ("sgd", 1, "float32", "lru", "max"), ("sgd", 3, "bfloat16", "lfu", "mean"),
+        ("sgd", 1, "float32", "lru", "max"), ("sgd", 15, "bfloat16", "lfu", "mean"),
         ("rowwise", 64, "float32", "lru", "sum"), ("rowwise", 3, "float16", "lru", "max"),
         ("adagrad", 1, "bfloat16", "tinylfu", "sum"), ("adam", 64, "float16", "lru", "mean"),
         ("adam", 5, "float32", "reference-lfu", "max"),
@@ -100,8 +99,7 @@ def test_whatever_is_asked_of_it(tmp_path: Path, rule: str, dim: int, dtype: Any
     assert min(stats.evictions, stats.split_batches, stats.conflict_misses) > 0
     large, stats = everything(tmp_path / "large", table, hbm=2**22)
     assert large == expected
-    assert stats.split_batches == 0
-    assert stats.evictions <= stats.misses - ROWS + stats.conflict_misses < ROWS / 8  # a set or two are crowded
+    assert (stats.capacity_rows, stats.misses, stats.evictions, stats.split_batches) == (ROWS, 0, 0, 0)
 
 
 def test_optimizer_state_survives_going_down_and_up(tmp_path: Path) -> None:
@@ -190,7 +188,7 @@ def test_a_torch_device_is_a_device(store_dir: Path) -> None:
     with tierstore.open(store_dir, device=torch.device("cpu"), hbm="1MiB", ddr="1MiB") as store:  # type: ignore[arg-type]
         store.create_table(simple())
         assert store.device == store["t"].read(ALL).device == torch.device("cpu")
-        assert len(hot(store).cache.slots_with(RESIDENT)) + len(hot(store).overflow.resident_slots()) == ROWS
+        assert hot(store).capacity_rows == ROWS
 
 
 # Batches under way
@@ -259,7 +257,7 @@ def test_tickets_are_forgotten_with_their_pins(store_dir: Path) -> None:
 
 
 def test_prefetched_rows_are_hits_in_forward_and_not_looked_up_again(store_dir: Path) -> None:
-    with open_store(store_dir, hbm=2**20) as store:
+    with open_store(store_dir) as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         ids = ALL[:40].repeat(2).reshape(-1, 4)
         bag.prepare(ids)
@@ -296,7 +294,7 @@ def ones() -> Any:
 def test_backward_over_a_pool_made_anew(tmp_path: Path, mode: Any) -> None:
     """A large batch keeps no rows pinned; a table made before its backward brings another pool, with fewer sets."""
     ended = []
-    for hbm in (0, 14 * 2**10):
+    for hbm in (0, 10 * 2**10):
         with open_store(tmp_path / str(hbm), config(pooling=mode), hbm=hbm) as store:
             ids, offsets = jagged(np.random.default_rng(0), 60, 16)
             bag = tierstore.TieredEmbeddingBag(store["t"], include_last_offset=True)

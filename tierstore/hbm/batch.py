@@ -12,9 +12,10 @@ class Bags(NamedTuple):
     """Bags of positions, feature-major: bag ``k`` is feature ``k // batch`` of sample ``k % batch``.
 
     Attributes:
-        bag_starts: int64 [K + 1]; bag ``k`` holds the positions ``[bag_starts[k], bag_starts[k + 1])``.
-        bag_of: int32 [N], the bag of each position.
-        columns: int32 [F], where each feature's result begins in the output's columns.
+        bag_starts: int32 [K + 1]; bag ``k`` holds the positions ``[bag_starts[k], bag_starts[k + 1])``.
+        bag_of: int32 [N], the bag of each position; ``number_bags`` of the kernels makes it.
+        columns: int32 or int64 [F], where each feature's result begins in the output's columns.
+        table_of: int32 [F], which row of ``hyper`` and ``code_of`` rules the rows of each feature.
         batch: B.
         scale: float32 [N], per-sample weights, or None.
         column_step: a power of two that divides every one of ``columns``. It changes no result: with 4, a GPU reads
@@ -24,20 +25,22 @@ class Bags(NamedTuple):
     bag_starts: Tensor
     bag_of: Tensor
     columns: Tensor
+    table_of: Tensor
     batch: int
     scale: Tensor | None = None
     column_step: int = 1
 
 
 class Groups(NamedTuple):
-    """Positions grouped by unique row, each group in id-list order.
+    """Positions grouped by unique row, each group in id-list order. The host does not know U.
 
     Attributes:
-        order: int32 [N], positions.
-        starts: int64 [U + 1]; the positions of unique row ``u`` are ``order[starts[u]:starts[u + 1]]``.
-        num_unique: U.
+        order: int64 [N], positions.
+        starts: int32 [N + 1]; the positions of unique row ``u < U`` are ``order[starts[u]:starts[u + 1]]``;
+            ``starts[U]`` is N, what follows is undefined.
+        num_unique: int32 [1], U.
     """
 
     order: Tensor
     starts: Tensor
-    num_unique: int
+    num_unique: Tensor

@@ -1,20 +1,24 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
-from collections.abc import Iterable, Mapping
-from typing import Final, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol, get_args
 
 import torch
 
 from ..cache.hbm import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
+from ..kernels import MODES
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
+from .base import DeviceRows
+from .full import FullRows, FullSize
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
+from .sending import Sender
 
 POLICIES: Final[dict[str, PolicyName]] = {
     "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
@@ -22,23 +26,49 @@ POLICIES: Final[dict[str, PolicyName]] = {
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
+class HbmTable(Protocol):
+    """A table whose rows go to device memory."""
+
+    config: TableConfig
+    index: int
+    layout: RowLayout
+    rows: range
+
+
 def add_hbm(
-    pools: Iterable[Pool], sizes: Mapping[RowLayout, HbmSize], *, device: torch.device, policy: str, given: object
+    pools: Iterable[Pool],
+    sizes: Mapping[RowLayout, HbmSize | FullSize],
+    tables: Sequence[HbmTable],
+    *,
+    device: torch.device,
+    policy: str,
+    readonly: bool,
+    given: object,
 ) -> None:
     """Give each pool its part of device memory.
 
     Args:
+        tables: all of the store.
         policy: of the store; the device's nearest is used (``POLICIES``).
         given: the budget as its owner wrote it, for messages.
 
     Raises:
         BudgetError: the device has less memory free.
     """
-    lane = open_lane(device)
+    sender = Sender(open_lane(device), device)
     own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
-            pool.hot = HbmPool(pool, sizes[pool.layout], lane, device, own)
+            size, its_tables = sizes[pool.layout], [table for table in tables if table.layout == pool.layout]
+            rows: DeviceRows
+            if isinstance(size, FullSize):
+                ranges = {table.index: table.rows for table in its_tables}
+                rows = FullRows(pool, ranges, size, sender, readonly=readonly)
+            else:
+                rows = HbmPool(pool, size, sender, own)
+            configs = [table.config for table in its_tables]
+            rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
+            pool.hot = rows
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(
@@ -71,11 +101,11 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
-    hot = [pool.hot for pool in pools if isinstance(pool.hot, HbmPool)]
-    return of_counters([pool.counters for pool in hot])._replace(
-        capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
-        bytes=sum(pool.size_bytes for pool in hot),
-        seconds=sum(pool.fill_seconds for pool in hot),
-        split_batches=sum(pool.split_batches for pool in hot),
-        conflict_misses=sum(pool.conflict_misses for pool in hot),
+    hot = [pool.hot for pool in pools if isinstance(pool.hot, DeviceRows)]
+    return of_counters([rows.counters for rows in hot])._replace(
+        capacity_rows=sum(rows.capacity_rows for rows in hot),
+        bytes=sum(rows.size_bytes for rows in hot),
+        seconds=sum(rows.fill_seconds for rows in hot),
+        split_batches=sum(rows.split_batches for rows in hot),
+        conflict_misses=sum(rows.conflict_misses for rows in hot),
     )

@@ -1,15 +1,15 @@
-"""Equal ids brought together on the device: one stable sort of a batch's mixed keys.
+"""Equal ids brought together on the device: one stable sort of a batch, and two kernels that find where groups begin.
 
-It gives the distinct keys, in order of their cache sets; the positions of each, in id-list order; and so both what a
-cache is asked for and what backward merges.
+The host never learns how many distinct ids there are: results have room for N, of which the first U are valid.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.hbm_books import mixed, sets_of
+from . import grouping_twin
 from .batch import Groups
 
 
@@ -17,26 +17,42 @@ class Grouping(NamedTuple):
     """A batch of N keys, U distinct.
 
     Attributes:
-        keys: int64 [U], distinct, by set.
-        sets: int32 [U], ascending: the cache set of each.
+        keys: int64 [N]; the first U are the distinct keys, in order of their cache sets.
         inverse: int32 [N], which of the distinct keys each position has.
         groups: the positions of each distinct key.
     """
 
     keys: Tensor
-    sets: Tensor
     inverse: Tensor
     groups: Groups
 
 
-def group(keys: Tensor, num_sets: int) -> Grouping:
-    """Group int64 [N], N > 0. Waits for the device once, for U."""
-    ordered, order = torch.sort(mixed(keys), stable=True)
-    begins = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
-    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
-    starts = torch.nonzero(begins).flatten()
-    inverse = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    inverse[order] = torch.cumsum(begins, 0, dtype=torch.int32) - 1
-    ends = torch.full((1,), len(keys), dtype=torch.int64, device=keys.device)
-    groups = Groups(order.to(torch.int32), torch.cat([starts, ends]), len(starts))
-    return Grouping(keys[order[starts]], sets_of(ordered[starts], num_sets), inverse, groups)
+def group_keys(keys: Tensor) -> Grouping:
+    """Group int64 [N] by key, N > 0. Keys are sorted by ``cache.hbm_books.mixed``, so keys of a set are neighbours."""
+    kernels = _kernels_for(keys.device)
+    ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
+    distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, kernels.count_starts(ordered), keys)
+    return Grouping(distinct, inverse, Groups(order, starts, num_unique))
+
+
+def group_slots(slots: Tensor) -> tuple[Tensor, Groups]:
+    """Group int32 [N] by slot, N > 0: int32 [N], whose first U are the distinct slots, ascending; and the groups."""
+    kernels = _kernels_for(slots.device)
+    ordered, order = torch.sort(slots, stable=True)
+    distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, kernels.count_starts(ordered), None)
+    return distinct, Groups(order, starts, num_unique)
+
+
+def warm_up(device: torch.device) -> None:
+    """Have the kernels compiled."""
+    group_keys(torch.zeros(1, dtype=torch.int64, device=device))
+    group_slots(torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def _kernels_for(device: torch.device) -> ModuleType:
+    """The module with the steps' kernels."""
+    if device.type != "cuda":
+        return grouping_twin
+    from . import grouping_triton
+
+    return grouping_triton

@@ -18,21 +18,21 @@ class HbmLease:
     """The rows of a batch, pinned in their slots until ``release``.
 
     Attributes:
-        slots: int32 [U], rows of the arenas, in order of the keys asked for.
-        cached: int32 [n], those of them in the cache.
-        overflow: numpy int32 [n], overflow slots of the others.
+        slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
+        num_rows: U.
+        overflow: numpy int32 [n], which overflow slots are among them.
         ready: when the rows are in place.
         held: whether it outlives the call that took it.
         last_use: when the work that uses the rows is done.
         changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("_pool", "cached", "changed", "held", "last_use", "overflow", "ready", "slots")
+    __slots__ = ("_pool", "changed", "held", "last_use", "num_rows", "overflow", "ready", "slots")
 
-    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Int32s, ready: Mark) -> None:
+    def __init__(self, pool: "HbmPool", slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark) -> None:
         self._pool: HbmPool | None = pool
         self.slots = slots
-        self.cached = cached
+        self.num_rows = num_rows
         self.overflow = overflow
         self.ready = ready
         self.held = False
@@ -51,12 +51,13 @@ class HbmLease:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """What the calling thread's current stream is given within uses the rows."""
-        self.use()
-        try:
-            yield
-        finally:
-            self.used()
+        """See ``DeviceLease``."""
+        with contextlib.nullcontext() if self._pool is None else self._pool.rows_lock:
+            self.use()
+            try:
+                yield
+            finally:
+                self.used()
 
     def release(self, *, changed: bool = False) -> None:
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
@@ -70,7 +71,7 @@ class HbmLease:
         self.release()
 
 
-class Part(NamedTuple):
+class LeasedPart(NamedTuple):
     """Positions, or distinct keys, ``[first, last)`` of a batch, whose rows are pinned."""
 
     first: int

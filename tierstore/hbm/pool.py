@@ -5,17 +5,19 @@ cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow
 arenas: there any row may lie anywhere, and which one does is kept on the host, in a cache without rows. So does, by
 policy "lfu", a row that is asked for less often than the one it would drive out, while there is room.
 
-Bringing rows in: the batch's distinct keys are looked up on the device, dirty rows that must leave are copied down,
-the missing rows' keys go to the host, and the pool below fills page-locked buffers that are copied into the slots.
-All of it on the side stream; forward waits, on its stream, for the mark of the lease.
+Bringing rows in: the device looks up the batch's distinct keys and pins their slots, and the host waits for a summary,
+some bytes. If every row is there, that is all. Else the missing rows' keys go to the host, and the pool below fills
+page-locked buffers that are copied into the slots. If dirty rows must leave, or rows need overflow slots, the device
+has pinned nothing yet, and does so when the host has seen to that. All of it on the side stream; forward waits, on its
+stream, for the mark of the lease.
 
 A lease pins its slots. ``release`` only notes it, together with a mark of the stream that used the rows: the slots
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
 and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
 
-Locks: ``fill_lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
+Locks: ``lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
 ``rows_lock``, after it, keeps threads from reading a row while another changes it where no stream orders them: on the
-CPU. It is held over work on rows in place.
+CPU. It is held while rows are in use.
 """
 
 import contextlib
@@ -24,7 +26,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,28 +33,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache import Admission, CacheCounters
+from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import Plan, Status
+from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
-from ..errors import BudgetError, ClosedError, TableError
+from ..errors import BudgetError, TableError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from . import rows_twin
-from .grouping import Grouping, group
-from .lanes import Lane, Mark
-from .lease import HbmLease, Part
-from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
+from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
+from .batch import Groups
+from .grouping import Grouping, group_keys, warm_up
+from .lanes import Mark
+from .lease import HbmLease, LeasedPart
+from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
+from .sending import Sender
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
-_ALIGNMENT_BYTES: Final = 16
-_ENTERING: Final = (Status.FREE_SLOT, Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)
 
 
 class HbmSize(NamedTuple):
@@ -64,42 +65,54 @@ class HbmSize(NamedTuple):
     staging_rows: int
     """Of each buffer."""
 
+    def host_bytes(self, layout: RowLayout) -> int:
+        """Host memory that such a pool takes: staging, and what says which row has which overflow slot."""
+        return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
 
-def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
-    """Host memory that a pool of this size takes: staging, and what says which row has which overflow slot."""
-    return staging_bytes(layout, size.staging_rows) + overflow_bytes(size.overflow_rows)
+
+class _Grouped(NamedTuple):
+    """Of a batch."""
+
+    grouping: Grouping
+    made: Mark
 
 
-class _Planned(NamedTuple):
-    """How the rows of a batch are to be admitted."""
+class _Begun(NamedTuple):
+    """A batch whose plan the device has, and carries out if that needs no help."""
 
     plan: Plan
-    statuses: NDArray[np.int8]
-    """Numpy int8 [U]."""
-    outside: Int64s
-    """Numpy int64 [n]: which of the keys take an overflow slot."""
-    admission: Admission
-    """Of those."""
+    lying: Tensor | None
+    """int32 [N]: the overflow slot of each key, or -1; None if no row has one."""
+    seen: Mark
+    """When the host may read the plan's summary."""
 
 
-class HbmPool:
+class _Misses(NamedTuple):
+    """The keys of a batch that are no hits, by status, and of each status in order of their sets."""
+
+    places: Tensor
+    """int64 [n], on the device: their places in the plan."""
+    slots: Tensor
+    """int32 [n], on the device: their slots by the plan."""
+    keys: Int64s
+    own: Int32s
+    """Overflow slots of the first of them, those with status TAKEN."""
+
+
+class HbmPool(DeviceRows):
     """See the module's docstring.
 
     Attributes:
-        weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
         counters: of the cache, in the terms of a ``RowCache``.
-        split_batches: batches whose rows did not fit at once.
-        conflict_misses: rows that took an overflow slot.
-        fill_seconds: time spent bringing rows in and writing them down.
     """
 
-    def __init__(self, below: Pool, size: HbmSize, lane: Lane, device: torch.device, policy: PolicyName) -> None:
-        layout = below.layout
-        self.lane = lane
-        self.device = device
-        self.layout = layout
-        self.kernels = _kernels_for(device)
-        self._below = below.transfers
+    dirty = None
+    row_dtype = torch.int64
+
+    def __init__(self, below: Pool, size: HbmSize, sender: Sender, policy: PolicyName) -> None:
+        super().__init__(below, sender)
+        lane, device = self.lane, self.device
+        layout = self.layout
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
@@ -111,43 +124,90 @@ class HbmPool:
                 extra_rows=size.overflow_rows,
             )
             self.overflow = Overflow(size.overflow_rows, device)
-            self._sketch = FrequencySketch(size.cached_rows, device) if policy == "lfu" else None
+            kernels = self.cache.kernels
+            self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None
             self.weights = self.cache.weights.view(layout.torch_dtype)
             self.state = self.cache.state.view(torch.float32)
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
-        self.fill_lock = threading.RLock()
+            self._summary = self._host_buffer((SUMMARY_ROWS, len(Status)), torch.int32)
+            self._warm_up()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmLease] = deque()
-        self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
-        self.counters = CacheCounters(0, 0, 0, 0)
-        self.split_batches = self.conflict_misses = 0
-        self.fill_seconds = 0.0
         self._held_lock = threading.Lock()
         self._held_rows = self._held_overflow = 0
         self._last_rows = self._last_overflow = 0
         self._num_leased = 0
-        self._closed = False
+
+    def _warm_up(self) -> None:
+        """Have the kernels compiled, so that the first batch does not wait for that."""
+        warm_up(self.device)
+        self.cache.warm_up()
+        if self._sketch is not None:
+            self._sketch.warm_up()
+
+    # Batches
+
+    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
+        positions.write(None, out)
+
+    def _grouped(self, batch: DeviceBatch) -> _Grouped:
+        if batch.grouping is None:
+            with self.lane.side():
+                self.lane.follow(batch.ready)
+                batch.grouping = _Grouped(group_keys(batch.rows), self.lane.mark())
+        made: _Grouped = batch.grouping
+        return made
+
+    def stage(self, batch: DeviceBatch) -> HbmLease | None:
+        """See ``DeviceRows``."""
+        lease = self.acquire(self._grouped(batch).grouping, len(batch))
+        if lease is not None and not self.hold(lease):
+            lease.release()
+            return None
+        return lease
+
+    def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
+        """See ``DeviceRows``."""
+        grouping = self._grouped(batch).grouping
+        leased = self._parts(batch.rows, grouping) if lease is None else [LeasedPart(0, len(batch), grouping, lease)]
+        for first, last, own, pinned in leased:
+            yield Part(first, last, pinned.slots, own.inverse, pinned)
+
+    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
+        """See ``DeviceRows``."""
+        leased = self._row_parts(self._grouped(batch).grouping) if lease is None else [(0, lease)]
+        for first, pinned in leased:
+            yield RowPart(first, pinned.slots, pinned)
+
+    def groups(self, batch: DeviceBatch) -> Groups:
+        """See ``DeviceRows``."""
+        grouping, made = self._grouped(batch)
+        self.lane.follow(made)
+        return grouping.groups
+
+    def keys(self, batch: DeviceBatch) -> Tensor:
+        """See ``DeviceRows``."""
+        groups = self.groups(batch)
+        return self._grouped(batch).grouping.keys[: int(groups.num_unique)]
 
     # Leases
 
-    def parts(self, keys: Tensor, grouping: Grouping | None = None) -> Iterator[Part]:
+    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[LeasedPart]:
         """Leases that together cover ``keys`` (int64 [N], on the device) in order; one if the rows fit.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
 
         Args:
-            grouping: that of all keys, if it is known.
+            grouping: that of all keys.
 
         Raises:
             BudgetError: every slot stayed pinned by others for a minute.
         """
 
-        def acquire(first: int, last: int) -> Part | None:
-            whole = grouping is not None and last - first == len(keys)
-            own = grouping if whole else self.group(keys[first:last])
-            assert own is not None
+        def acquire(first: int, last: int) -> LeasedPart | None:
+            own = grouping if last - first == len(keys) else self.group(keys[first:last])
             lease = self.acquire(own, last - first)
-            return None if lease is None else Part(first, last, own, lease)
+            return None if lease is None else LeasedPart(first, last, own, lease)
 
         for part in self._in_parts(len(keys), acquire):
             try:
@@ -157,17 +217,25 @@ class HbmPool:
                     part.lease.release()
                     self.retain(part.grouping)
 
-    def unique_parts(self, grouping: Grouping) -> Iterator[Part]:
-        """Leases of ranges of the distinct keys of a batch; the caller releases each before it asks for the next."""
+    def _row_parts(self, grouping: Grouping) -> Iterator[tuple[int, HbmLease]]:
+        """Leases of the distinct keys of a batch from some number on; of all of them, if they fit."""
+        keys, num_unique = grouping.keys, grouping.groups.num_unique
 
-        def acquire(first: int, last: int) -> Part | None:
-            own = grouping._replace(keys=grouping.keys[first:last], sets=grouping.sets[first:last])
+        def acquire(first: int, last: int) -> LeasedPart | None:
+            own = grouping
+            if last - first < len(keys):
+                with self.lane.side():
+                    count = (num_unique - first).clamp(0, last - first)
+                own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
             lease = self.acquire(own, 0)
-            return None if lease is None else Part(first, last, own, lease)
+            return None if lease is None else LeasedPart(first, last, own, lease)
 
-        yield from self._in_parts(grouping.groups.num_unique, acquire)
+        for first, last, _, lease in self._in_parts(len(keys), acquire):
+            yield first, lease
+            if lease.num_rows < last - first:
+                return
 
-    def _in_parts(self, count: int, acquire: Callable[[int, int], Part | None]) -> Iterator[Part]:
+    def _in_parts(self, count: int, acquire: Callable[[int, int], LeasedPart | None]) -> Iterator[LeasedPart]:
         """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
         first, size = 0, count
         deadline = time.monotonic() + PIN_WAIT_SECONDS
@@ -192,35 +260,30 @@ class HbmPool:
     def group(self, keys: Tensor) -> Grouping:
         """Group keys; see ``grouping``."""
         with self.lane.side():
-            return group(keys, self.cache.num_sets)
+            return group_keys(keys)
 
-    def hold(self, lease: HbmLease) -> bool:
-        """Let a lease outlive its call, if held pins leave room for others; else False."""
+    def hold(self, lease: Any) -> bool:
+        """See ``DeviceRows``."""
         with self._held_lock:
-            self._last_rows, self._last_overflow = len(lease.slots), len(lease.overflow)
+            self._last_rows, self._last_overflow = lease.num_rows, len(lease.overflow)
             if self._can_hold_one_more:
                 self._held_rows += self._last_rows
                 self._held_overflow += self._last_overflow
                 lease.held = True
-            return lease.held
+            return bool(lease.held)
 
     @property
     def has_room(self) -> bool:
-        """See ``Pool.has_room``."""
+        """See ``DeviceRows``."""
         with self._held_lock:
             return self._can_hold_one_more
 
     @property
     def _can_hold_one_more(self) -> bool:
         return (
-            self._held_rows + self._last_rows <= (self.cache.capacity + self.overflow.capacity) * HELD_SHARE
+            self._held_rows + self._last_rows <= self.capacity_rows * HELD_SHARE
             and self._held_overflow + self._last_overflow <= self.overflow.capacity - self._least_part
         )
-
-    def retain(self, *objects: Any) -> None:
-        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
-        if objects:
-            self._retained.append((self.lane.mark(), objects))
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         """Pin the rows of these keys, all of them; None if they need more overflow slots than there are.
@@ -228,20 +291,18 @@ class HbmPool:
         Args:
             lookups: positions that the keys stand for, for the statistics.
         """
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
-            sketch = self._sketch
-            counters = None if sketch is None else sketch.places(grouping.keys)
-            counts = None if sketch is None or counters is None else sketch.estimate(counters)
+            counts = None if self._sketch is None else self._sketch.estimate(grouping.keys, grouping.groups.num_unique)
             lease = self._admit(grouping, lookups, counts)
             if lease is None and self.released:
                 self._reclaim(wait=True)
                 lease = self._admit(grouping, lookups, counts)
-            if lease is not None and lookups and sketch is not None and counters is not None:
-                sketch.count(counters)
-                if sketch.age():
+            if lease is not None and lookups and self._sketch is not None:
+                self._sketch.count(grouping.keys, grouping.groups.num_unique, lease.num_rows)
+                if self._sketch.age():
                     self.cache.age()
             self.fill_seconds += time.perf_counter() - started
             return lease
@@ -257,7 +318,7 @@ class HbmPool:
     def _reclaim(self, *, wait: bool) -> None:
         """Unpin what was released and is no longer used; with ``wait``, all that was released.
 
-        The caller holds ``fill_lock``; the side stream waits where ``wait`` says so, this thread does not.
+        The caller holds ``lock``; the side stream waits where ``wait`` says so, this thread does not.
         """
         for _ in range(len(self.released)):
             lease = self.released.popleft()
@@ -271,103 +332,121 @@ class HbmPool:
                 # It still is to be done: what changed must go down some day.
                 self.released.appendleft(lease)
                 raise
-        while self._retained and self._retained[0][0].query():
-            self._retained.popleft()
+
+    def _follow_users(self) -> None:
+        self._reclaim(wait=True)
+        for mark, _ in list(self._retained):
+            self.lane.follow(mark)
 
     def _unpin(self, lease: HbmLease) -> None:
         # First what may fail, for want of memory on the device; it then did nothing.
-        self.cache.release(lease.cached, changed=lease.changed)
+        self.cache.release(lease.slots, changed=lease.changed)
         if lease.changed:
             self.overflow.mark_dirty(lease.overflow)
         self.overflow.unpin(lease.overflow)
         self._num_leased -= 1
         if lease.held:
             with self._held_lock:
-                self._held_rows -= len(lease.slots)
+                self._held_rows -= lease.num_rows
                 self._held_overflow -= len(lease.overflow)
 
-    # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
+    # Bringing rows in; the caller holds ``lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
-        lying = self.overflow.locate(grouping.keys)
-        with contextlib.ExitStack() as undo:
-            own = _NO_SLOTS if lying is None else present(lying)
-            undo.callback(self.overflow.unpin, own)
-            planned = self._plan(grouping, lying, counts)
-            if planned is None and counts is not None:
-                planned = self._plan(grouping, lying, None)
-            if planned is None:
-                return None
-            undo.callback(self.overflow.drop, planned.admission)
-            lease = self._load(grouping, planned, lying, own, undo)
-            undo.pop_all()
-        self._num_leased += 1
-        self.overflow.touch(own)
-        self._count(lookups, planned.statuses)
+        lease = self._finish(self._begin(grouping, counts), lookups)
+        if lease is None and counts is not None:
+            lease = self._finish(self._begin(grouping, None), lookups)
         return lease
 
-    def _plan(self, grouping: Grouping, lying: Tensor | None, counts: Tensor | None) -> "_Planned | None":
-        """A plan whose victims are clean, and overflow slots for whoever gets no slot by it; None if there are too
-        few."""
-        keys = grouping.keys
+    def _begin(self, grouping: Grouping, counts: Tensor | None) -> _Begun:
+        """Launch all that a batch needs whose rows are there, or enter over clean ones. Waits for nothing."""
+        lying = self.overflow.locate(grouping.keys)
         taken = None if lying is None else lying >= 0
-        plan = self.cache.plan(keys, grouping.sets, taken=taken, counts=counts)
-        statuses = plan.statuses.cpu().numpy()
-        self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
-        outside = np.flatnonzero(statuses >= Status.CONFLICT)
-        admission = self.overflow.enter(self._to_host(keys, outside), self._write_down_overflow)
-        return None if admission is None else _Planned(plan, statuses, outside, admission)
+        plan = self.cache.plan(grouping.keys, grouping.groups.num_unique, taken=taken, counts=counts)
+        self._summary.copy_(plan.summary, non_blocking=True)
+        seen = self.lane.mark()
+        self.cache.commit(plan)
+        return _Begun(plan, lying, seen)
 
-    def _load(
-        self, grouping: Grouping, planned: "_Planned", lying: Tensor | None, own: Int32s, undo: contextlib.ExitStack
-    ) -> HbmLease:
-        """Carry out the plan and copy the missing rows in.
+    def _finish(self, begun: _Begun, lookups: int) -> HbmLease | None:
+        """Bring in what is missing; None, and nothing is pinned, if there are too few overflow slots."""
+        begun.seen.synchronize()
+        seen: list[int] = self._summary.numpy().sum(0).tolist()
+        plan, cache, overflow = begun.plan, self.cache, self.overflow
+        total = sum(seen)
+        own = extra = _NO_SLOTS
+        slots = plan.slots
+        with contextlib.ExitStack() as undo:
+            is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
+            if is_committed:
+                undo.callback(cache.drop_loading, slots)
+            if seen[Status.HIT] < total:
+                misses = self._misses(begun, seen)
+                own = misses.own
+                overflow.pin(own)
+                undo.callback(overflow.unpin, own)
+                entering = slice(len(own), total - seen[Status.HIT] - seen[Status.CONFLICT] - seen[Status.REFUSED])
+                if not is_committed:
+                    admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
+                    if admission is None:
+                        return None
+                    undo.callback(overflow.drop, admission)
+                    cache.commit(plan, forced=True)
+                    undo.callback(cache.drop_loading, slots)
+                    extra = admission.slots
+                self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
+                cache.settle(slots)
+                slots = self._with_overflow(begun, misses, extra)
+            undo.pop_all()
+        self._num_leased += 1
+        overflow.touch(own)
+        self._count(lookups, seen)
+        return HbmLease(self, slots, total, np.concatenate([extra, own]), self.lane.mark())
 
-        Args:
-            own: overflow slots that rows of the batch had before.
-            undo: told how to undo what was done, should it fail.
-        """
-        keys, cache = grouping.keys, self.cache
-        plan, statuses, outside, admission = planned
-        slots, extra = plan.slots, admission.slots
-        cached = slots if lying is None and not len(outside) else slots[slots >= 0]
-        missing = np.flatnonzero(np.isin(statuses, _ENTERING))
-        cache.commit(keys, plan)
-        undo.callback(cache.drop_loading, cached)
-        if len(missing):
-            entered = slots[torch.from_numpy(missing).to(self.device)]
-            self._staging.bring(self._to_host(keys, missing), entered, self._below.take)
-            cache.settle(entered)
-        if len(outside):
-            places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
-            slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
-            self._staging.bring(admission.keys, places, self._below.take)
-            self.overflow.filled(admission.missing_slots)
-        if lying is not None:
-            slots = torch.where(lying >= 0, lying + cache.capacity, slots)
-        return HbmLease(self, slots, cached, np.concatenate([extra, own]), self.lane.mark())
+    def _misses(self, begun: _Begun, seen: list[int]) -> _Misses:
+        """What is no hit; and the dirty victims are written down, and clean. The host waits once if there are none."""
+        plan, total = begun.plan, sum(seen)
+        taken = seen[Status.TAKEN]
+        places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : total]
+        slots = plan.slots[places]
+        first = sum(seen[Status.TAKEN : Status.DIRTY_VICTIM])
+        victims = slots[first : first + seen[Status.DIRTY_VICTIM]]
+        parts = [plan.keys[places], self.cache.keys_at(victims)]
+        if begun.lying is not None:
+            parts.append(begun.lying[places[:taken]].long())
+        sent = self._host_buffer((sum(map(len, parts)),), torch.int64)
+        sent.copy_(torch.cat(parts), non_blocking=True)
+        keys, leaving, own = np.split(sent.numpy(), [len(places), len(places) + len(victims)])
+        if len(victims):
+            self._write_down(leaving, victims)
+            self.cache.clean(victims)
+        else:
+            self.lane.mark().synchronize()
+        return _Misses(places, slots, keys, own.astype(np.int32))
 
-    def _count(self, lookups: int, statuses: NDArray[np.int8]) -> None:
-        hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
-        evictions = int(np.isin(statuses, (Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)).sum())
-        more = CacheCounters(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
+    def _with_overflow(self, begun: _Begun, misses: _Misses, extra: Int32s) -> Tensor:
+        """The plan's slots and, for keys without, their overflow slots; rows new there (``extra``) are brought in."""
+        slots, behind = begun.plan.slots, self.cache.capacity
+        if len(extra):
+            places = torch.from_numpy(extra + np.int32(behind)).to(self.device)
+            slots = slots.index_copy(0, misses.places[-len(extra) :], places)
+            self._staging.bring(misses.keys[-len(extra) :], places, self._below.take)
+            self.overflow.filled(extra)
+        if begun.lying is not None:
+            slots = torch.where(begun.plan.statuses == Status.TAKEN, begun.lying + behind, slots)
+        return slots
+
+    def _count(self, lookups: int, seen: list[int]) -> None:
+        hits = seen[Status.HIT] + seen[Status.TAKEN]
+        evictions = seen[Status.CLEAN_VICTIM] + seen[Status.DIRTY_VICTIM]
+        more = CacheCounters(lookups=lookups, hits=hits, misses=sum(seen) - hits, evictions=evictions)
         self.counters = CacheCounters(*map(operator.add, self.counters, more))
-        self.conflict_misses += int((statuses == Status.CONFLICT).sum())
+        self.conflict_misses += seen[Status.CONFLICT]
 
-    def _to_host(self, values: Tensor, index: Int64s) -> Int64s:
-        """Numpy, the chosen values."""
-        if not len(index):
-            return np.empty(0, np.int64)
-        return values[torch.from_numpy(index).to(self.device)].cpu().numpy()
+    def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
 
-    # Writing rows down; the caller holds ``fill_lock`` and is on the side stream
-
-    def _write_down_cached(self, slots: Tensor, chosen: Int64s) -> None:
-        """Copy the rows of dirty slots down; they are then clean."""
-        if len(chosen):
-            taken = slots[torch.from_numpy(chosen).to(self.device)]
-            self._write_down(self.cache.keys_at(taken).cpu().numpy(), taken)
-            self.cache.clean(taken)
+    # Writing rows down; the caller holds ``lock`` and is on the side stream
 
     def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
@@ -380,26 +459,23 @@ class HbmPool:
 
     @shielded
     def flush(self) -> None:
-        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay.
+        """See ``DeviceRows``.
 
         On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again.
         """
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
-            self._write_down_cached(slots, np.arange(len(slots)))
+            self._write_down(self.cache.keys_at(slots).cpu().numpy(), slots)
+            self.cache.clean(slots)
             dirty = self.overflow.dirty_slots()
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
 
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
-        """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
-
-        Raises:
-            TableError: rows are in use, and still after a second.
-        """
-        with self.fill_lock:
+        """See ``DeviceRows``."""
+        with self.lock:
             self._empty()
             yield
 
@@ -419,73 +495,75 @@ class HbmPool:
 
     @shielded
     def read(self, keys: Int64s) -> Tensor:
-        """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
-        sent = self.send(keys)[0]
+        """See ``DeviceRows``."""
+        sent = self._send_keys(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
-        for part in self.parts(sent):
-            with part.lease.in_use(), self.rows_lock:
-                slots = part.lease.slots[part.grouping.inverse]
-                out[part.first : part.last] = self.weights[slots][:, : self.layout.dim]
+        for first, last, grouping, lease in self._parts(sent, self.group(sent)):
+            with lease.in_use():
+                out[first:last] = self.weights[lease.slots[grouping.inverse]][:, : self.layout.dim]
         return out
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
-        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
-        sent, rows = self.send(keys)[0], rows.to(self.device)
-        for part in self.parts(sent):
-            groups = part.grouping.groups
+        """See ``DeviceRows``."""
+        sent, rows = self._send_keys(keys), rows.to(self.device)
+        for first, _, grouping, lease in self._parts(sent, self.group(sent)):
+            order, starts, _ = grouping.groups
             try:
-                with part.lease.in_use(), self.rows_lock:
-                    last = part.first + groups.order[groups.starts[1:] - 1].long()
-                    self.weights[part.lease.slots, : self.layout.dim] = rows[last]
+                with lease.in_use():
+                    last = first + order[starts[1 : lease.num_rows + 1] - 1]
+                    self.weights[lease.slots[: lease.num_rows], : self.layout.dim] = rows[last]
             finally:
-                part.lease.release(changed=True)
+                lease.release(changed=True)
 
-    def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
-        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
-        places = [slice(start, start + array.nbytes) for start, array in zip(starts.tolist(), arrays, strict=False)]
-        for place, array in zip(places, arrays, strict=True):
-            packed[place].numpy()[:] = array.view(np.uint8)
-        with self.lane.side():
-            sent = packed.to(self.device, non_blocking=True)
-        return [sent[place].view(torch.from_numpy(array).dtype) for place, array in zip(places, arrays, strict=True)]
+    def _send_keys(self, keys: Int64s) -> Tensor:
+        """On the device, for the side stream, and so for whoever uses a lease taken later."""
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            arrays[0][:] = keys
+
+        (sent,), _ = self._sender.send([(torch.int64, len(keys))], fill)
+        return sent
 
     # State
 
     @property
     def num_leased(self) -> int:
-        """Leases that are in use."""
-        with self.fill_lock, self.lane.side():
+        """See ``DeviceRows``."""
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             return self._num_leased
 
     @property
     def num_dirty(self) -> int:
-        """Rows, of those in the cache, that are newer than below."""
+        """See ``DeviceRows``; of those in the cache."""
         return len(self.cache.slots_with(DIRTY))
 
     @property
+    def capacity_rows(self) -> int:
+        """See ``DeviceRows``."""
+        return self.cache.capacity + self.overflow.capacity
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes of device memory: arenas, index, policy, staging."""
+        """See ``DeviceRows``: arenas, index, policy, staging."""
         sketch = 0 if self._sketch is None else self._sketch.size_bytes
         overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
         return self.cache.size_bytes + overflow + sketch + self._staging.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory; ``host_bytes_of`` tells them ahead."""
+        """See ``DeviceRows``; ``HbmSize.host_bytes`` tells them ahead."""
         return self._staging.host_bytes + self.overflow.size_bytes
 
     def check_integrity(self) -> None:
         """AssertionError unless cache and overflow are whole, no row lies in both, and no slot is pinned without a
         lease, or loading with nobody at it."""
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            outside = self.send(self.overflow.keys_of(self.overflow.resident_slots()))[0]
+            outside = self._send_keys(self.overflow.keys_of(self.overflow.resident_slots()))
             both = int((self.cache.locate(outside) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
@@ -494,26 +572,3 @@ class HbmPool:
                 f"{both} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
                 f"by {self._num_leased} leases"
             )
-
-    def close(self) -> None:
-        """Refuse further use, and wait until no work that was given to the device uses the rows."""
-        self._closed = True
-        with self.fill_lock, self.lane.side():
-            self._reclaim(wait=True)
-            while self._retained:
-                self.lane.follow(self._retained.popleft()[0])
-            self.lane.mark().synchronize()
-
-    def require_open(self) -> None:
-        """ClosedError after ``close``."""
-        if self._closed:
-            raise ClosedError("the store is closed")
-
-
-def _kernels_for(device: torch.device) -> ModuleType:
-    """The module with the kernels over rows."""
-    if device.type != "cuda":
-        return rows_twin
-    from . import rows_triton
-
-    return rows_triton

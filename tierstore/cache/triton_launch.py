@@ -1,0 +1,24 @@
+"""Launches of Triton kernels, one thread at a time.
+
+Triton compiles a kernel when it is first launched with new constants, and two threads must not do that at once; its
+interpreter runs one kernel at a time at all.
+"""
+
+import threading
+from typing import Any, Final
+
+import torch
+
+LAUNCH: Final = {"enable_fp_fusion": False}
+"""A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's."""
+
+_lock: Final = threading.RLock()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """``kernel[grid](*arguments, **options)`` on the current stream of its first argument's device, a tensor; returns
+    before it has run. Does nothing where the grid is empty."""
+    if 0 in grid:
+        return
+    with _lock, torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, **(LAUNCH | options))
