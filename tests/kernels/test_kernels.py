@@ -1,5 +1,6 @@
 """Kernels over rows in slots, compiled and as plain Python, against numpy."""
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import kernels, optim
-from tierstore.optim.kernels import RUN, merge_and_update, scratch
+from tierstore.optim.kernels import RUN, SUPER_RUN, merge_and_update, scratch
 
 pytestmark = pytest.mark.kernel
 NONE = np.empty(0, np.float32)
@@ -113,7 +114,7 @@ def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int
         assert np.array_equal(out[number, 1:], expected)
 
 
-def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int) -> Any:
+def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int, arg_max: Any = NO_MAX) -> Any:
     """-(gradient of each of ten rows), from an update by SGD at rate 1 of rows of zeros, in two parts."""
     dim = gradient.shape[1]
     made = grouped(bags, scale, dim=dim)
@@ -124,7 +125,7 @@ def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int) -> Any:
     for begin, end in ((0, cut), (cut, len(made.numbers))):
         newly_dirty += merge_and_update(
             0, begin, 0, end, np.zeros(1, np.int64), np.zeros(1, np.int64), made.slots, made.counts, made.starts,
-            made.sources, made.factors, made.positions, made.bags, NO_MAX, gradient.reshape(1, -1),
+            made.sources, made.factors, made.positions, made.bags, arg_max, gradient.reshape(1, -1),
             np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), dim, 0, flags, 4,
             None, None, scratch(dim),
         )  # fmt: skip
@@ -146,19 +147,45 @@ def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> 
     assert np.array_equal(merged(bags, gradient, scale, len(set(flat)) // 2), -expected)
 
 
-@pytest.mark.parametrize("dim", [3, 16, 64, 83])
-@pytest.mark.parametrize("count", [1, RUN - 1, RUN, RUN + 1, 2 * RUN, 3 * RUN + 5])
-def test_a_hot_row_is_merged_in_runs(count: int, dim: int) -> None:
+def in_order(terms: Any) -> Any:
+    """Sum over the first axis, one term after another."""
+    total = np.zeros_like(terms[0])
+    for term in terms:
+        total += term
+    return total
+
+
+def in_canonical_order(terms: Any) -> Any:
+    """Sum of float32 [n, dim]: runs of 64 terms, sums of 64 runs, and the sums of those."""
+    runs = [in_order(terms[start : start + 64]) for start in range(0, len(terms), 64)]
+    return in_order([in_order(runs[start : start + 64]) for start in range(0, len(runs), 64)])
+
+
+COUNTS = [1, RUN - 1, RUN, RUN + 1, 2 * RUN, 3 * RUN + 5]
+HOT_COUNTS = [SUPER_RUN - 1, SUPER_RUN, SUPER_RUN + 1, SUPER_RUN + RUN + 1]
+
+
+@pytest.mark.parametrize(("count", "dim"), [*product(COUNTS, [3, 16, 64, 83]), *product(HOT_COUNTS, [83])])
+def test_a_hot_row_is_merged_in_runs_and_super_runs(count: int, dim: int) -> None:
     """Two rows, one in each bag twice, so that neither's runs begin at a multiple of the run's length."""
     gradient = np.random.default_rng(count).standard_normal((count, dim)).astype(np.float32)
     expected = np.zeros((10, dim), np.float32)
-    for row, each in ((7, gradient), (4, np.repeat(gradient, 2, axis=0))):
-        for start in range(0, len(each), RUN):
-            total = np.zeros(dim, np.float32)
-            for term in each[start : start + RUN]:
-                total += term
-            expected[row] += total
+    expected[7], expected[4] = in_canonical_order(gradient), in_canonical_order(np.repeat(gradient, 2, axis=0))
+    if count > SUPER_RUN:
+        assert not np.array_equal(expected[4], in_order(np.repeat(gradient, 2, axis=0)))
     assert np.array_equal(merged([[7, 4, 4]] * count, gradient, NONE, 1), -expected)
+
+
+@pytest.mark.parametrize("count", [RUN + 1, SUPER_RUN, SUPER_RUN + RUN + 1, 2 * SUPER_RUN + 1])
+def test_the_maxima_of_a_hot_row_are_merged_in_the_same_order(count: int) -> None:
+    """Of each gradient, a position has the columns that it won."""
+    rng = np.random.default_rng(count)
+    gradient = rng.standard_normal((count, 3)).astype(np.float32)
+    won = rng.random((count, 3)) < 0.7
+    arg_max = np.where(won, np.arange(count)[:, None], -1).astype(np.int32)
+    expected = np.zeros((10, 3), np.float32)
+    expected[7] = in_canonical_order(np.where(won, gradient, np.float32(0)))
+    assert np.array_equal(merged([[7]] * count, gradient, NONE, 1, arg_max), -expected)
 
 
 def tree_sum(terms: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
-from ..optim.kernels import RUN
+from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, Groups
 
 
@@ -133,7 +133,7 @@ def _counts(bags: Bags) -> Tensor:
 def _merge(
     bags: Bags, groups: Groups, begin: int, end: int, grad_out: Tensor, arg_max: Tensor | None, mean: bool, dim: int
 ) -> Tensor:
-    """float32 [end - begin, dim]: gradients summed in id-list order within runs of RUN, then run by run."""
+    """float32 [end - begin, dim]: gradients in the canonical order, see ``optim.kernels``."""
 
     def gradient_of(place: Tensor) -> Tensor:
         position = groups.order[place].long()
@@ -146,13 +146,22 @@ def _merge(
         return source if bags.scale is None else bags.scale[position][:, None] * source
 
     starts, stops = groups.starts[begin:end], groups.starts[begin + 1 : end + 1]
-    num_runs = (stops - starts + RUN - 1) // RUN
-    run_stops = num_runs.cumsum(0)
-    owner = torch.repeat_interleave(num_runs)
-    number = torch.arange(len(owner), device=owner.device) - (run_stops - num_runs)[owner]
-    low = starts[owner] + number * RUN
-    runs = _sum_ranges(low, torch.minimum(low + RUN, stops[owner]), dim, gradient_of)
-    return _sum_ranges(run_stops - num_runs, run_stops, dim, lambda run: runs[run])
+    low, high, runs_low, runs_high = _cut(starts, stops, RUN)
+    runs = _sum_ranges(low, high, dim, gradient_of)
+    low, high, supers_low, supers_high = _cut(runs_low, runs_high, SUPER_RUN // RUN)
+    super_runs = _sum_ranges(low, high, dim, lambda run: runs[run])
+    return _sum_ranges(supers_low, supers_high, dim, lambda run: super_runs[run])
+
+
+def _cut(low: Tensor, high: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ranges ``[low, high)`` cut into pieces of ``size``: begins and ends of the pieces, range after range; and the
+    first piece of each range and the one behind its last."""
+    num_pieces = (high - low + size - 1) // size
+    ends = num_pieces.cumsum(0)
+    owner = torch.repeat_interleave(num_pieces)
+    number = torch.arange(len(owner), device=owner.device) - (ends - num_pieces)[owner]
+    begin = low[owner] + number * size
+    return begin, torch.minimum(begin + size, high[owner]), ends - num_pieces, ends
 
 
 def _update(code: int, hyper: Tensor, gradient: Tensor, slot: Tensor, weights: Tensor, state: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What a table's optimizer is: frozen, hashable, JSON-able. The arithmetic is in ``kernels``.
 
 All four update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order
-(in runs of 64 positions, then run by run).
+(in runs of 64 positions, and 64 runs at a time; see ``kernels.RUN``).
 ``weight_decay`` adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim does) of touched rows only.
 """
 

@@ -18,13 +18,17 @@ from ..kernels.rounding import store_row
 from ..kernels.simd import WIDE, fill, item, load, prefetch_line, root, store
 
 RUN: Final = 64
-"""Positions of one row that are summed one after another, from zero, before the sum joins those of the runs before."""
+"""Positions of one row that are summed one after another, from zero."""
+SUPER_RUN: Final = 64 * RUN
+"""Positions of one row in the runs whose sums are added one after another; then the sums of super-runs are."""
 
 _ROWS_AHEAD: Final = 4
 """Rows are fetched from memory so long before they are updated."""
 
 _GRADIENT, _SQUARES, _ROW = range(3)
 """Rows of scratch: a gradient, its squares, and a row in float32 before it is rounded."""
+_SUPER_RUNS: Final = _SQUARES
+"""The sum of a hot row's super-runs, until its gradient is complete."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD, _OF_COLUMNS = 0, 1, 2, 4
 
 
@@ -40,15 +44,29 @@ def _merge_columns(
     """Columns ``[column, column + lanes)`` of the sum of the gradients ``[begin, end)``, into the gradient of
     ``work``."""
     zero = fill(np.float32(0), lanes)
-    total, earlier = zero, zero
+    total = zero
     run_stop = begin + RUN
     for i in range(begin, end):
         if i == run_stop:
-            earlier, total = earlier + total, zero
+            # Of earlier runs and super-runs, sums are kept in memory: the loop has registers for one.
+            if (i - begin) % SUPER_RUN != RUN:
+                total = load(work, _GRADIENT, column, FLOAT32, lanes) + total
+            if (i - begin) % SUPER_RUN != 0:
+                store(work, _GRADIENT, column, total, FLOAT32, lanes)
+            else:
+                if i - begin > SUPER_RUN:
+                    total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
+                store(work, _SUPER_RUNS, column, total, FLOAT32, lanes)
+            total = zero
             run_stop += RUN
         term = load(grad_out, 0, item(sources, i) + column, FLOAT32, lanes)
         total = total + (item(factors, i) * term if factors.shape[0] else term)
-    store(work, _GRADIENT, column, total + earlier if end - begin > RUN else total, FLOAT32, lanes)
+    if end - begin > RUN:
+        if (end - begin - 1) % SUPER_RUN >= RUN:
+            total = load(work, _GRADIENT, column, FLOAT32, lanes) + total
+        if end - begin > SUPER_RUN:
+            total = load(work, _SUPER_RUNS, column, FLOAT32, lanes) + total
+    store(work, _GRADIENT, column, total, FLOAT32, lanes)
 
 
 @inline
@@ -58,15 +76,17 @@ def _merge_max(
 ) -> None:  # fmt: skip
     """As ``_merge_columns`` for maxima: of each gradient the columns that its position won."""
     for column in range(dim):
-        total, earlier = np.float32(0), np.float32(0)
+        total, earlier, merged = np.float32(0), np.float32(0), np.float32(0)
         run_stop = begin + RUN
         for i in range(begin, end):
             if i == run_stop:
                 earlier, total = np.float32(earlier + total), np.float32(0)
                 run_stop += RUN
+                if (i - begin) % SUPER_RUN == 0:
+                    merged, earlier = np.float32(merged + earlier), np.float32(0)
             if arg_max[bags[i], column] == positions[i]:
                 total += grad_out[0, sources[i] + column]
-        work[_GRADIENT, column] = total + earlier if end - begin > RUN else total
+        work[_GRADIENT, column] = merged + np.float32(earlier + total)
 
 
 @inline
@@ -173,9 +193,11 @@ def _merge(
     begin: int, end: int, dim: int, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s, arg_max: Int32s,
     grad_out: Floats, work: Floats,
 ) -> None:  # fmt: skip
-    """Sum the gradients ``[begin, end)`` of one row into the gradient of ``work``: run by run, each in id-list order.
+    """Sum the gradients ``[begin, end)`` of one row, at least one, into the gradient of ``work``, in the canonical order.
 
-    A run's sum does not depend on the runs before, so that those of a hot row may be summed apart from each other.
+    Gradients are summed in id-list order within runs of RUN, the runs' sums in order within super-runs of SUPER_RUN
+    positions, and then the super-runs' sums in order. No sum depends on the runs before it, so a device may compute
+    the runs of a hot row side by side.
     """
     if arg_max.shape[0]:
         _merge_max(begin, end, dim, sources, positions, bags, arg_max, grad_out, work)
