@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,13 +19,13 @@ from .rig import Rig
 __all__ = ["run"]
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
+def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
     del folder
     described = _describe(rig)
     rates = _copies(rig, config["copy_bytes"], config["repetitions"])
     rates["device copy, read + written"] = rig.copy_bytes_per_s()
     launches = _launches(rig, config["launches"])
-    return Part(
+    yield Part(
         tables=[
             Table(
                 title=f"limits of {described['name']}",

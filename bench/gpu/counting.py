@@ -1,0 +1,46 @@
+"""What a step asks of the device: launches, and waits of the host.
+
+On a GPU the profiler sees them. On the CPU, where the tier's kernels run in Triton's interpreter or as twins, Python
+does (``bench.hbm_worker``).
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .rig import Rig
+
+__all__ = ["Asked", "asked_of"]
+
+_WAITS: Final = ("cudaStreamSynchronize", "cudaEventSynchronize")
+"""Not cudaDeviceSynchronize: the profiler's own."""
+
+
+class Asked(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        launches: kernels, copies and fills that the device did.
+        waits: times that a thread of the host waited for it.
+    """
+
+    launches: int
+    waits: int
+
+
+def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
+    """What the action asks of the device in all threads; None on the CPU, where there is nothing to see."""
+    if not rig.is_cuda:
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    rig.wait()
+    with torch.profiler.profile(activities=activities) as profile:
+        action()
+        torch.cuda.synchronize(rig.device)
+    events: Any = profile.events()
+    on_device: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return Asked(
+        launches=sum(event.device_type == on_device for event in events),
+        waits=sum(event.name in _WAITS for event in events),
+    )
