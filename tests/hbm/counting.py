@@ -1,0 +1,137 @@
+"""Counts what a GPU would be given, and how often the host would wait for it, while all of it runs on the CPU.
+
+A launch is a torch operation that is no view and no allocation, a copy, or a Triton kernel: a function of a twin
+counts as the kernels it stands for. What the device was given is under way until the host waits for it, or until the
+test says that the device has caught up; only waiting for work that is under way counts.
+"""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tierstore.cache import hbm_triton, hbm_twin
+from tierstore.hbm import grouping_triton, grouping_twin, rows_triton, rows_twin
+from tierstore.hbm.lanes import Lane
+
+TWINS: Final = (hbm_twin, grouping_twin, rows_twin)
+KERNELS_OF: Final = {"update_rows": 3}
+"""Kernels of a function that launches more than one."""
+FREE: Final = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_")
+WAITING: Final = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What the calling thread did, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: list[str] = []
+        self.waits: list[str] = []
+        self._own = threading.local()
+        self._now = self._done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.is_silent and not func.is_view and not name.startswith(FREE):
+            self.launches.append(name)
+            masks = name.startswith("index") and any(
+                each is not None and each.dtype == torch.bool for each in _indices(args)
+            )
+            if name.startswith(WAITING) or masks:
+                self.wait(name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def is_silent(self) -> bool:
+        return getattr(self._own, "depth", 0) > 0
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        self._own.depth = getattr(self._own, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._own.depth -= 1
+
+    def wait(self, name: str) -> None:
+        if not self.is_silent:
+            self.waits.append(name)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """The device does all it was given."""
+        self._done = self._now
+
+    def clear(self) -> None:
+        """Count from here on."""
+        self.launches.clear()
+        self.waits.clear()
+
+    def counted(self, function: Callable[..., Any], name: str, launches: int, *, waits: bool = False) -> Any:
+        """The function, counted as so many launches, whatever it does."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not self.is_silent:
+                self.launches += [name] * launches
+                if waits:
+                    self.wait(name)
+            with self.silent():
+                return function(*arguments, **named)
+
+        return call
+
+
+class CountingMark:
+    def __init__(self, count: Count) -> None:
+        self._count = count
+        count._now += 1
+        self._made = count._now
+
+    def query(self) -> bool:
+        return self._made <= self._count._done
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._count.wait("synchronize")
+
+
+@contextlib.contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Iterator[Count]:
+    """Count what this thread does within.
+
+    Args:
+        copies: (owner, name) of functions that copy between host and device, which is nothing on the CPU.
+    """
+    count = Count()
+    with monkeypatch.context() as patch:
+        for module in TWINS:
+            for name, function in _functions(module):
+                patch.setattr(module, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
+        for module in (hbm_triton, grouping_triton, rows_triton):
+            if hasattr(module, "launch"):
+                patch.setattr(module, "launch", count.counted(module.launch, "triton", 1))
+        for owner, name in copies:
+            patch.setattr(owner, name, count.counted(getattr(owner, name), name, 1))
+        for name in ("cpu", "tolist"):
+            patch.setattr(Tensor, name, count.counted(getattr(Tensor, name), name, 1, waits=True))
+        patch.setattr(Lane, "mark", lambda _: CountingMark(count))
+        patch.setattr(Lane, "follow", lambda _, mark: None)
+        with count:
+            yield count
+
+
+def _functions(module: ModuleType) -> list[tuple[str, Any]]:
+    own = inspect.getmembers(module, inspect.isfunction)
+    return [(name, each) for name, each in own if each.__module__ == module.__name__ and name[0] != "_"]
+
+
+def _indices(args: Any) -> list[Any]:
+    return [each for each in args[1] if each is None or isinstance(each, Tensor)] if isinstance(args[1], list) else []
