@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,16 +17,20 @@ from tierstore.pool import backward
 
 NO_FLOATS = np.empty(0, np.float32)
 NO_ARG_MAX = np.empty((0, 0), np.int32)
+UNTOUCHED = 7.0
+"""In the gaps of results."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Two features of one pool, as numpy arrays, or as tensors (``weights``).
+    """Features of one pool, as numpy arrays, or as tensors (``weights``).
 
     Attributes:
         inverse: int32 [N], the unique row of each position; slots: int32 [U], its slot.
+        starts: int32 [N + 1], what follows the first U + 1 is far out of bounds.
         weights: [S, > D], of the storage type.
-        grad_out: float32 [B, C].
+        grad_out: float32 [B, C], has gaps.
+        table_of: int32 [F].
     """
 
     dim: int
@@ -41,43 +45,73 @@ class Batch:
     columns: Any
     samples: int
     grad_out: Any
+    table_of: Any
+
+    @property
+    def wide_starts(self) -> Any:
+        """``bag_starts`` as the CPU's kernels take them, int64."""
+        return self.bag_starts.astype(np.int64)
 
     @property
     def half(self) -> int:
         return floats.half_code(str(self.weights.dtype).removeprefix("torch."))
 
-    def bags(self, device: str, *, scaled: bool = True) -> Bags:
-        tensors = (torch.from_numpy(each).to(device) for each in (self.bag_starts, self.bag_of, self.columns))
-        return Bags(
-            *tensors, self.samples, torch.from_numpy(self.scale).to(device) if scaled else None, math.gcd(self.dim, 4)
+    @property
+    def lengths(self) -> Any:
+        """int [U], positions of each unique row."""
+        return np.diff(self.starts[: len(self.slots) + 1])
+
+    @property
+    def table_of_row(self) -> Any:
+        """int32 [U]."""
+        first = self.order[self.starts[: len(self.slots)]]
+        return self.table_of[self.bag_of[first] // self.samples]
+
+    def bags(self, module: ModuleType, device: str, *, scaled: bool = True) -> Bags:
+        """``bag_of`` is what the kernels of ``module`` make of ``bag_starts``."""
+        starts, columns, table_of, scale = (
+            torch.from_numpy(each).to(device) for each in (self.bag_starts, self.columns, self.table_of, self.scale)
         )
+        bag_of = torch.full((len(self.inverse),), -1, dtype=torch.int32, device=device)
+        module.number_bags(starts, bag_of)
+        assert np.array_equal(bag_of.cpu().numpy(), self.bag_of)
+        return Bags(starts, bag_of, columns, table_of, self.samples, scale if scaled else None, math.gcd(self.dim, 4))
 
     def groups(self, device: str) -> Groups:
         order, starts = torch.from_numpy(self.order).to(device), torch.from_numpy(self.starts).to(device)
-        return Groups(order, starts, len(self.slots))
+        return Groups(order, starts, torch.tensor([len(self.slots)], dtype=torch.int32, device=device))
 
 
-def make_batch(dim: int, dtype: torch.dtype, *, longest: int = 4, hot: tuple[int, ...] = (), samples: int = 7) -> Batch:
-    """Skewed positions in bags of ``longest`` at most, some empty; rows 2, 3, ... ``hot`` times more, in one bag."""
+def make_batch(
+    dim: int, dtype: torch.dtype, *, longest: int = 4, hot: tuple[int, ...] = (), samples: int = 7, tables: int = 1
+) -> Batch:
+    """Skewed positions in bags of ``longest`` at most, some empty; rows 2, 3, ... ``hot`` times more, in one bag.
+
+    Two features of one table, or one feature of each of several ``tables``.
+    """
     rng = np.random.default_rng([dim, longest, *hot])
-    lengths = rng.integers(0, longest + 1, 2 * samples)
+    features, num_rows = (2, 20) if tables == 1 else (tables, 8)
+    lengths = rng.integers(0, longest + 1, features * samples)
     lengths[samples // 2] = 0
-    bags = [(rng.random(length) ** 2 * 20).astype(np.int32) for length in lengths]
+    bags = [(rng.random(length) ** 2 * num_rows).astype(np.int32) for length in lengths]
     bags[1] = rng.permutation(np.concatenate([bags[1], np.repeat(np.arange(2, 2 + len(hot), dtype=np.int32), hot)]))
-    flat = np.concatenate(bags)
-    numbers, inverse = np.unique(flat, return_inverse=True)
-    bag_starts = np.cumsum([0, *(len(bag) for bag in bags)])
-    inverse = inverse.astype(np.int32)
-    order = np.argsort(inverse, kind="stable").astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(np.bincount(inverse, minlength=len(numbers)))])
+    bag_starts = np.cumsum([0, *(len(bag) for bag in bags)]).astype(np.int32)
     bag_of = np.repeat(np.arange(len(bags), dtype=np.int32), np.diff(bag_starts))
-    # Two features side by side, a gap before and behind.
-    columns = np.array([dim + 4, 4], np.int32)
+    flat = np.concatenate(bags)
+    if tables > 1:
+        flat += bag_of // samples * num_rows
+    numbers, inverse = np.unique(flat, return_inverse=True)
+    inverse = inverse.astype(np.int32)
+    starts = np.full(len(flat) + 1, 10**9, np.int32)
+    starts[: len(numbers) + 1] = np.concatenate([[0], np.cumsum(np.bincount(inverse, minlength=len(numbers)))])
+    # Features side by side, the last one first, a gap before and behind.
+    columns = (4 + dim * np.arange(features)[::-1]).astype(np.int32)
     weights = torch.from_numpy(rng.standard_normal((64, dim + 3)).astype(np.float32)).to(dtype)
     return Batch(
-        dim, bag_starts, bag_of, inverse, rng.permutation(64)[: len(numbers)].astype(np.int32), order, starts,
-        rng.standard_normal(len(flat)).astype(np.float32), weights, columns, samples,
-        rng.standard_normal((samples, 2 * dim + 8)).astype(np.float32),
+        dim, bag_starts, bag_of, inverse, rng.permutation(64)[: len(numbers)].astype(np.int32),
+        np.argsort(inverse, kind="stable"), starts, rng.standard_normal(len(flat)).astype(np.float32), weights,
+        columns, samples, rng.standard_normal((samples, features * dim + 8)).astype(np.float32),
+        rng.permutation(tables)[np.arange(features) % tables].astype(np.int32),
     )  # fmt: skip
 
 
@@ -97,11 +131,11 @@ def bits(values: Any) -> Any:
 
 def numba_pool(batch: Batch, mode: int, *, scaled: bool) -> tuple[Any, Any]:
     """(pooled, arg-maxima or None)."""
-    out = np.zeros_like(batch.grad_out)
+    out = np.full_like(batch.grad_out, UNTOUCHED)
     num_bags = len(batch.bag_starts) - 1
     arg_max = np.full((num_bags, batch.dim), -1, np.int32) if mode == kernels.MAX else NO_ARG_MAX
     kernels.pool_rows(
-        0, num_bags, 0, len(batch.inverse), batch.bag_starts, batch.slots[batch.inverse],
+        0, num_bags, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
         batch.scale if scaled else NO_FLOATS, mode, storage(batch.weights), batch.dim, batch.half,
         batch.columns, batch.samples, out, arg_max,
     )  # fmt: skip
@@ -112,7 +146,7 @@ def numba_dot(batch: Batch) -> Any:
     """float32 [N], the gradient of per-sample weights."""
     out = np.empty(len(batch.inverse), np.float32)
     kernels.dot_rows(
-        0, len(batch.bag_starts) - 1, 0, len(batch.inverse), batch.bag_starts, batch.slots[batch.inverse],
+        0, len(batch.bag_starts) - 1, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
         storage(batch.weights), batch.dim, batch.half, batch.columns, batch.samples, batch.grad_out, out,
     )  # fmt: skip
     return out
@@ -126,14 +160,20 @@ class Updated(NamedTuple):
 
 
 def numba_update(
-    batch: Batch, *, arg_max: Any, mean: bool, scaled: bool, table_of: Any, codes: Any, hyper: Any, state: Tensor
+    batch: Batch, *, arg_max: Any, mean: bool, scaled: bool, codes: Any, hyper: Any, state: Tensor
 ) -> Updated:
     """The batch's rows and state after an update."""
     changed = Updated(batch.weights.clone(), state.clone())
     scale = batch.scale if scaled else NO_FLOATS
     arg_max = NO_ARG_MAX if arg_max is None else arg_max
     bags = backward.Bags(
-        np.array([0, len(batch.bag_starts) - 1]), batch.bag_starts, batch.columns, batch.samples, scale, mean, arg_max
+        np.array([0, len(batch.bag_starts) - 1]),
+        batch.wide_starts,
+        batch.columns,
+        batch.samples,
+        scale,
+        mean,
+        arg_max,
     )
     pool: Any = SimpleNamespace(
         weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
@@ -145,7 +185,7 @@ def numba_update(
     groups = backward.Groups(bags, batch.grad_out.shape[1], Workers(1))
     groups.by_number(np.array([number_of[number] for number in batch.inverse.tolist()], np.int32), len(in_order))
     for place, number in enumerate(in_order):
-        table = table_of[number]
+        table = batch.table_of_row[number]
         groups.update(
             pool, place, batch.slots[number : number + 1], np.array(codes[table : table + 1], np.int64),
             hyper[table : table + 1], batch.grad_out,

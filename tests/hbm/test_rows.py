@@ -4,6 +4,7 @@ Without a CUDA device the Triton kernels run in Triton's interpreter.
 """
 
 import os
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hbm.batches import Batch, bits, make_batch, numba_dot, numba_pool, numba_update
+from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
 from tierstore import kernels, optim
 from tierstore.hbm import rows_twin
 from tierstore.optim.configs import NUM_HYPER
+from tierstore.optim.kernels import SUPER_RUN
 
 rows_triton = pytest.importorskip("tierstore.hbm.rows_triton", reason="Triton is for Linux")
 
@@ -52,27 +54,32 @@ def rows(request: pytest.FixtureRequest) -> Rows:
     return Rows(*request.param)
 
 
-def pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> tuple[Tensor, Tensor | None]:
-    """(pooled, arg-maxima or None), in parts that end at each of ``cuts``."""
-    out = torch.zeros(batch.grad_out.shape, device=rows.device)
+def pool(
+    rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool, by_row: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(pooled, arg-maxima or None), in parts that end at each of ``cuts``; slots given by row or by position."""
+    out = torch.full(batch.grad_out.shape, UNTOUCHED, device=rows.device)
     shape = len(batch.bag_starts) - 1, batch.dim
-    arg_max = torch.full(shape, -1, dtype=torch.int32, device=rows.device) if mode == kernels.MAX else None
-    slots = torch.from_numpy(batch.slots[batch.inverse]).to(rows.device)
-    for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):
+    arg_max = torch.full(shape, 99, dtype=torch.int32, device=rows.device) if mode == kernels.MAX else None
+    slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))
+    for first, last in zip([0, *cuts], [*cuts, len(inverse)], strict=True):
+        part = inverse[first:last]
         rows.module.pool_rows(
-            batch.bags(rows.device, scaled=scaled), slots[first:last], first, last, mode=mode,
-            weights=batch.weights.to(rows.device), dim=batch.dim, out=out, arg_max=arg_max,
+            batch.bags(rows.module, rows.device, scaled=scaled), slots if by_row else slots[part],
+            part if by_row else None, first, last, mode=mode, weights=batch.weights.to(rows.device), dim=batch.dim,
+            out=out, arg_max=arg_max,
         )  # fmt: skip
     return out, arg_max
 
 
 def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> None:
     expected, best = numba_pool(batch, mode, scaled=scaled)
-    out, arg_max = pool(rows, batch, mode, cuts, scaled=scaled)
-    assert np.array_equal(bits(out), bits(expected))
-    if best is not None:
-        assert arg_max is not None
-        assert np.array_equal(bits(arg_max), best)
+    for by_row in (False, True):
+        out, arg_max = pool(rows, batch, mode, cuts, scaled=scaled, by_row=by_row)
+        assert np.array_equal(bits(out), bits(expected))
+        if best is not None:
+            assert arg_max is not None
+            assert np.array_equal(bits(arg_max), best)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,10 +94,10 @@ def test_pooling(rows: Rows, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_pooling_in_parts(rows: Rows, mode: str, scaled: bool) -> None:
-    """Parts that end inside a bag, at a bag's end, and where nothing is."""
+    """Parts that end inside a bag, at a bag's end, at the batch's begin, and where nothing is."""
     batch = make_batch(3, torch.float32, longest=9)
     length = len(batch.inverse)
-    check_pool(rows, batch, MODES[mode], [1, 1, int(batch.bag_starts[3]), length - 2], scaled=scaled)
+    check_pool(rows, batch, MODES[mode], [0, 1, 1, int(batch.bag_starts[3]), length - 2], scaled=scaled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,14 +122,17 @@ def test_a_batch_without_positions(rows: Rows) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(dim, dtype)
-    slots = torch.from_numpy(batch.slots[batch.inverse]).to(rows.device)
-    out = torch.full((len(slots),), -1.0, device=rows.device)
-    for first, last in ((0, 5), (5, 5), (5, len(slots))):
-        rows.module.dot_rows(
-            batch.bags(rows.device), slots[first:last], first, last, weights=batch.weights.to(rows.device), dim=dim,
-            grad_out=torch.from_numpy(batch.grad_out).to(rows.device), grad_scale=out,
-        )  # fmt: skip
-    assert np.array_equal(bits(out), bits(numba_dot(batch)))
+    slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))
+    for by_row in (False, True):
+        out = torch.full((len(inverse),), -1.0, device=rows.device)
+        for first, last in ((0, 5), (5, 5), (5, len(inverse))):
+            part = inverse[first:last]
+            rows.module.dot_rows(
+                batch.bags(rows.module, rows.device), slots if by_row else slots[part], part if by_row else None,
+                first, last, weights=batch.weights.to(rows.device), dim=dim,
+                grad_out=torch.from_numpy(batch.grad_out).to(rows.device), grad_scale=out,
+            )  # fmt: skip
+        assert np.array_equal(bits(out), bits(numba_dot(batch)))
 
 
 def check_update(
@@ -130,29 +140,34 @@ def check_update(
 ) -> None:
     """Two updates in a row, so that the second starts from state that is not zero; in two parts, cut at ``cut``."""
     number = len(batch.slots)
-    table_of = (np.arange(number) % len(rules)).astype(np.int32)
     codes = tuple(rule.code for rule in rules)
     state = torch.zeros(64, max(rule.state_dim(batch.dim) for rule in rules) + 2)
     arg_max = numba_pool(batch, kernels.MAX, scaled=False)[1] if mode == "max" else None
-    bags, groups = batch.bags(rows.device, scaled=scaled), batch.groups(rows.device)
+    bags, groups = batch.bags(rows.module, rows.device, scaled=scaled), batch.groups(rows.device)
     weights, own_state = batch.weights.to(rows.device, copy=True), state.to(rows.device, copy=True)
     for step in (1, 2):
         hyper = np.stack([rule.hyper(rule.lr, step) for rule in rules])
         assert hyper.shape[1] == NUM_HYPER
         batch.weights[:], state[:] = numba_update(
-            batch, arg_max=arg_max, mean=mode == "mean", scaled=scaled, table_of=table_of, codes=codes, hyper=hyper,
-            state=state,
-        )  # fmt: skip
-        for first, last in ((0, cut), (cut, number)):
+            batch, arg_max=arg_max, mean=mode == "mean", scaled=scaled, codes=codes, hyper=hyper, state=state
+        )
+        # The last part has more slots than there are rows.
+        slots = np.concatenate([batch.slots, np.full(9, 10**9, np.int32)])
+        dirty = torch.zeros(64, dtype=torch.uint8, device=rows.device) if step == 1 else None
+        for first, last in ((0, cut), (cut, number + 9), (number, number + 9), (number + 2, number + 9)):
             rows.module.update_rows(
-                bags, groups, torch.from_numpy(batch.slots[first:last]).to(rows.device), first,
+                bags, groups, torch.from_numpy(slots[first:last]).to(rows.device), first,
                 grad_out=torch.from_numpy(batch.grad_out).to(rows.device),
                 arg_max=None if arg_max is None else torch.from_numpy(arg_max).to(rows.device), mean=mode == "mean",
-                table_of=torch.from_numpy(table_of).to(rows.device), codes=codes,
+                codes=codes, code_of=torch.tensor(codes, dtype=torch.int32, device=rows.device),
                 hyper=torch.from_numpy(hyper).to(rows.device), weights=weights, state=own_state, dim=batch.dim,
+                dirty=dirty,
             )  # fmt: skip
         assert np.array_equal(bits(own_state), bits(state))
         assert np.array_equal(bits(weights), bits(batch.weights))
+        if dirty is not None:
+            assert torch.nonzero(dirty.cpu() == 1)[:, 0].tolist() == sorted(batch.slots)
+            assert int(dirty.sum()) == number
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -189,22 +204,53 @@ def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
 def test_updates_of_a_hot_row(rows: Rows, dim: int, mode: str, scaled: bool) -> None:
     """Two rows have scores and hundreds of positions: runs that several programs sum, in either of two parts."""
     batch = make_batch(dim, torch.float32, hot=(330, 10, 90))
-    lengths = np.diff(batch.starts)
-    assert (lengths > 64).sum() >= 2
-    assert lengths.max() > 5 * 64
-    hottest = int(lengths.argmax())
+    assert (batch.lengths > 64).sum() >= 2
+    assert batch.lengths.max() > 5 * 64
+    hottest = int(batch.lengths.argmax())
     check_update(rows, batch, [RULES["rowwise_adagrad"]], mode=mode, scaled=scaled, cut=hottest + 1)
 
 
-@pytest.mark.parametrize("hot", [63, 64, 65, 127, 128, 129])
-def test_updates_where_a_run_is_just_full(rows: Rows, hot: int) -> None:
+@pytest.mark.parametrize("hot", [63, 64, 65, 127, 128, 129, 4095, 4096, 4097, 8192, 8193])
+def test_updates_where_a_run_or_a_super_run_is_just_full(rows: Rows, hot: int) -> None:
     batch = make_batch(8, torch.float32, longest=0, hot=(hot,), samples=2)
-    assert np.diff(batch.starts).tolist() == [hot]
-    batch = make_batch(8, torch.float32, longest=3, hot=(hot,), samples=2)
+    assert batch.lengths.tolist() == [hot]
     check_update(rows, batch, [RULES["sgd"]], scaled=True)
+
+
+@pytest.mark.parametrize(("mode", "scaled"), [("sum", True), ("mean", False), ("max", True)])
+def test_updates_of_rows_with_thousands_of_positions(rows: Rows, mode: str, scaled: bool) -> None:
+    """Super-runs of three rows, which begin anywhere, in either of two parts."""
+    batch = make_batch(4, torch.float32, hot=(8700, 10, 4130, 5000))
+    assert (batch.lengths > SUPER_RUN).sum() == 3
+    assert batch.lengths.max() > 2 * SUPER_RUN
+    hottest = int(batch.lengths.argmax())
+    check_update(rows, batch, [RULES["rowwise_adagrad"]], mode=mode, scaled=scaled, cut=hottest + 1)
 
 
 @pytest.mark.parametrize("dim", [1, 8])
 def test_tables_with_rules_of_their_own(rows: Rows, dim: int) -> None:
     rules: list[Any] = [*RULES.values(), optim.RowWiseAdagrad(lr=0.1, eps=0.1), optim.Adam(lr=0.3, betas=(0.5, 0.7))]
-    check_update(rows, make_batch(dim, torch.float32, hot=(70,)), rules, cut=4)
+    batch = make_batch(dim, torch.float32, hot=(70,), tables=len(rules))
+    assert set(batch.table_of_row.tolist()) == set(range(len(rules)))
+    check_update(rows, batch, rules, cut=4)
+
+
+def test_columns_of_merged_lookups(rows: Rows) -> None:
+    """int64: results are many matrices, one behind the other."""
+    batch = make_batch(8, torch.float32, hot=(70,))
+    wide = replace(batch, columns=batch.columns.astype(np.int64))
+    for by_row in (False, True):
+        expected = pool(rows, batch, kernels.SUM, [], scaled=True, by_row=by_row)[0]
+        assert torch.equal(pool(rows, wide, kernels.SUM, [], scaled=True, by_row=by_row)[0], expected)
+    check_update(rows, wide, [RULES["sgd"]])
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_warming_up_touches_no_row(rows: Rows, by_row: bool) -> None:
+    weights, state = torch.full((1, 11), 3.0, device=rows.device), torch.full((1, 20), 4.0, device=rows.device)
+    rows.module.warm_up(
+        weights=weights, state=state, dim=8, codes=tuple(rule.code for rule in RULES.values()), by_row=by_row,
+        marks_dirty=by_row, modes=tuple(MODES.values()),
+    )  # fmt: skip
+    assert weights.eq(3).all()
+    assert state.eq(4).all()

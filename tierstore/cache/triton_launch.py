@@ -7,6 +7,8 @@ interpreter runs one kernel at a time at all.
 import threading
 from typing import Any, Final
 
+import torch
+
 LAUNCH: Final = {"enable_fp_fusion": False}
 """A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's."""
 
@@ -14,6 +16,9 @@ _lock: Final = threading.RLock()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """``kernel[grid](*arguments, **options)`` on the current stream; returns before it has run."""
-    with _lock:
+    """``kernel[grid](*arguments, **options)`` on the current stream of its first argument's device, a tensor; returns
+    before it has run. Does nothing where the grid is empty."""
+    if 0 in grid:
+        return
+    with _lock, torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
         kernel[grid](*arguments, **(LAUNCH | options))

@@ -13,7 +13,7 @@ class Bags(NamedTuple):
 
     Attributes:
         bag_starts: int32 [K + 1]; bag ``k`` holds the positions ``[bag_starts[k], bag_starts[k + 1])``.
-        bag_of: int32 [N], the bag of each position.
+        bag_of: int32 [N], the bag of each position; ``number_bags`` of the kernels makes it.
         columns: int32 or int64 [F], where each feature's result begins in the output's columns.
         table_of: int32 [F], which row of ``hyper`` and ``code_of`` rules the rows of each feature.
         batch: B.

@@ -19,27 +19,40 @@ from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, Groups
 
 
+def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
+    """Fill ``bag_of``, int32 [N], with the bag of each position: those of bag ``k`` are ``bag_starts[k:k + 2]``."""
+    numbers = torch.arange(len(bag_starts) - 1, dtype=torch.int32, device=bag_of.device)
+    bag_of.copy_(torch.repeat_interleave(numbers, bag_starts.diff().long()))
+
+
 def pool_rows(
-    bags: Bags, slots: Tensor, first: int, last: int, *, mode: int, weights: Tensor, dim: int, out: Tensor,
-    arg_max: Tensor | None,
+    bags: Bags, slots: Tensor, inverse: Tensor | None, first: int, last: int, *, mode: int, weights: Tensor, dim: int,
+    out: Tensor, arg_max: Tensor | None,
 ) -> None:  # fmt: skip
-    """Add the rows at positions ``[first, last)`` to their bags in ``out``, each bag in id-list order.
+    """Sum the rows of the positions ``[first, last)`` by bag, each bag in id-list order.
 
     Calls with neighbouring ranges, in order, give the bits of one call.
 
     Args:
-        slots: int32 [last - first], the slot of each position.
+        slots: int32, the slot of each position, [last - first]; or of each distinct row, [>= U].
+        inverse: int32 [last - first], the distinct row of each position; None if ``slots`` are the positions'.
+        first: a call from position 0 on writes the result of every bag, once. One from a later position reads and
+            writes only the bags that have positions in its range.
         mode: SUM, MEAN or MAX of ``kernels``; a mean is divided when its last position was added. MAX ignores scale.
         weights: float32, float16 or bfloat16 [S, >= D].
-        out: float32 [B, C], zero before the first call.
-        arg_max: int32 [K, D], -1 before the first call (MAX), else None: the first position of each maximum.
+        out: float32 [B, C].
+        arg_max: int32 [K, D], the first position of each maximum (MAX), -1 of an empty bag; else None.
     """
     stops = bags.bag_starts[1:]
     low, high = bags.bag_starts[:-1].clamp(min=first), stops.clamp(max=last)
     place = _places(bags, torch.arange(len(stops), device=out.device), dim)
+    if first == 0:
+        out[place] = 0
+        if arg_max is not None:
+            arg_max.fill_(-1)
     pooled = out[place]
     for bag, position in _steps(low, high):
-        row = weights[slots[position - first].long(), :dim].float()
+        row = weights[_slots_of(slots, inverse, position - first), :dim].float()
         if arg_max is not None:
             wins = (arg_max[bag] < 0) | (row > pooled[bag])
             pooled[bag] = torch.where(wins, row, pooled[bag])
@@ -55,43 +68,62 @@ def pool_rows(
 
 
 def dot_rows(
-    bags: Bags, slots: Tensor, first: int, last: int, *, weights: Tensor, dim: int, grad_out: Tensor, grad_scale: Tensor
-) -> None:
+    bags: Bags, slots: Tensor, inverse: Tensor | None, first: int, last: int, *, weights: Tensor, dim: int,
+    grad_out: Tensor, grad_scale: Tensor,
+) -> None:  # fmt: skip
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
 
     Args:
-        slots: int32 [last - first], the slot of each position.
+        slots, inverse: as for ``pool_rows``.
         weights: float32, float16 or bfloat16 [S, >= D].
         grad_out: float32 [B, C].
         grad_scale: float32 [N], filled on ``[first, last)``.
     """
     source = grad_out[_places(bags, bags.bag_of[first:last].long(), dim)]
-    grad_scale[first:last] = _halving_sum(weights[slots.long(), :dim].float() * source)
+    slot = _slots_of(slots, inverse, torch.arange(last - first, device=slots.device))
+    grad_scale[first:last] = _halving_sum(weights[slot, :dim].float() * source)
 
 
 def update_rows(
     bags: Bags, groups: Groups, slots: Tensor, first_unique: int, *, grad_out: Tensor, arg_max: Tensor | None,
-    mean: bool, table_of: Tensor, codes: tuple[int, ...], hyper: Tensor, weights: Tensor, state: Tensor, dim: int,
+    mean: bool, codes: tuple[int, ...], code_of: Tensor, hyper: Tensor, weights: Tensor, state: Tensor, dim: int,
+    dirty: Tensor | None,
 ) -> None:  # fmt: skip
-    """Merge the gradients of the unique rows ``[first_unique, first_unique + len(slots))`` and update each once.
+    """Merge the gradients of distinct rows, and update each once: those from ``first_unique`` up to
+    ``min(first_unique + len(slots), U)``.
 
     Args:
-        slots: int32, the slot of each of these rows; all different.
+        slots: int32, the slot of each of these rows, all different; those behind U mean nothing.
         grad_out: float32 [B, C].
         arg_max: int32 [K, D], what ``pool_rows`` left (MAX), or None.
         mean: gradients are divided by the length of their bag; else scaled by ``bags.scale``, if there is one.
-        table_of: int32 [U], which of ``codes`` and ``hyper`` rules each unique row.
         codes: the optimizer of each table.
+        code_of: int32 [T], the same on the device.
         hyper: float32 [T, NUM_HYPER].
         weights: float32, float16 or bfloat16 [S, >= D]; state: float32 [S, >= state_dim]. Both are changed.
+        dirty: uint8 [S], set to 1 for each updated row, or None.
     """
-    stop = first_unique + len(slots)
+    stop = min(first_unique + len(slots), int(groups.num_unique))
+    if first_unique >= stop:
+        return
     gradient = _merge(bags, groups, first_unique, stop, grad_out, arg_max, mean, dim)
-    tables = table_of[first_unique:stop].long()
-    code_of = torch.tensor(codes, device=tables.device)[tables]
+    first_bags = bags.bag_of[groups.order[groups.starts[first_unique:stop].long()]]
+    tables = bags.table_of[(first_bags // bags.batch).long()].long()
+    slot = slots[: stop - first_unique].long()
     for code in set(codes):
-        chosen = torch.nonzero(code_of == code)[:, 0]
-        _update(code, hyper[tables[chosen]], gradient[chosen], slots[chosen].long(), weights, state)
+        chosen = torch.nonzero(code_of[tables] == code)[:, 0]
+        _update(code, hyper[tables[chosen]], gradient[chosen], slot[chosen], weights, state)
+    if dirty is not None:
+        dirty[slot] = 1
+
+
+def warm_up(**_: object) -> None:
+    """Nothing here has to be compiled."""
+
+
+def _slots_of(slots: Tensor, inverse: Tensor | None, place: Tensor) -> Tensor:
+    """int64, of some positions, counted from the first of the call."""
+    return slots[place if inverse is None else inverse[place].long()].long()
 
 
 def _steps(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,7 +168,7 @@ def _merge(
     """float32 [end - begin, dim]: gradients in the canonical order, see ``optim.kernels``."""
 
     def gradient_of(place: Tensor) -> Tensor:
-        position = groups.order[place].long()
+        position = groups.order[place]
         bag = bags.bag_of[position].long()
         source = grad_out[_places(bags, bag, dim)]
         if arg_max is not None:
@@ -145,7 +177,7 @@ def _merge(
             return (torch.ones_like(_counts(bags)) / _counts(bags))[bag][:, None] * source
         return source if bags.scale is None else bags.scale[position][:, None] * source
 
-    starts, stops = groups.starts[begin:end], groups.starts[begin + 1 : end + 1]
+    starts, stops = groups.starts[begin:end].long(), groups.starts[begin + 1 : end + 1].long()
     low, high, runs_low, runs_high = _cut(starts, stops, RUN)
     runs = _sum_ranges(low, high, dim, gradient_of)
     low, high, supers_low, supers_high = _cut(runs_low, runs_high, SUPER_RUN // RUN)

@@ -193,7 +193,7 @@ def _merge(
     begin: int, end: int, dim: int, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s, arg_max: Int32s,
     grad_out: Floats, work: Floats,
 ) -> None:  # fmt: skip
-    """Sum the gradients ``[begin, end)`` of one row, at least one, into the gradient of ``work``, in the canonical order.
+    """Sum one row's gradients ``[begin, end)`` into the gradient of ``work``, in the canonical order.
 
     Gradients are summed in id-list order within runs of RUN, the runs' sums in order within super-runs of SUPER_RUN
     positions, and then the super-runs' sums in order. No sum depends on the runs before it, so a device may compute

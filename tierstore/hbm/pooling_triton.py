@@ -1,0 +1,195 @@
+"""Kernels of ``rows_triton`` that pool rows, and what they share with those that update them (``updating_triton``)."""
+
+# Triton takes an annotation for a type of its own.
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from .. import kernels
+
+AT_ONCE: Final = tl.constexpr(4)
+"""Positions of a row that a step of a loop takes; kernels name each of the four."""
+
+_MEAN: Final = tl.constexpr(kernels.MEAN)
+_MAX: Final = tl.constexpr(kernels.MAX)
+
+INDICES: Final = [
+    "bag_starts", "bag_of", "columns", "scale", "slots", "inverse", "order", "starts", "num_unique", "table_of",
+    "code_of", "hyper", "dirty",
+]  # fmt: skip
+"""Tensors read a number at a time: wherever they begin, the machine code is the same."""
+
+
+@triton.jit
+def as_float32(value, BFLOAT16: tl.constexpr):
+    """Elements of rows; bfloat16 comes as int16, because Triton's interpreter rounds it in another way."""
+    if BFLOAT16:
+        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def store_rows(pointers, value, mask, BFLOAT16: tl.constexpr):
+    """Inverse of ``as_float32``, to nearest, ties to even; see ``floats.float_to_bits``."""
+    if BFLOAT16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        not_a_number = ((bits >> 16) & 0x8000) | 0x7FC0
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, not_a_number, rounded)
+        tl.store(pointers, bits.to(tl.int16), mask=mask)
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tree_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """``kernels.halving_sum`` of each row of [ROWS, WIDTH]. Only pairs are summed: the order is free."""
+    if WIDTH == 1:
+        return 0.0 + tl.reshape(terms, [ROWS])
+    else:
+        half: tl.constexpr = WIDTH // 2
+        return tree_sum(tl.sum(tl.reshape(terms, [ROWS, 2, half]), axis=1), ROWS, half)
+
+
+@triton.jit
+def last_at_most(starts, place, low, high, search_steps):
+    """int32: of each place the last number in ``[low, high)`` whose start is not behind it; the first one's is not.
+
+    ``search_steps``: the bits of ``high - low`` at least.
+    """
+    number, above = tl.zeros_like(place) + low, tl.zeros_like(place) + high
+    for _ in tl.range(0, search_steps):
+        middle = (number + above) // 2
+        before = tl.load(starts + middle) <= place
+        number, above = tl.where(before, middle, number), tl.where(before, above, middle)
+    return number
+
+
+@triton.jit(do_not_specialize=["num_positions", "num_bags", "search_steps"], do_not_specialize_on_alignment=INDICES)
+def number_positions(bag_starts, bag_of, num_positions, num_bags, search_steps, BLOCK: tl.constexpr):
+    """The bag of each of BLOCK positions."""
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bag = last_at_most(bag_starts, position, 0, num_bags, search_steps)
+    tl.store(bag_of + position, bag, mask=position < num_positions)
+
+
+@triton.jit
+def result_places(bag, columns, mask, batch, stride, STEP: tl.constexpr):
+    """int64, multiples of STEP: where the results of bags begin in a matrix [B, C] of that stride."""
+    column = tl.load(columns + bag // batch, mask=mask, other=0)
+    return tl.multiple_of((bag % batch).to(tl.int64) * stride + column, STEP)
+
+
+@triton.jit
+def slot_of(slots, inverse, place, mask, HAS_INVERSE: tl.constexpr):
+    """int64; ``place`` is counted from the first position of the call."""
+    if HAS_INVERSE:
+        place = tl.load(inverse + place, mask=mask, other=0)
+    return tl.load(slots + place, mask=mask, other=0).to(tl.int64)
+
+
+@triton.jit
+def scale_of(scale, position, mask, HAS_SCALE: tl.constexpr):
+    if HAS_SCALE:
+        return tl.load(scale + position, mask=mask, other=0)
+    return position
+
+
+@triton.jit
+def add_row(
+    pooled, best, value, factor, position, active, cells,
+    MODE: tl.constexpr, HAS_SCALE: tl.constexpr, BFLOAT16: tl.constexpr,
+):  # fmt: skip
+    """(pooled, best) with a row added to each bag that is ``active``; ``cells`` are the columns there are."""
+    lanes = active[:, None] & cells
+    value = as_float32(value, BFLOAT16)
+    if MODE == _MAX:
+        wins = lanes & ((best < 0) | (value > pooled))
+        pooled = tl.where(wins, value, pooled)
+        best = tl.where(wins, position[:, None], best)
+    else:
+        if HAS_SCALE:
+            value = factor[:, None] * value
+        pooled = tl.where(lanes, pooled + value, pooled)
+    return pooled, best
+
+
+@triton.jit(
+    do_not_specialize=["first", "last", "num_bags", "batch", "out_stride"], do_not_specialize_on_alignment=INDICES
+)
+def pool_bags(
+    bag_starts, columns, scale, slots, inverse, weights, out, arg_max, first, last, num_bags, batch, out_stride,
+    MODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_INVERSE: tl.constexpr, FRESH: tl.constexpr,
+    BFLOAT16: tl.constexpr, DIM: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    BAGS: tl.constexpr,
+):  # fmt: skip
+    """A tile of BAGS bags; each step of the loop adds the next rows of every bag that has some.
+
+    FRESH: the range begins at position 0, so nothing is read of results, and all are written.
+    """
+    bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    written = bag < num_bags
+    start = tl.load(bag_starts + bag, mask=written, other=0)
+    stop = tl.load(bag_starts + bag + 1, mask=written, other=0)
+    low, high = tl.maximum(start, first), tl.minimum(stop, last)
+    if not FRESH:
+        written = low < high
+    column = tl.arange(0, WIDTH)[None, :]
+    cells = column < DIM
+    targets = out + result_places(bag, columns, written, batch, out_stride, STEP)[:, None] + column
+    bests = arg_max + bag.to(tl.int64)[:, None] * DIM + column
+    pooled = tl.zeros([BAGS, WIDTH], tl.float32)
+    best = tl.full([BAGS, WIDTH], -1, tl.int32)
+    if not FRESH:
+        pooled = tl.load(targets, mask=written[:, None] & cells, other=0)
+        if MODE == _MAX:
+            best = tl.load(bests, mask=written[:, None] & cells, other=0)
+    for step in tl.range(0, tl.max(high - low), AT_ONCE):
+        position0 = low + step
+        position1, position2, position3 = position0 + 1, position0 + 2, position0 + 3
+        active0, active1, active2, active3 = position0 < high, position1 < high, position2 < high, position3 < high
+        slot0 = slot_of(slots, inverse, position0 - first, active0, HAS_INVERSE)
+        slot1 = slot_of(slots, inverse, position1 - first, active1, HAS_INVERSE)
+        slot2 = slot_of(slots, inverse, position2 - first, active2, HAS_INVERSE)
+        slot3 = slot_of(slots, inverse, position3 - first, active3, HAS_INVERSE)
+        factor0 = scale_of(scale, position0, active0, HAS_SCALE)
+        factor1 = scale_of(scale, position1, active1, HAS_SCALE)
+        factor2 = scale_of(scale, position2, active2, HAS_SCALE)
+        factor3 = scale_of(scale, position3, active3, HAS_SCALE)
+        row0 = tl.load(weights + slot0[:, None] * WEIGHT_STRIDE + column, mask=active0[:, None] & cells, other=0)
+        row1 = tl.load(weights + slot1[:, None] * WEIGHT_STRIDE + column, mask=active1[:, None] & cells, other=0)
+        row2 = tl.load(weights + slot2[:, None] * WEIGHT_STRIDE + column, mask=active2[:, None] & cells, other=0)
+        row3 = tl.load(weights + slot3[:, None] * WEIGHT_STRIDE + column, mask=active3[:, None] & cells, other=0)
+        pooled, best = add_row(pooled, best, row0, factor0, position0, active0, cells, MODE, HAS_SCALE, BFLOAT16)
+        pooled, best = add_row(pooled, best, row1, factor1, position1, active1, cells, MODE, HAS_SCALE, BFLOAT16)
+        pooled, best = add_row(pooled, best, row2, factor2, position2, active2, cells, MODE, HAS_SCALE, BFLOAT16)
+        pooled, best = add_row(pooled, best, row3, factor3, position3, active3, cells, MODE, HAS_SCALE, BFLOAT16)
+    if MODE == _MAX:
+        tl.store(bests, best, mask=written[:, None] & cells)
+    if MODE == _MEAN:
+        count = tl.maximum(stop - start, 1).to(tl.float32)[:, None]
+        pooled = tl.where((high == stop)[:, None], tl.div_rn(pooled, count), pooled)
+    tl.store(targets, pooled, mask=written[:, None] & cells)
+
+
+@triton.jit(do_not_specialize=["first", "last", "batch", "grad_stride"], do_not_specialize_on_alignment=INDICES)
+def dot_positions(
+    bag_of, columns, slots, inverse, weights, grad_out, grad_scale, first, last, batch, grad_stride,
+    HAS_INVERSE: tl.constexpr, BFLOAT16: tl.constexpr, DIM: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile of ROWS positions."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    active = place < last - first
+    column = tl.arange(0, WIDTH)[None, :]
+    lanes = active[:, None] & (column < DIM)
+    bag = tl.load(bag_of + first + place, mask=active, other=0)
+    slot = slot_of(slots, inverse, place, active, HAS_INVERSE)
+    places = result_places(bag, columns, active, batch, grad_stride, STEP)[:, None] + column
+    source = tl.load(grad_out + places, mask=lanes, other=0)
+    value = tl.load(weights + slot[:, None] * WEIGHT_STRIDE + column, mask=lanes, other=0)
+    total = tree_sum(as_float32(value, BFLOAT16) * source, ROWS, WIDTH)
+    tl.store(grad_scale + first + place, total, mask=active)
