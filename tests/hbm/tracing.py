@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tierstore.hbm import build, rows_twin
+from tierstore.hbm.lanes import Lane
 from tierstore.hbm.staging import Staging
 
 
@@ -95,9 +96,7 @@ class TracingMark:
             self._trace.clock(self._trace.thread).update(self.clock - self._trace.clock(self._trace.thread))
 
 
-class TracingLane:
-    pin_memory = False
-
+class TracingLane(Lane):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 

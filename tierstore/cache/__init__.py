@@ -27,9 +27,10 @@ from typing import Any, Final
 from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
-from .full import TABLE_BYTES, FullCache, full_size_bytes
+from .full import FullCache, full_size_bytes
 from .host import CAPACITY_MAX as _CAPACITY_MAX
 from .host import arena_bytes as _arena_bytes
+from .numbering import TABLE_BYTES
 from .reference import ReferenceCache
 
 __all__ = [

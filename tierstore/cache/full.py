@@ -13,19 +13,17 @@ import numpy as np
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
-from ..rows import KEY_ROW_BITS
 from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import NUM_TALLIES, Tally
 from .flags import FLAGS, LOADING, RESIDENT
 from .host import NOTHING_WRONG, HostCache, arena_bytes, checked_keys, checked_slots, require_capacity
 from .index import ABSENT
+from .numbering import RowNumbering
 
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
-TABLE_BYTES: Final = 5 * 8
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 _RESIDENT: Final = int(Tally.RESIDENT)
 
@@ -45,6 +43,7 @@ class FullCache(HostCache):
         state_words: 64-bit words of optimizer state a row.
 
     Attributes:
+        numbering: which slot each row has.
         number: int32 [capacity], scratch of kernels that number rows; of any content between them.
 
     Raises:
@@ -52,7 +51,8 @@ class FullCache(HostCache):
     """
 
     def __init__(self, tables: Mapping[int, range], *, weight_words: int, state_words: int) -> None:
-        capacity = sum(len(rows) for rows in tables.values())
+        self.numbering = RowNumbering(tables)
+        capacity = self.numbering.num_rows
         require_capacity(capacity)
         flags, pins = np.zeros(capacity, np.uint8), np.zeros(capacity, np.int32)
         super().__init__(
@@ -60,21 +60,11 @@ class FullCache(HostCache):
         )
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
-        self._tables: Int64s = np.array(sorted(tables), np.int64)
-        rows = [tables[int(index)] for index in self._tables]
-        sizes = np.array([len(each) for each in rows], np.int64)
-        self._firsts: Int64s = np.cumsum(sizes) - sizes
-        # By table index: the slot that row 0 has or would have, and the range of rows.
-        self._first_of, self._low_of, self._high_of = np.zeros((3, int(self._tables[-1]) + 1), np.int64)
-        self._low_of[self._tables] = [each.start for each in rows]
-        self._high_of[self._tables] = [each.stop for each in rows]
-        self._first_of[self._tables] = self._firsts - self._low_of[self._tables]
         self._num_loading = self._hits_in_place = 0
 
     @property
     def overhead_bytes(self) -> int:
-        arrays = (self.flags, self.number, self.pins, self._tables, self._firsts, self._first_of)
-        return sum(array.nbytes for array in (*arrays, self._low_of, self._high_of))
+        return self.flags.nbytes + self.number.nbytes + self.pins.nbytes + self.numbering.size_bytes
 
     @property
     def is_complete(self) -> bool:
@@ -82,14 +72,12 @@ class FullCache(HostCache):
         return bool(self.tallies.item(_RESIDENT) == len(self.flags)) and not self._num_loading
 
     def first_slot(self, table_index: int) -> int:
-        """The slot of a table's row 0; negative if the range begins behind it."""
-        return int(self._first_of[table_index])
+        """See ``RowNumbering``."""
+        return self.numbering.first_slot(table_index)
 
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
-        tables = self._tables[np.searchsorted(self._firsts, slots, side="right") - 1]
-        keys: Int64s = (tables << KEY_ROW_BITS) | (slots - self._first_of[tables])
-        return keys
+        return self.numbering.keys_at(slots)
 
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
@@ -112,23 +100,10 @@ class FullCache(HostCache):
         """So many slots, clean before, were marked dirty in ``flags``."""
         self.tallies[Tally.DIRTY] += count
 
-    def _slots_of(self, keys: Int64s) -> Int64s:
-        """Of keys of the tables; AssertionError for others."""
-        keys = checked_keys(keys)
-        assert self._is_row(keys).all(), "a key that is no row of the cache's tables"
-        slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & _ROW_MASK)
-        return slots
-
-    def _is_row(self, keys: Int64s) -> Bools:
-        tables = keys >> KEY_ROW_BITS
-        known = (tables >= 0) & (tables < len(self._high_of))
-        tables, rows = np.where(known, tables, 0), keys & _ROW_MASK
-        found: Bools = known & (rows >= self._low_of[tables]) & (rows < self._high_of[tables])
-        return found
-
     def find(self, keys: Int64s) -> Int32s:
-        is_row = self._is_row(checked_keys(keys))
-        slots = self._slots_of(keys if is_row.all() else np.where(is_row, keys, self.keys_at(np.zeros(1, np.int32))))
+        is_row = self.numbering.are_rows(checked_keys(keys))
+        known = keys if is_row.all() else np.where(is_row, keys, self.keys_at(np.zeros(1, np.int32)))
+        slots = self.numbering.slots_of(known)
         found: Int32s = np.where(is_row & (self.flags[slots] != 0), slots, ABSENT).astype(np.int32)
         return found
 
@@ -139,7 +114,7 @@ class FullCache(HostCache):
         self.tallies[Tally.HITS] += _count_distinct(slots, self.number)
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        slots = self._slots_of(admission.keys[admission.consumed :]).astype(np.int32)
+        slots = self.numbering.slots_of(checked_keys(admission.keys[admission.consumed :])).astype(np.int32)
         progress = np.array([admission.num_unique, admission.num_missing, 0], np.int64)
         _admit_slots(
             slots, self.flags, self.pins, self.number, admission.inverse, admission.unique_slots, admission.missing,

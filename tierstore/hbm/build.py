@@ -1,6 +1,6 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, get_args
 
 import torch
@@ -13,6 +13,8 @@ from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
+from .base import DeviceRows
+from .full import FullRows, FullSize
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
@@ -23,11 +25,19 @@ POLICIES: Final[dict[str, PolicyName]] = {
 
 
 def add_hbm(
-    pools: Iterable[Pool], sizes: Mapping[RowLayout, HbmSize], *, device: torch.device, policy: str, given: object
+    pools: Iterable[Pool],
+    sizes: Mapping[RowLayout, HbmSize | FullSize],
+    tables_of: Callable[[RowLayout], Mapping[int, range]],
+    *,
+    device: torch.device,
+    policy: str,
+    readonly: bool,
+    given: object,
 ) -> None:
     """Give each pool its part of device memory.
 
     Args:
+        tables_of: the range of the rows of each table of a layout, by table index.
         policy: of the store; the device's nearest is used (``POLICIES``).
         given: the budget as its owner wrote it, for messages.
 
@@ -38,7 +48,11 @@ def add_hbm(
     own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
-            pool.hot = HbmPool(pool, sizes[pool.layout], lane, device, own)
+            size = sizes[pool.layout]
+            if isinstance(size, FullSize):
+                pool.hot = FullRows(pool, tables_of(pool.layout), size, lane, device, readonly=readonly)
+            else:
+                pool.hot = HbmPool(pool, size, lane, device, own)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(
@@ -71,11 +85,11 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
-    hot = [pool.hot for pool in pools if isinstance(pool.hot, HbmPool)]
-    return of_counters([pool.counters for pool in hot])._replace(
-        capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
-        bytes=sum(pool.size_bytes for pool in hot),
-        seconds=sum(pool.fill_seconds for pool in hot),
-        split_batches=sum(pool.split_batches for pool in hot),
-        conflict_misses=sum(pool.conflict_misses for pool in hot),
+    hot = [pool.hot for pool in pools if isinstance(pool.hot, DeviceRows)]
+    return of_counters([rows.counters for rows in hot])._replace(
+        capacity_rows=sum(rows.capacity_rows for rows in hot),
+        bytes=sum(rows.size_bytes for rows in hot),
+        seconds=sum(rows.fill_seconds for rows in hot),
+        split_batches=sum(rows.split_batches for rows in hot),
+        conflict_misses=sum(rows.conflict_misses for rows in hot),
     )

@@ -38,6 +38,9 @@ class Lane:
 
     pin_memory = False
 
+    def require_no_capture(self) -> None:
+        """RuntimeError if the calling thread's current stream is captured into a CUDA graph."""
+
     def side(self) -> AbstractContextManager[Any]:
         """Within it, the calling thread's work goes to the side stream."""
         return contextlib.nullcontext()
@@ -58,7 +61,16 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Its kernels are small and others wait for them.
+        self._side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def require_no_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "rows are looked up and trained outside of a CUDA graph: the host joins ids and counts updates anew in "
+                "each step. Capture the part of the model behind the tables (DLRM.dense_part), and run the tables "
+                "before it"
+            )
 
     def side(self) -> AbstractContextManager[Any]:
         # The device too: Triton launches on the current one.

@@ -116,32 +116,48 @@ class Joined:
         """
         if self._keys is None:
             known = self._numbering
-            self._keys = self._read(None) if known is None else self._slots + self.shifts(known)
+            if known is None:
+                keys = np.empty(len(self), np.int64)
+                self._read(None, keys)
+            else:
+                keys = self._slots + self.shifts(known)
+            self._keys = keys
         return self._keys
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
-            read = self._read(numbering) if not self.is_read else self.keys - self.shifts(numbering)
-            self.note_slots(read.astype(np.int32, copy=False), numbering)
+            slots = np.empty(len(self), np.int32)
+            self.write(numbering, slots)
+            self.note_slots(slots, numbering)
         known: Int32s = self._slots
         return known
+
+    def write(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
+        """Slots into ``out`` (int32 [N]), or without a numbering keys (int64 [N]), which are not kept; errors as
+        ``keys``."""
+        if not self.is_read:
+            self._read(numbering, out)
+        elif numbering is None:
+            out[:] = self.keys
+        elif numbering is self._numbering:
+            out[:] = self._slots
+        else:
+            np.subtract(self.keys, self.shifts(numbering), out=out, casting="same_kind")
 
     def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
         """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering
 
     @shielded
-    def _read(self, numbering: Numbering | None) -> NDArray[Any]:
-        """Slots, int32 [N], or without a numbering keys, int64 [N]."""
-        joined = np.empty(len(self), np.int64 if numbering is None else np.int32)
+    def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
+        """As ``write``, from the caller's ids."""
         plan = self.plan(numbering)
         bad: list[int] = []
         join: Any = kernels.join_ids
         workers = self.tables[0].store.workers
-        workers.share(lambda begin, end: bad.append(join(begin, end, *plan, joined)), self.bag_starts)
+        workers.share(lambda begin, end: bad.append(join(begin, end, *plan, out)), self.bag_starts)
         self.check(bad)
-        return joined
 
     def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""

@@ -44,18 +44,21 @@ class Merged(Joined):
         np.cumsum(sizes, out=self.bag_starts[1:])
         self.columns = self._over_bags(_places(parts, widths))
         has_scale = any(len(part.scale) for part in parts)
-        self.scale = self._over_positions([_scale(part) for part in parts]) if has_scale else NO_FLOATS
+        scales = self.over_positions([_scale(part) for part in parts]) if has_scale else [NO_FLOATS]
+        self.scale = np.concatenate(scales)
         self._keys = self._slots = self._numbering = None
 
-    def _read(self, numbering: Numbering | None) -> NDArray[Any]:
-        return self._over_positions([part.keys if numbering is None else part.slots(numbering) for part in self._parts])
+    def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
+        rows = [part.keys if numbering is None else part.slots(numbering) for part in self._parts]
+        np.concatenate(self.over_positions(rows), out=out)
 
     def _over_bags(self, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Of an array over the bags of each lookup, one over the bags of all."""
         return np.concatenate([arrays[piece.lookup][piece.bags] for piece in self._pieces])
 
-    def _over_positions(self, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate([arrays[piece.lookup][piece.positions] for piece in self._pieces])
+    def over_positions(self, arrays: Sequence[Any]) -> list[Any]:
+        """Of an array or tensor over the positions of each lookup, those over the positions of all, in pieces."""
+        return [arrays[piece.lookup][piece.positions] for piece in self._pieces]
 
     def winners(self, arg_max: Sequence[Any]) -> list[Any]:
         """Of the positions that gave each lookup's maxima (array or tensor [bags, dim]), those of the bags of all, in

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..errors import BudgetError
-from ..hbm.pool import HbmSize, host_bytes_of
+from ..hbm.full import FullSize
+from ..hbm.pool import HbmSize
 from ..io.cleaning import DEFAULT_SLACK
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
@@ -91,7 +92,7 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     accelerators = len(setup.host.accelerators) if setup.hbm_bytes else 0
     device_rows = tuple((layout, math.ceil(count / max(accelerators, 1))) for layout, count in rows)
     hot = _hbm_sizes(int(setup.hbm_bytes), device_rows, setup.policy) if accelerators else {}
-    staging = accelerators * sum(host_bytes_of(layout, size) for layout, size in hot.items())
+    staging = accelerators * sum(size.host_bytes(layout) for layout, size in hot.items())
     budget = int(setup.ddr_bytes / setup.workers)
     division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging)
     share = _page_cache_share(setup, rows)
@@ -124,7 +125,9 @@ def _division(
 
 
 @lru_cache(maxsize=4096)
-def _hbm_sizes(budget: int, rows: tuple[tuple[RowLayout, int], ...], policy: str) -> dict[RowLayout, HbmSize]:
+def _hbm_sizes(
+    budget: int, rows: tuple[tuple[RowLayout, int], ...], policy: str
+) -> dict[RowLayout, HbmSize | FullSize]:
     try:
         return divide_hbm(budget, dict(rows), policy=policy, given=budget)
     except BudgetError as error:

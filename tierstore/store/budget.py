@@ -10,6 +10,7 @@ from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES
 from ..cache.hbm_books import WAYS
 from ..cache.hbm_sketch import SKETCH_BYTES
 from ..errors import BudgetError
+from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
 from ..hbm.staging import NUM_BUFFERS
@@ -31,8 +32,6 @@ OUTBOX_SHARE: Final = 1 / 16
 OVERFLOW_SHARE: Final = 1 / 16
 """Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
 MIN_OVERFLOW_ROWS: Final = 64
-SPARE_SHARE: Final = 1 / 2
-"""Slots in device memory beyond the rows there are, so that rows that all fit do not crowd each other out of sets."""
 _MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
@@ -88,19 +87,27 @@ def divide(
     return Division(transaction, pools)
 
 
-def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
+def divide_hbm(
+    budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object
+) -> dict[RowLayout, HbmSize | FullSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
-    wanted = {layout: min(math.ceil(count * (1 + SPARE_SHARE)) + WAYS, _MOST_SLOTS) for layout, count in rows.items()}
+    full = {layout: full_hbm_bytes_of(layout, count) for layout, count in rows.items()}
+    if budget >= sum(full.values()):
+        return {layout: _full_hbm_size(layout, count) for layout, count in rows.items()}
+    wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
     least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
     most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
     if budget < sum(least.values()):
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
-            f"give at least {math.ceil(sum(least.values()) / 1024)}KiB"
+            f"give at least {math.ceil(min(sum(least.values()), sum(full.values())) / 1024)}KiB"
         )
-    sizes = {}
+    sizes: dict[RowLayout, HbmSize | FullSize] = {}
     for layout, share in _shares(budget, least, most).items():
+        if share >= full[layout]:
+            sizes[layout] = _full_hbm_size(layout, rows[layout])
+            continue
         places = range(fewest[layout], wanted[layout] + 1)
         fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count, policy))  # type: ignore[misc]
         sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
@@ -113,9 +120,22 @@ def _shares(budget: int, least: Mapping[RowLayout, int], most: Mapping[RowLayout
     return {layout: fewest + int(part * (most[layout] - fewest)) for layout, fewest in least.items()}
 
 
+def _staging_rows(layout: RowLayout, cached: int) -> int:
+    return max(MIN_STAGING_ROWS, min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes))
+
+
 def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
-    staging = min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes)
-    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), max(MIN_STAGING_ROWS, staging))
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), _staging_rows(layout, cached))
+
+
+def _full_hbm_size(layout: RowLayout, count: int) -> FullSize:
+    return FullSize(count, _staging_rows(layout, count))
+
+
+def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:
+    """Device memory of a pool that has all of its rows there; what ``FullRows.size_bytes`` says."""
+    staging = NUM_BUFFERS * _staging_rows(layout, count) * layout.row_bytes
+    return count * (layout.row_bytes + DIRTY_BYTES) + staging
 
 
 def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:

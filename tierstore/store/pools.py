@@ -12,7 +12,8 @@ import torch
 from .. import cache
 from ..errors import TableError
 from ..hbm.build import add_hbm, hbm_stats
-from ..hbm.pool import HbmSize, host_bytes_of
+from ..hbm.full import FullSize
+from ..hbm.pool import HbmSize
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..pool import Pool
@@ -130,7 +131,7 @@ class Pools:
             rows[table.layout] += len(table.rows)
         table_bytes = sum(table.size_bytes for table in tables)
         hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
-        staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
+        staging = sum(size.host_bytes(layout) for layout, size in hbm_sizes.items())
         budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
         division = divide(
             budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging
@@ -153,7 +154,15 @@ class Pools:
         for table in tables:
             pools[table.layout].filler.add_table(table.index, table.config)
         if hbm_sizes:
-            add_hbm(pools.values(), hbm_sizes, device=memory.device, policy=memory.policy, given=memory.hbm)
+            add_hbm(
+                pools.values(),
+                hbm_sizes,
+                lambda layout: _rows_of(tables, layout),
+                device=memory.device,
+                policy=memory.policy,
+                readonly=self._readonly,
+                given=memory.hbm,
+            )
         # Memory is taken as rows come in; better an error here than the end of the process then.
         taken = division.reserved_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={memory.ddr!r}")
@@ -178,7 +187,7 @@ class Pools:
         )
 
 
-def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
+def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize | FullSize]:
     """Empty without a device tier."""
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
     if not budget and memory.device.type == "cpu":
@@ -190,8 +199,12 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
     words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
     if not size.is_full:
         return cache.make_cache(policy, size.cached_rows, **words)
-    own = {table.index: table.rows for table in tables if table.layout == layout}
-    return cache.FullCache(own, **words)
+    return cache.FullCache(_rows_of(tables, layout), **words)
+
+
+def _rows_of(tables: Sequence[Table], layout: RowLayout) -> dict[int, range]:
+    """The rows of each table of a layout, by table index."""
+    return {table.index: table.rows for table in tables if table.layout == layout}
 
 
 def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:

@@ -1,0 +1,366 @@
+"""The contract of rows in device memory, as lookups use them, and what its implementations share.
+
+Implementations: ``full`` (every row has a slot) and ``pool`` (some rows do, and may be evicted).
+"""
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..cache import CacheCounters
+from ..errors import ClosedError
+from ..kernels.arrays import Floats, Int32s, Int64s
+from ..pool import Pool
+from . import rows_twin
+from .batch import Bags, Groups
+from .lanes import Lane, Mark
+from .sending import Field, Sender
+
+_INT32_MAX: Final = 2**31 - 1
+_WIDE: Final = 4
+"""float32 that a thread of a GPU moves at a time, 16 bytes."""
+_RULES_KEPT: Final = 64
+
+
+class Positions(Protocol):
+    """The positions of a batch on the host, bag after bag; all in tables of one pool.
+
+    Attributes:
+        bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; table_bags: int64 [T + 1], the bags of each table.
+        batch: bags of a feature.
+        scale: float32 [N], per-sample weights, or empty.
+    """
+
+    bag_starts: Int64s
+    columns: NDArray[Any]
+    table_bags: Int64s
+    batch: int
+    scale: Floats
+
+    def __len__(self) -> int: ...
+
+    def write(self, numbering: Any, out: NDArray[Any]) -> None:
+        """Slots into ``out`` (int32 [N]), or without a numbering keys (int64 [N]). ValueError: an id outside its
+        table."""
+        ...
+
+
+class DeviceLease(Protocol):
+    """Rows of a batch that stay in their slots until ``release``.
+
+    Attributes:
+        held: it outlives the call that took it.
+    """
+
+    held: bool
+
+    def in_use(self) -> contextlib.AbstractContextManager[Any]:
+        """What the calling thread's current stream is given within uses the rows."""
+        ...
+
+    def release(self, *, changed: bool = False) -> None:
+        """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
+        ...
+
+
+class DeviceBatch:
+    """A batch on the device.
+
+    Attributes:
+        bags: where its positions lie.
+        rows: int32 [N], the slot of each position, or int64 [N], its key.
+        ready: when all of it is there.
+        grouping: its positions by row, as its pool groups them; None until it did.
+    """
+
+    __slots__ = ("bags", "grouping", "ready", "rows")
+
+    def __init__(self, bags: Bags, rows: Tensor, ready: Mark) -> None:
+        self.bags = bags
+        self.rows = rows
+        self.ready = ready
+        self.grouping: Any = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Part(NamedTuple):
+    """Positions ``[first, last)`` of a batch, whose rows are pinned.
+
+    Attributes:
+        slots: int32, the slot of each position; with ``inverse``, of each distinct row of the part.
+        inverse: int32 [last - first], the distinct row of each position, or None.
+    """
+
+    first: int
+    last: int
+    slots: Tensor
+    inverse: Tensor | None
+    lease: DeviceLease
+
+
+class RowPart(NamedTuple):
+    """Distinct rows of a batch, from number ``first`` on, ``len(slots)`` at most, whose slots are pinned."""
+
+    first: int
+    slots: Tensor
+    lease: DeviceLease
+
+
+class Rules(NamedTuple):
+    """What updates the rows of a batch's tables: see ``rows_twin.update_rows``."""
+
+    codes: tuple[int, ...]
+    code_of: Tensor
+    hyper: Tensor
+
+
+class _SentRules(NamedTuple):
+    bytes: bytes
+    rules: Rules
+    ready: Mark
+
+
+class DeviceRows(ABC):
+    """Rows of one layout in device memory.
+
+    Attributes:
+        weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
+        dirty: uint8 [slots], which ``update_rows`` marks; None where leases do.
+        lane: the device's streams.
+        kernels: ``rows_triton`` or ``rows_twin``.
+        lock: serialises whoever brings rows in or writes them down; taken before the locks of the pool below.
+        split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
+        fill_seconds: time spent bringing rows in and writing them down.
+    """
+
+    weights: Tensor
+    state: Tensor
+    dirty: Tensor | None
+    row_dtype: torch.dtype
+    """Of ``DeviceBatch.rows``."""
+
+    def __init__(self, below: Pool, lane: Lane, device: torch.device) -> None:
+        self.layout = below.layout
+        self.lane = lane
+        self.device = device
+        self.kernels = _kernels_for(device)
+        self.counters = CacheCounters(0, 0, 0, 0)
+        self.split_batches = self.conflict_misses = 0
+        self.fill_seconds = 0.0
+        self.lock = threading.RLock()
+        self._below = below.transfers
+        self._sender = Sender(lane, device)
+        self._rules: dict[tuple[int, ...], _SentRules] = {}
+        self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
+        self._closed = False
+
+    # Batches
+
+    def send(self, positions: Positions, rows: Tensor | None = None) -> DeviceBatch:
+        """A batch, on its way by one copy on the side stream.
+
+        Args:
+            rows: the batch's ``DeviceBatch.rows``, if they are on the device already.
+
+        Raises:
+            ValueError: an id outside its table; or over 2**31 - 1 positions.
+        """
+        self.require_open()
+        count, features = len(positions), len(positions.columns)
+        if count > _INT32_MAX:
+            raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {_INT32_MAX}")
+        own_rows = count if rows is None else 0
+        columns = positions.columns
+        fields: list[Field] = [
+            (self.row_dtype, own_rows),
+            (torch.int32, len(positions.bag_starts)),
+            (torch.int64 if columns.dtype == np.int64 else torch.int32, features),
+            (torch.int32, features),
+            (torch.float32, len(positions.scale)),
+        ]
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            if own_rows:
+                self._write_rows(positions, arrays[0])
+            arrays[1][:] = positions.bag_starts
+            arrays[2][:] = columns
+            arrays[3][:] = np.repeat(
+                np.arange(len(positions.table_bags) - 1), np.diff(positions.table_bags) // positions.batch
+            )
+            arrays[4][:] = positions.scale
+
+        given = None if rows is None else self.lane.mark()
+        (sent, starts, sent_columns, table_of, scale), _ = self._sender.send(fields, fill)
+        with self.lane.side():
+            if given is not None:
+                self.lane.follow(given)
+            bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
+            self.kernels.number_bags(starts, bag_of)
+            ready = self.lane.mark()
+        bags = Bags(
+            starts, bag_of, sent_columns, table_of, positions.batch, scale if len(scale) else None,
+            int(np.gcd.reduce(columns, initial=_WIDE)),
+        )  # fmt: skip
+        return DeviceBatch(bags, sent if rows is None else rows, ready)
+
+    @abstractmethod
+    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
+        """What ``DeviceBatch.rows`` is to be."""
+
+    @abstractmethod
+    def stage(self, batch: DeviceBatch) -> DeviceLease | None:
+        """Bring the rows in and hold them, if there is room."""
+
+    @abstractmethod
+    def parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:
+        """Parts of the batch, in order; one, if the rows fit.
+
+        A lease that was not given is released when the next part is asked for, unless the caller holds it.
+
+        Args:
+            lease: of the whole batch, as ``stage`` or ``hold`` left it, or None.
+
+        Raises:
+            BudgetError: every slot stayed pinned by others for a minute.
+        """
+
+    @abstractmethod
+    def row_parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[RowPart]:
+        """Parts of the batch's distinct rows; the caller releases each before it asks for the next."""
+
+    @abstractmethod
+    def groups(self, batch: DeviceBatch) -> Groups:
+        """The batch's positions by row, for the calling thread's current stream."""
+
+    @abstractmethod
+    def keys(self, batch: DeviceBatch) -> Tensor:
+        """int64 [U], on the device: the keys of the distinct rows of a grouped batch. Waits for the device."""
+
+    @abstractmethod
+    def hold(self, lease: DeviceLease) -> bool:
+        """Let a lease outlive its call, if held pins leave room for others; else False."""
+
+    def retain(self, *objects: Any) -> None:
+        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
+        while self._retained and self._retained[0][0].query():
+            self._retained.popleft()
+        self._retained.append((self.lane.mark(), objects))
+
+    def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
+        """Rules on the device, sent again only when they changed, for the calling thread's current stream.
+
+        Args:
+            indices: of the tables; codes: their optimizers; hyper: float32 [T, NUM_HYPER].
+        """
+        content = hyper.tobytes()
+        known = self._rules.get(indices)
+        if known is None or known.bytes != content or known.rules.codes != codes:
+            code_of: Int32s = np.array(codes, np.int32)
+
+            def fill(arrays: list[NDArray[Any]]) -> None:
+                arrays[0][:], arrays[1][:] = hyper.ravel(), code_of
+
+            (sent, sent_codes), ready = self._sender.send(
+                [(torch.float32, hyper.size), (torch.int32, len(codes))], fill
+            )
+            known = _SentRules(content, Rules(codes, sent_codes, sent.view(hyper.shape)), ready)
+            if len(self._rules) >= _RULES_KEPT:
+                self._rules.clear()
+            self._rules[indices] = known
+        self.lane.follow(known.ready)
+        self.retain(known.rules)
+        return known.rules
+
+    # Whole rows, for their owner
+
+    @abstractmethod
+    def read(self, keys: Int64s) -> Tensor:
+        """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
+
+    @abstractmethod
+    def write(self, keys: Int64s, rows: Tensor) -> None:
+        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
+
+    @abstractmethod
+    def emptied(self) -> contextlib.AbstractContextManager[None]:
+        """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
+
+        Raises:
+            TableError: rows are in use, and still after a second.
+        """
+
+    # State
+
+    @property
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether one more lease as large as the last could be held."""
+
+    @property
+    @abstractmethod
+    def num_leased(self) -> int:
+        """Leases that are in use."""
+
+    @property
+    @abstractmethod
+    def num_dirty(self) -> int:
+        """Rows that are newer than below. Waits for the device."""
+
+    @property
+    @abstractmethod
+    def capacity_rows(self) -> int:
+        """Rows that there is room for."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Bytes of device memory."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """AssertionError unless the books are whole."""
+
+    def close(self) -> None:
+        """Refuse further use, and wait until no work that was given to the device uses the rows."""
+        self._closed = True
+        with self.lock, self.lane.side():
+            self._follow_users()
+            self.lane.mark().synchronize()
+
+    @abstractmethod
+    def _follow_users(self) -> None:
+        """The current stream waits for all work that uses the rows."""
+
+    def require_open(self) -> None:
+        """ClosedError after ``close``."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+
+
+def _kernels_for(device: torch.device) -> ModuleType:
+    """The module with the kernels over rows."""
+    if device.type != "cuda":
+        return rows_twin
+    from . import rows_triton
+
+    return rows_triton

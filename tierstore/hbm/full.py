@@ -1,0 +1,351 @@
+"""Every row of one layout in device memory: row r of a table is in slot ``first + r``, as ``cache.FullCache`` has it.
+
+There is no index, no plan and no pin, and the host waits for nothing once the rows are in: they come in together, at
+first use. Dirty rows are marked by the kernel that updates them, and go down when somebody flushes.
+
+``lock`` is held while work on the rows is given to the device, and by ``flush`` until it is done. So a row's mark and
+its value change together for whoever copies rows down. Nobody holds a lock of the pool below while asking for it.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..cache.numbering import RowNumbering
+from ..errors import TableError
+from ..kernels.arrays import Int32s, Int64s
+from ..pool import PIN_POLL_SECONDS, Pool
+from ..rows import RowLayout
+from ..system.signals import shielded
+from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
+from .batch import Groups
+from .grouping import group_slots
+from .lanes import Lane, Mark
+from .staging import Staging, staging_bytes
+
+DIRTY_BYTES: Final = 1
+"""Of each row."""
+_LOAD_BUFFERS: Final = 64
+"""Rows are loaded by so many staging buffers at a time: what is announced to the pool below at once."""
+_TRANSIENT_SECONDS: Final = 1.0
+"""No read or write of rows takes longer."""
+
+
+class FullSize(NamedTuple):
+    """Rows of one pool in device memory.
+
+    Attributes:
+        cached_rows: all.
+        staging_rows: of each buffer.
+    """
+
+    cached_rows: int
+    staging_rows: int
+
+    def host_bytes(self, layout: RowLayout) -> int:
+        """Host memory that such a pool takes."""
+        return staging_bytes(layout, self.staging_rows)
+
+
+class _Grouping(NamedTuple):
+    slots: Tensor
+    """int32 [N]: those of the distinct rows."""
+    groups: Groups
+    made: Mark
+
+
+class FullLease:
+    """A batch between its first use and its last; its rows stay where they are anyway."""
+
+    __slots__ = ("_batch", "_rows", "held")
+
+    def __init__(self, rows: "FullRows", batch: DeviceBatch) -> None:
+        self._rows: FullRows | None = rows
+        self._batch = batch
+        self.held = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """See ``DeviceLease``."""
+        if self._rows is None:
+            yield
+        else:
+            with self._rows.in_use(self._batch.ready):
+                yield
+
+    def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
+        """See ``DeviceLease``."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.released.append(None)
+
+    def __del__(self) -> None:
+        # In any thread, under any lock.
+        self.release()
+
+
+class FullRows(DeviceRows):
+    """See the module's docstring.
+
+    Args:
+        tables: the range of the rows of each table, by table index.
+        readonly: nothing is trained.
+    """
+
+    row_dtype = torch.int32
+
+    def __init__(
+        self, below: Pool, tables: Mapping[int, range], size: FullSize, lane: Lane, device: torch.device, *,
+        readonly: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(below, lane, device)
+        layout = self.layout
+        self._numbering = RowNumbering(tables)
+        self._is_trained = not readonly
+        # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
+        with torch.inference_mode(False), lane.side():
+            words = [
+                torch.empty((size.cached_rows, width), dtype=torch.int64, device=device)
+                for width in (layout.weight_words, layout.state_words)
+            ]
+            self.weights, self.state = words[0].view(layout.torch_dtype), words[1].view(torch.float32)
+            self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=device)
+            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), lane)
+        self.dirty = self._marks
+        self.released: deque[None] = deque()
+        self._count_lock = threading.Lock()
+        self._num_leased = 0
+        self._uses: deque[Mark] = deque()
+        self._loaded: Mark | None = None
+
+    # Batches
+
+    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
+        positions.write(self._numbering, out)
+
+    def stage(self, batch: DeviceBatch) -> FullLease:
+        """See ``DeviceRows``; a batch that may be trained is grouped ahead, on the side stream."""
+        self._load()
+        if self._is_trained:
+            with self.lane.side():
+                batch.grouping = self._grouped(batch)
+        lease = self._lease(batch)
+        lease.held = True
+        return lease
+
+    def _lease(self, batch: DeviceBatch) -> FullLease:
+        with self._count_lock:
+            self._num_leased += 1
+        return FullLease(self, batch)
+
+    def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
+        """See ``DeviceRows``: one part."""
+        self._load()
+        own = self._lease(batch) if lease is None else lease
+        self._note_hits(len(batch))
+        try:
+            yield Part(0, len(batch), batch.rows, None, own)
+        finally:
+            if not own.held:
+                own.release()
+
+    def _note_hits(self, count: int) -> None:
+        with self.lock:
+            counted = self.counters
+            self.counters = counted._replace(lookups=counted.lookups + count, hits=counted.hits + count)
+
+    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
+        """See ``DeviceRows``: one part."""
+        self._load()
+        yield RowPart(0, self._grouped(batch).slots, self._lease(batch) if lease is None else lease)
+
+    def groups(self, batch: DeviceBatch) -> Groups:
+        """See ``DeviceRows``."""
+        grouping = self._grouped(batch)
+        self.lane.follow(grouping.made)
+        return grouping.groups
+
+    def _grouped(self, batch: DeviceBatch) -> _Grouping:
+        """Group on the calling thread's current stream, if that was not done."""
+        if batch.grouping is None:
+            self.lane.follow(batch.ready)
+            slots, groups = group_slots(batch.rows)
+            batch.grouping = _Grouping(slots, groups, self.lane.mark())
+        made: _Grouping = batch.grouping
+        return made
+
+    def keys(self, batch: DeviceBatch) -> Tensor:
+        """See ``DeviceRows``."""
+        grouping = self._grouped(batch)
+        slots = grouping.slots[: int(grouping.groups.num_unique)].cpu().numpy()
+        return torch.from_numpy(self._numbering.keys_at(slots)).to(self.device)
+
+    def hold(self, lease: Any) -> bool:
+        """See ``DeviceRows``; there always is room."""
+        lease.held = True
+        return True
+
+    @contextlib.contextmanager
+    def in_use(self, *marks: Mark) -> Iterator[None]:
+        """What the calling thread's current stream is given within uses the rows, after these marks."""
+        with self.lock:
+            self.require_open()
+            loaded = self._loaded
+            for mark in (*marks, *(() if loaded is None else (loaded,))):
+                self.lane.follow(mark)
+            try:
+                yield
+            finally:
+                while self._uses and self._uses[0].query():
+                    self._uses.popleft()
+                self._uses.append(self.lane.mark())
+
+    def _follow_users(self) -> None:
+        for mark in list(self._uses):
+            self.lane.follow(mark)
+
+    # Rows from and to the pool below
+
+    def _load(self) -> None:
+        """Bring every row in, unless they are."""
+        if self._loaded is None:
+            with self.lock:
+                if self._loaded is None:
+                    self.require_open()
+                    started = time.perf_counter()
+                    with self.lane.side():
+                        self._loaded = self._bring_all()
+                    self.fill_seconds += time.perf_counter() - started
+
+    def _bring_all(self) -> Mark:
+        self._follow_users()
+        step = self._staging.rows * _LOAD_BUFFERS
+        for first in range(0, self.capacity_rows, step):
+            last = min(first + step, self.capacity_rows)
+            slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
+            self._staging.bring(self._keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
+        return self.lane.mark()
+
+    def _keys_at(self, slots: Int32s) -> Int64s:
+        return self._numbering.keys_at(slots)
+
+    @shielded
+    def flush(self) -> None:
+        """See ``DeviceRows``. Whoever is about to use rows waits for it."""
+        with self.lock, self.lane.side():
+            self._follow_users()
+            slots = torch.nonzero(self._marks).flatten().to(torch.int32)
+            if not len(slots):
+                return
+            self._marks.zero_()
+            started = time.perf_counter()
+            try:
+                self._staging.take(self._keys_at(slots.cpu().numpy()), slots, self._below.put)
+            except BaseException:
+                self._marks[slots.long()] = 1
+                raise
+            finally:
+                self.fill_seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """See ``DeviceRows``; the next use brings all rows in again."""
+        with self.lock:
+            self._empty()
+            yield
+
+    @shielded
+    def _empty(self) -> None:
+        deadline = time.monotonic() + _TRANSIENT_SECONDS
+        while self.num_leased and time.monotonic() < deadline:
+            time.sleep(PIN_POLL_SECONDS / 10)
+        if self.num_leased:
+            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
+        self.flush()
+        self._loaded = None
+
+    # Whole rows, for their owner
+
+    @shielded
+    def read(self, keys: Int64s) -> Tensor:
+        """See ``DeviceRows``."""
+        self._load()
+        slots, sent = self._send_slots(keys)
+        self._note_hits(len(keys))
+        with self.in_use(sent):
+            found = torch.index_select(self.weights, 0, slots)
+        self.retain(slots)
+        return found[:, : self.layout.dim].contiguous()
+
+    @shielded
+    def write(self, keys: Int64s, rows: Tensor) -> None:
+        """See ``DeviceRows``."""
+        self._load()
+        distinct, place = np.unique(keys[::-1], return_index=True)
+        last = torch.from_numpy(len(keys) - 1 - place)
+        slots, sent = self._send_slots(distinct)
+        with self.in_use(sent):
+            chosen = rows[last.to(rows.device)].to(self.device)
+            self.weights[slots.long(), : self.layout.dim] = chosen
+            self._marks[slots.long()] = 1
+        self.retain(slots)
+
+    def _send_slots(self, keys: Int64s) -> tuple[Tensor, Mark]:
+        """int32 [n], on their way to the device."""
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            arrays[0][:] = self._numbering.slots_of(keys)
+
+        (slots,), sent = self._sender.send([(torch.int32, len(keys))], fill)
+        return slots, sent
+
+    # State
+
+    @property
+    def has_room(self) -> bool:
+        """See ``DeviceRows``."""
+        return True
+
+    @property
+    def num_leased(self) -> int:
+        """See ``DeviceRows``."""
+        with self._count_lock:
+            while self.released:
+                self.released.popleft()
+                self._num_leased -= 1
+            return self._num_leased
+
+    @property
+    def num_dirty(self) -> int:
+        """See ``DeviceRows``."""
+        with self.lane.side():
+            self._follow_users()
+            return int(torch.count_nonzero(self._marks))
+
+    @property
+    def capacity_rows(self) -> int:
+        """See ``DeviceRows``."""
+        return len(self._marks)
+
+    @property
+    def size_bytes(self) -> int:
+        """See ``DeviceRows``."""
+        return self.weights.nbytes + self.state.nbytes + self._marks.nbytes + self._staging.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """See ``DeviceRows``."""
+        return self._staging.host_bytes
+
+    def check_integrity(self) -> None:
+        """AssertionError if a row is dirty that is not in."""
+        with self.lock:
+            assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were brought in"
