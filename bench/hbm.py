@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from .common import Goal, Report, Run, Table, extract, program
 from .data import ROOT
+from .machine_code import Resources, kernels
 
 __all__ = ["run"]
 
@@ -60,7 +61,8 @@ def _counting_cases(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _ask(root: Path, task: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a version says of each case."""
-    environment = os.environ | {"TRITON_INTERPRET": "1" if task == "count" else "0"}
+    # Threads that spin for a while after torch's work would take the host's time.
+    environment = os.environ | {"TRITON_INTERPRET": "1" if task == "count" else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(_WORKER), str(root), task, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
     if done.returncode:
@@ -107,6 +109,7 @@ def _timed(roots: dict[str, Path], config: dict[str, Any]) -> list[dict[str, Any
 
 def run(request: Run) -> Report:
     roots, missing = _roots(request)
+    compiled = kernels()
     counts, cases = _counted(roots, request.config), _timed(roots, request.config)
     rows = []
     for case in cases:
@@ -130,12 +133,36 @@ def run(request: Run) -> Report:
                     "before over now",
                 ],
                 rows=rows,
-            )
+            ),
+            _kernels_table(compiled),
         ],
-        figures={"counts": counts, "cases": cases, "missing": missing},
-        goals=_goals(counts, cases, has_before=_BEFORE in roots),
+        figures={
+            "counts": counts,
+            "cases": cases,
+            "missing": missing,
+            "kernels": {name: each._asdict() for name, each in compiled.items()},
+        },
+        goals=[
+            *_goals(counts, cases, has_before=_BEFORE in roots),
+            Goal(
+                name="bytes of registers that a kernel spills, at most",
+                value=max(each.spill_bytes for each in compiled.values()),
+                exactly=0,
+            ),
+        ],
         notes=[_how(request.config), *filter(None, [missing])],
     )  # fmt: skip
+
+
+def _kernels_table(compiled: dict[str, Resources]) -> Table:
+    return Table(
+        title="the Triton kernels as compiled for an H100",
+        columns=["kernel", "registers a thread", "spilled bytes", "warps a block", "occupancy by registers"],
+        rows=[
+            [name, f"{own.registers}", f"{own.spill_bytes}", f"{own.warps}", f"{own.occupancy:.0%}"]
+            for name, own in compiled.items()
+        ],
+    )
 
 
 def _times(case: dict[str, Any]) -> str:
