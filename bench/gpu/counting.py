@@ -41,6 +41,7 @@ def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
     events: Any = profile.events()
     on_device: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     return Asked(
-        launches=sum(event.device_type == on_device for event in events),
+        # Spans that a program names are on the device's timeline, too.
+        launches=sum(event.device_type == on_device and not event.is_user_annotation for event in events),
         waits=sum(event.name in _WAITS for event in events),
     )

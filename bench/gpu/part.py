@@ -11,7 +11,7 @@ from ..common import Goal, Table
 
 __all__ = ["PARTS", "Part"]
 
-PARTS: Final = ("rows", "training", "cached", "latency", "ssd", "limits", "find")
+PARTS: Final = ("rows", "training", "cached", "latency", "ssd", "limits", "admit")
 """In the order of their worth: if time or the machine ends, the first ones were measured."""
 
 

@@ -25,7 +25,8 @@ class TorchPeer:
 
     def __init__(self, weights: Tensor, rows: list[Tensor], starts: Tensor, gradient: Tensor) -> None:
         self._leaf = weights.detach().requires_grad_()
-        self._rows, self._starts = rows, starts
+        # Torch's sparse gradients have ids of 64 bits.
+        self._rows, self._starts = [own.long() for own in rows], starts.long()
         samples, dim = len(gradient), weights.shape[1]
         self._gradient = gradient.view(samples, -1, dim).transpose(0, 1).reshape(-1, dim)
         self._samples = samples

@@ -150,15 +150,15 @@ def test_what_was_not_measured_is_shown_as_nothing() -> None:
 def make_request(folder: Path, saved: list[Report], *, quick: bool = True, **config: Any) -> Run:
     """Of the two parts that take least."""
     told = {"seed": 1, "total_s": 300} | config
-    return Run(config=told, quick=quick, folder=folder, parts=("find", "limits"), save=saved.append)
+    return Run(config=told, quick=quick, folder=folder, parts=("admit", "limits"), save=saved.append)
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved: list[Report] = []
-    report = run(make_request(tmp_path, saved, limits=QUICK["limits"], find={"limit_s": 100}))
-    assert report.figures["failed"] == {"find": "KeyError: 'slots'"}
+    report = run(make_request(tmp_path, saved, limits=QUICK["limits"], admit={"limit_s": 100}))
+    assert report.figures["failed"] == {"admit": "KeyError: 'slots'"}
     assert report.figures["limits"]["bytes_per_s"]
-    assert any("find failed" in note for note in report.notes)
+    assert any("admit failed" in note for note in report.notes)
     assert "NO RESULTS" in report.notes[-1]
     assert "KeyError" in capfd.readouterr().err
     # After each part, what there was.
@@ -166,22 +166,22 @@ def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, capfd:
 
 
 def test_a_part_without_time_gives_what_it_has(tmp_path: Path) -> None:
-    config = {"find": QUICK["find"] | {"limit_s": 0.01}, "limits": QUICK["limits"]}
+    config = {"admit": QUICK["admit"] | {"limit_s": 0.01}, "limits": QUICK["limits"]}
     report = run(make_request(tmp_path, [], total_s=0.02, **config))
-    assert len(report.figures["find"]["cases"]) == 1
+    assert len(report.figures["admit"]["cases"]) == 1
     assert report.figures["ran_out"] == {
-        "find": ["exponent 1.05, 50% hits", "exponent 0.0, 100% hits", "exponent 0.0, 50% hits"]
+        "admit": ["exponent 1.05, 50% hits", "exponent 0.0, 100% hits", "exponent 0.0, 50% hits"]
     }
-    assert any("find ended before" in note for note in report.notes)
+    assert any("admit ended before" in note for note in report.notes)
     assert "no time was left" in report.figures["failed"]["limits"]
 
 
 def test_a_part_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE_SECONDS", 0.1)
-    config = {"find": QUICK["find"] | {"limit_s": 0.1}, "limits": QUICK["limits"] | {"limit_s": 0.1}}
+    config = {"admit": QUICK["admit"] | {"limit_s": 0.1}, "limits": QUICK["limits"] | {"limit_s": 0.1}}
     report = run(make_request(tmp_path, [], **config))
-    assert set(report.figures["failed"]) == {"find", "limits"}
-    assert "killed after" in report.figures["failed"]["find"]
+    assert set(report.figures["failed"]) == {"admit", "limits"}
+    assert "killed after" in report.figures["failed"]["admit"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
