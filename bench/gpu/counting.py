@@ -4,6 +4,7 @@ On a GPU the profiler sees them. On the CPU, where the tier's kernels run in Tri
 does (``bench.hbm_worker``).
 """
 
+import traceback
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -30,18 +31,20 @@ class Asked(NamedTuple):
 
 
 def asked_of(rig: Rig, action: Callable[[], object]) -> Asked | None:
-    """What the action asks of the device in all threads; None on the CPU, where there is nothing to see."""
+    """What the action asks of the device in all threads; None where nothing is seen: on the CPU, or without CUPTI."""
     if not rig.is_cuda:
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     rig.wait()
-    with torch.profiler.profile(activities=activities) as profile:
-        action()
-        torch.cuda.synchronize(rig.device)
-    events: Any = profile.events()
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            action()
+            rig.wait()
+        events: Any = profile.events()
+    except RuntimeError:  # what was timed before stands
+        traceback.print_exc()
+        return None
     on_device: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    return Asked(
-        # Spans that a program names are on the device's timeline, too.
-        launches=sum(event.device_type == on_device and not event.is_user_annotation for event in events),
-        waits=sum(event.name in _WAITS for event in events),
-    )
+    # Spans that a program names are on the device's timeline, too.
+    launches = sum(event.device_type == on_device and not event.is_user_annotation for event in events)
+    return Asked(launches, sum(event.name in _WAITS for event in events)) if launches else None
