@@ -16,6 +16,8 @@ CAPACITY = 40
 KEYS = torch.arange(130)
 KEYS = KEYS[mixed(KEYS).argsort()]
 SETS = sets_of(mixed(KEYS), 2)
+STALE = 3
+"""Keys behind those of a batch, which are nobody's."""
 
 
 @dataclass
@@ -99,31 +101,42 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         listed, own = keys.tolist(), sets.tolist()
         asked = [random.randint(1, 3) for _ in listed] if is_asked and policy == "lfu" else None  # type: ignore[attr-defined]
         taken = {key for key in listed if key not in model.rows and random.random() < 0.1}  # type: ignore[attr-defined]
+        padded = torch.cat([keys, KEYS[:STALE]]).to(device)
         plan = cache.plan(
-            keys.to(device), sets.to(device),
-            taken=torch.tensor([key in taken for key in listed], device=device) if taken else None,
-            counts=None if asked is None else torch.tensor(asked, dtype=torch.int32, device=device),
+            padded, torch.tensor([len(keys)], dtype=torch.int32, device=device),
+            taken=torch.tensor([key in taken for key in listed] + [True] * STALE, device=device) if taken else None,
+            counts=None if asked is None else torch.tensor(asked + [0] * STALE, dtype=torch.int32, device=device),
         )  # fmt: skip
         statuses = model.plan(listed, own, asked, taken)
-        assert plan.statuses.tolist() == statuses
+        assert plan.statuses.tolist() == statuses + [Status.NO_KEY] * STALE
+        assert plan.summary.sum(0).tolist() == [statuses.count(each) for each in Status]
+        before = [tensor.clone() for tensor in cache._books]
+        cache.commit(plan)
+        is_done = max(statuses) < Status.DIRTY_VICTIM
+        assert is_done or all(map(torch.equal, before, cache._books))
         leaving = plan.slots[plan.statuses == Status.DIRTY_VICTIM]
         assert all(model.rows[key].is_dirty for key in cache.keys_at(leaving).tolist() if key in model.rows)
-        cache.clean(leaving)
-        cache.commit(keys.to(device), plan)
+        if not is_done:
+            model.clock += len(padded)
+            cache.clean(leaving)
+            cache.commit(plan, forced=True)
         model.commit(listed, own, asked, statuses)
+        model.clock += STALE
         slots = plan.slots[plan.slots >= 0]
+        assert len(set(slots.tolist())) == len(slots)
         rows = [model.rows[key] for key in cache.keys_at(slots).tolist()]
         if action == "give up":
             entered = cache.keys_at(slots[torch.isin(slots, cache.slots_with(LOADING))]).tolist()
-            cache.drop_loading(slots)
+            cache.drop_loading(plan.slots)
             model.sets = [{key: row for key, row in each.items() if key not in entered} for each in model.sets]
         else:
-            cache.settle(slots)
+            cache.settle(plan.slots)
         if action == "keep":
             kept.append((slots, rows))
         else:
             if action != "give up":
-                cache.release(slots, changed=action == "fill and change")
+                beyond = torch.tensor([CAPACITY, CAPACITY + 30], dtype=torch.int32, device=device)
+                cache.release(torch.cat([plan.slots, beyond]), changed=action == "fill and change")
             for row in rows:
                 row.pins -= 1
                 row.is_dirty |= action == "fill and change"
@@ -163,7 +176,7 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
 )
 def test_check_integrity_sees_damage(damage: object, law: str) -> None:
     cache = HbmCache(CAPACITY, weight_words=0, state_words=0, policy="lru", device=torch.device("cpu"))
-    cache.commit(KEYS, cache.plan(KEYS, SETS))
+    cache.commit(cache.plan(KEYS, torch.tensor([len(KEYS)], dtype=torch.int32)), forced=True)
     cache.check_integrity()
     damage(cache._books)  # type: ignore[operator]
     with pytest.raises(AssertionError, match=rf"'[^']*{law}[^']*': [1-9]"):

@@ -1,11 +1,18 @@
 """The device cache's Triton kernels against their torch twins, to the bit; under Triton's interpreter without CUDA."""
 
+from typing import Any
+
 import pytest
 import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from tierstore.cache import hbm_triton, hbm_twin
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
-from tierstore.cache.hbm_books import PIN, WAYS, Books, Status, mixed, sets_of
+from tierstore.cache.hbm_books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,57 +39,162 @@ def some_books(generator: torch.Generator, capacity: int, share_pinned: float) -
     return Books(*(tensor.to(DEVICE) for tensor in books))
 
 
+def copied(books: Books) -> Books:
+    return Books(*(tensor.clone() for tensor in books))
+
+
+def summary() -> Tensor:
+    return torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=DEVICE)
+
+
+def number(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
 @pytest.mark.parametrize("capacity", [32, 70])
 @pytest.mark.parametrize("share_pinned", [0.1, 0.95])
 @pytest.mark.parametrize("lfu", [False, True])
 def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) -> None:
     generator = torch.Generator().manual_seed(capacity)
     books = some_books(generator, capacity, share_pinned)
-    num_sets = len(books.flags) // WAYS
     keys = torch.randperm(4 * capacity, generator=generator)[: 2 * capacity]
     keys = torch.cat([keys, torch.tensor([-1, 2**63 - 1, -(2**63)])]).to(DEVICE)
-    sets = sets_of(mixed(keys), num_sets)
-    found = hbm_twin.find(books, keys, sets)
-    assert torch.equal(hbm_triton.find(books, keys, sets), found)
-    assert (found >= 0).any()
-    assert (found < 0).any()
-    keys, sets = keys[sets.argsort(stable=True)], sets.sort().values
+    keys = keys[mixed(keys).argsort()]
     some = torch.rand(len(keys), generator=generator).to(DEVICE) < 0.2
     asked = torch.randint(1, 4, (len(keys),), generator=generator).to(DEVICE, torch.int32)
     for taken, counts in ((None, None), (some, None), (None, asked), (some, asked)):
-        expected = hbm_twin.plan(books, keys, sets, taken, counts)
-        planned = hbm_triton.plan(books, keys, sets, taken, counts)
-        assert torch.equal(planned.statuses, expected.statuses)
-        assert torch.equal(planned.slots, expected.slots)
-        seen = set(expected.statuses.tolist())
-        assert Status.HIT in seen
-        assert Status.DIRTY_VICTIM in seen
-        assert Status.CONFLICT in seen or share_pinned < 0.5
-        assert (Status.TAKEN in seen) == (taken is not None)
-        assert Status.REFUSED not in seen or counts is not None
-        assert Status.REFUSED in seen or counts is None or share_pinned > 0.5
-        ours, theirs = (Books(*(tensor.clone() for tensor in books)) for _ in range(2))
-        hbm_twin.commit(theirs, keys, expected, 2**33, lfu)
-        hbm_triton.commit(ours, keys, expected, 2**33, lfu)
-        for one, other in zip(ours, theirs, strict=True):
+        given = (len(keys), len(keys) - 7) if taken is None else (len(keys) // 2,)
+        for num_unique in map(number, given if counts is None else given[:1]):
+            plans = []
+            for kernels in (hbm_twin, hbm_triton):
+                own = summary()
+                slots, statuses = kernels.plan(books, keys, num_unique, taken, counts, own)
+                plans.append(Plan(keys, slots, statuses, counts, own))
+            expected, planned = plans
+            assert torch.equal(planned.statuses, expected.statuses)
+            assert torch.equal(planned.slots, expected.slots)
+            assert torch.equal(planned.summary.sum(0), expected.summary.sum(0))
+            assert int(planned.summary.sum()) == int(num_unique)
+            check_commits(books, plans, lfu)
+            seen = set(expected.statuses.tolist())
+            assert {Status.HIT, Status.DIRTY_VICTIM} <= seen
+            assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
+            assert Status.CONFLICT in seen or share_pinned < 0.5
+            assert (Status.TAKEN in seen) == (taken is not None)
+            assert Status.REFUSED not in seen or counts is not None
+            assert Status.REFUSED in seen or counts is None or share_pinned > 0.5
+
+
+def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
+    """With a summary that hinders, unless forced, and with one that does not."""
+    for forced, blocked in ((True, True), (False, True), (False, False)):
+        ended = []
+        for kernels, plan in zip((hbm_twin, hbm_triton), plans, strict=True):
+            given = plan if blocked else plan._replace(summary=summary())
+            if blocked:
+                given.summary[-1, Status.REFUSED] = 1
+            changed, following = copied(books), summary() + 1
+            kernels.commit(changed, given, following, 2**33 + 5, lfu, forced)
+            assert not following.any()
+            ended.append(changed)
+        for one, other, before in zip(*ended, books, strict=True):
             assert torch.equal(one, other)
-        assert (theirs.flags & LOADING).any()
+            goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
+            assert torch.equal(one, before) != goes
+
+
+@given(
+    edit=st.fixed_dictionaries(
+        {
+            "unpin": st.booleans(),
+            "keep": st.sampled_from([-1, ~DIRTY, ~LOADING]),
+            "add": st.sampled_from([0, DIRTY]),
+            "forget": st.booleans(),
+        }
+    ),
+    size=st.sampled_from([0, 1, 255, 257, 300]),
+)
+def test_flags(edit: Any, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    before = torch.randint(PIN, 4 * PIN, (320,), generator=generator, dtype=torch.int32)
+    slots = torch.randperm(310, generator=generator)[:size].to(torch.int32) - 5
+    expected = before.tolist()
+    for slot in slots.tolist():
+        if 0 <= slot < 290:
+            left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
+            expected[slot] = 0 if edit["forget"] and left & LOADING else (left & edit["keep"]) | edit["add"]
+    for kernels in (hbm_twin, hbm_triton):
+        flags = before.to(DEVICE, copy=True)
+        kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
+        assert flags.tolist() == expected
 
 
 def test_no_keys() -> None:
-    books = Books.empty(40, DEVICE)
-    keys, sets = torch.empty(0, dtype=torch.int64, device=DEVICE), torch.empty(0, dtype=torch.int32, device=DEVICE)
+    keys = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for kernels in (hbm_twin, hbm_triton):
-        assert len(kernels.find(books, keys, sets)) == 0
-        plan = kernels.plan(books, keys, sets, None, None)
-        kernels.commit(books, keys, plan, 0, False)
-    assert not books.ranks.any()
+        books, own = Books.empty(40, DEVICE), summary()
+        slots, statuses = kernels.plan(books, keys, number(0), None, None, own)
+        assert (slots == -1).all()
+        assert (statuses == Status.NO_KEY).all()
+        kernels.commit(books, Plan(keys, slots, statuses, None, own), summary(), 0, False, False)
+        assert not own.any()
+        assert not books.ranks.any()
+
+
+def places_of(key: int, width: int) -> list[int]:
+    """In Python's integers, apart from the code."""
+    mask = 2**64 - 1
+    mix = key & mask
+    mix = ((mix ^ mix >> 30) * 0xBF58476D1CE4E5B9) & mask
+    mix = ((mix ^ mix >> 27) * 0x94D049BB133111EB) & mask
+    return [((mix >> 32) * width) >> 32, width + (((mix & (2**32 - 1)) * width) >> 32)]
+
+
+@triton.jit
+def place_keys(keys, places, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As the sketch's kernels do, whose counters would not fit memory here."""
+    number = tl.arange(0, BLOCK)
+    mixed = hbm_triton.mix(tl.load(keys + number))
+    tl.store(places + number, hbm_triton.sketch_place(mixed >> 32, width))
+    tl.store(places + BLOCK + number, hbm_triton.sketch_place(mixed & 0xFFFFFFFF, width) + width)
+
+
+@pytest.mark.parametrize("width", [8, 2**16 - 1, 8 * 10**7, 2**31, 2**34, 2**34 - 8])
+def test_places_in_a_sketch_of_any_width(width: int) -> None:
+    keys = torch.cat([torch.arange(500), torch.arange(500) << 40, torch.tensor([-1, 2**63 - 1])])
+    keys = torch.cat([keys, torch.arange(1024 - len(keys)) * 982_451_653])
+    expected = torch.tensor([places_of(key, width) for key in keys.tolist()]).T
+    assert torch.equal(hbm_twin.sketch_places(keys, width), expected)
+    assert 0 <= int(expected.min()) <= int(expected.max()) < 2 * width
+    found = torch.empty((2, len(keys)), dtype=torch.int64, device=DEVICE)
+    place_keys[(1,)](keys.to(DEVICE), found, width, BLOCK=len(keys), enable_fp_fusion=False)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("width", [8, 400])
+@pytest.mark.parametrize("known", [0, 1, 256, 300, 600])
+def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    counters = torch.randint(0, 30, (2 * width,), generator=generator).to(DEVICE, torch.int16)
+    keys = torch.randperm(4 * 600, generator=generator)[:600].to(DEVICE)
+    ended = []
+    for kernels in (hbm_twin, hbm_triton):
+        own = counters.clone()
+        estimates = kernels.sketch_estimate(own, keys, number(known))[:known]
+        kernels.sketch_count(own, keys, number(known), 31)
+        ended.append((estimates, own))
+    assert torch.equal(ended[0][0], ended[1][0])
+    assert torch.equal(ended[0][1], ended[1][1])
+    places = [places_of(key, width) for key in keys[:known].tolist()]
+    assert ended[0][0].tolist() == [min(int(counters[place]) for place in both) + 1 for both in places]
+    added = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten(), minlength=2 * width)
+    assert torch.equal(ended[0][1].cpu().long(), (counters.cpu() + added).clamp(max=31))
 
 
 def test_mixing_loses_nothing_and_sets_ascend_with_it() -> None:
     keys = torch.cat([torch.arange(-5000, 5000), torch.arange(5000) << 40])
     mixes = mixed(keys)
-    assert len(mixes.unique()) == len(keys) - 1  # 0 is in both
+    assert len(set(mixes.tolist())) == len(keys) - 1  # 0 is in both
     ordered = sets_of(mixes.sort().values, 37)
     assert torch.equal(ordered, ordered.sort().values)
     counts = torch.bincount(ordered, minlength=37)

@@ -122,7 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
         real = getattr(owner, name)
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            trace.use(name, sorted(set(arguments[place].tolist())), writes=writes)
+            trace.use(name, sorted({slot for slot in arguments[place].tolist() if slot >= 0}), writes=writes)
             return real(*arguments, **named)
 
         monkeypatch.setattr(owner, name, watched)

@@ -10,6 +10,9 @@ independent. So a plan depends only on the cache and the batch. If a row's whole
 and gets no slot. If the caller gives access counts (``hbm_sketch``), a row used less often than its victim gets none
 either.
 
+A commit can be launched right behind its plan, before the host has seen it: it does nothing if the plan's summary says
+that rows must be written back first or do not fit. The host never learns U, the number of keys, beforehand.
+
 The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere (``hbm_twin``).
 """
 
@@ -21,7 +24,18 @@ from torch import Tensor
 
 from . import hbm_twin
 from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import NO_SUCH_SLOT, PIN, STAMP_BITS, WAYS, Books, Plan, mixed, sets_of
+from .hbm_books import (
+    NO_SUCH_SLOT,
+    PIN,
+    STAMP_BITS,
+    SUMMARY_ROWS,
+    WAYS,
+    Books,
+    Plan,
+    Status,
+    mixed,
+    sets_of,
+)
 
 PolicyName = Literal["lru", "lfu"]
 
@@ -43,6 +57,7 @@ class HbmCache:
 
     Attributes:
         weights, state: int64 [capacity + extra_rows, words], the rows.
+        kernels: the module with the steps' kernels.
     """
 
     def __init__(
@@ -61,55 +76,86 @@ class HbmCache:
         self.state = torch.empty((rows, state_words), dtype=torch.int64, device=device)
         self._is_lfu = policy == "lfu"
         self._books = Books.empty(capacity, device)
-        self._kernels = _kernels_for(device)
+        self.kernels = _kernels_for(device)
         self._clock = 0
+        # The summaries of one plan and the next, which the commit in between sets to 0.
+        self._summaries = torch.zeros((2, SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=device)
+        self._turn = 0
+        self._is_ready = True
 
     @property
     def num_sets(self) -> int:
         return len(self._books.flags) // WAYS
 
     def locate(self, keys: Tensor) -> Tensor:
-        """int32 [n]: each key's slot, or -1. Changes nothing."""
-        slots: Tensor = self._kernels.find(self._books, keys, sets_of(mixed(keys), self.num_sets))
-        return slots
+        """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
+        return hbm_twin.find(self._books, keys)
 
-    def plan(self, keys: Tensor, sets: Tensor, *, taken: Tensor | None = None, counts: Tensor | None = None) -> Plan:
+    def plan(
+        self, keys: Tensor, num_unique: Tensor, *, taken: Tensor | None = None, counts: Tensor | None = None
+    ) -> Plan:
         """Plan which slots a batch's rows take, and their victims. Changes nothing.
 
         Args:
-            keys: int64 [U], distinct, by set; within a set, in the order to treat them.
-            sets: int32 [U], ascending: ``sets_of`` the keys.
-            taken: bool [U], keys that lie elsewhere and take no slot; None for none.
-            counts: int32 [U], how often each is asked for. By policy "lfu", a row does not enter where the row that
+            keys: int64 [N], N > 0; the first U are distinct, in order of their ``sets_of``; within a set, in the
+                order to treat them.
+            num_unique: int32 [1], U.
+            taken: bool [N], keys that lie elsewhere and take no slot; None for none.
+            counts: int32 [N], how often each is asked for. By policy "lfu", a row does not enter where the row that
                 would leave has a higher count, and enters with its own. None: every row enters, with a count of 1.
         """
-        made: Plan = self._kernels.plan(self._books, keys, sets, taken, counts)
-        return made
+        if not self._is_ready:
+            self._summaries.zero_()
+        self._is_ready = False
+        self._turn ^= 1
+        summary = self._summaries[self._turn]
+        slots, statuses = self.kernels.plan(self._books, keys, num_unique, taken, counts, summary)
+        return Plan(keys, slots, statuses, counts, summary)
 
-    def commit(self, keys: Tensor, plan: Plan) -> None:
-        """Carry out the plan: evict, reserve, count an access, pin. The victims must be clean, and nothing else may
-        have changed since ``plan``."""
-        self._kernels.commit(self._books, keys, plan, self._clock, self._is_lfu)
-        self._clock += len(keys)
+    def commit(self, plan: Plan, *, forced: bool = False) -> None:
+        """Carry out the last plan: evict, reserve, count an access, pin. Nothing else may have changed since then.
+
+        Args:
+            forced: the dirty victims are clean by now, and keys without a slot are taken care of. If not, nothing is
+                done where the plan has a dirty victim, a conflict miss or a refused key: all or nothing.
+        """
+        following = self._summaries[self._turn ^ 1]
+        self.kernels.commit(self._books, plan, following, self._clock, self._is_lfu, forced)
+        self._is_ready = True
+        self._clock += len(plan.keys)
+
+    # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
 
     def settle(self, slots: Tensor) -> None:
-        """The rows of these loading slots (distinct) are in place, as far as later work on this stream sees."""
-        self._books.flags[slots] &= ~LOADING
+        """The rows of those of these slots that are loading are in place, as far as later work on this stream sees."""
+        self._edit(slots, keep=~LOADING)
 
     def release(self, slots: Tensor, *, changed: bool) -> None:
-        """Undo one pin of each slot (distinct), and note that its row is newer than the tier below if it changed."""
-        flags = self._books.flags
-        flags[slots] = (flags[slots] - PIN) | (DIRTY if changed else 0)
+        """Undo one pin of each slot, and note that its row is newer than the tier below if it changed."""
+        self._edit(slots, unpin=True, add=DIRTY if changed else 0)
 
     def drop_loading(self, slots: Tensor) -> None:
-        """Undo one pin of each slot (distinct), and forget those that are loading, which only one caller has pinned."""
-        flags = self._books.flags
-        left = flags[slots] - PIN
-        flags[slots] = torch.where(left & LOADING != 0, 0, left)
+        """Undo one pin of each slot, and forget those that are loading, which only one caller has pinned."""
+        self._edit(slots, unpin=True, forget=True)
 
     def clean(self, slots: Tensor) -> None:
-        """The rows of these slots (distinct) were written to the tier below."""
-        self._books.flags[slots] &= ~DIRTY
+        """The rows of these slots were written to the tier below."""
+        self._edit(slots, keep=~DIRTY)
+
+    def _edit(self, slots: Tensor, *, unpin: bool = False, keep: int = -1, add: int = 0, forget: bool = False) -> None:
+        flags = self._books.flags
+        self.kernels.edit_flags(flags, slots, self.capacity, unpin=unpin, keep=keep, add=add, forget=forget)
+
+    def warm_up(self) -> None:
+        """Have the kernels compiled. Changes nothing."""
+        device = self._books.flags.device
+        keys = torch.zeros(1, dtype=torch.int64, device=device)
+        none = torch.zeros(1, dtype=torch.int32, device=device)
+        for taken in (None, none.bool()):
+            for counts in (None, none) if self._is_lfu else (None,):
+                self.commit(self.plan(keys, none, taken=taken, counts=counts))
+        for edit in (self.settle, self.drop_loading):
+            edit(none - 1)
 
     def age(self) -> None:
         """Halve the counts of all rows (policy "lfu")."""

@@ -31,16 +31,22 @@ class Status(IntEnum):
     """What the plan has for a key."""
 
     HIT = 0
-    FREE_SLOT = 1
-    CLEAN_VICTIM = 2
-    TAKEN = 3
+    TAKEN = 1
     """It lies elsewhere and takes no slot."""
+    FREE_SLOT = 2
+    CLEAN_VICTIM = 3
     DIRTY_VICTIM = 4
     """The row that leaves is dirty: write it back before the plan is carried out."""
     CONFLICT = 5
     """Every slot of the set is pinned."""
     REFUSED = 6
     """The row that would leave is asked for more often."""
+    NO_KEY = 7
+    """There are fewer keys."""
+
+
+SUMMARY_ROWS: Final = 32
+"""Of a plan's summary: so that not all programs add to the same few bytes."""
 
 
 class Books(NamedTuple):
@@ -66,14 +72,19 @@ class Books(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the distinct keys of a batch would lie."""
+    """Where the first U of N distinct keys would lie."""
 
+    keys: Tensor
+    """int64 [N]."""
     slots: Tensor
-    """int32 [U]; -1 for a conflict miss or a refused one, and for a key that lies elsewhere."""
+    """int32 [N]; -1 for a conflict miss or a refused one, for a key that lies elsewhere, and from U on."""
     statuses: Tensor
-    """int8 [U]: Status."""
-    counts: Tensor | None = None
-    """int32 [U]: accesses that a row is entered with, by policy "lfu"; None for 1."""
+    """int8 [N]: Status; from U on NO_KEY."""
+    counts: Tensor | None
+    """int32 [N]: accesses that a row is entered with, by policy "lfu"; None for 1."""
+    summary: Tensor
+    """int32 [SUMMARY_ROWS, len(Status)]: the column sums are how many keys have each status. It is overwritten after
+    the next plan's commit."""
 
 
 def mixed(keys: Tensor) -> Tensor:

@@ -5,12 +5,11 @@ Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the c
 admission policy (2017).
 """
 
+from types import ModuleType
 from typing import Final
 
 import torch
 from torch import Tensor
-
-from .hbm_books import mixed
 
 _WIDTH: Final = 8
 """Counters of a row of the sketch, for each cached row."""
@@ -28,37 +27,44 @@ class FrequencySketch:
 
     Args:
         capacity: rows of the cache.
+        kernels: of that cache.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._width = _WIDTH * capacity
+    def __init__(self, capacity: int, device: torch.device, kernels: ModuleType) -> None:
         self._period = PERIOD * capacity
-        self._counts = torch.zeros(_ROWS * self._width, dtype=torch.int16, device=device)
+        self._counters = torch.zeros(_ROWS * _WIDTH * capacity, dtype=torch.int16, device=device)
+        self._kernels = kernels
         self._accesses = 0
 
-    def count(self, places: Tensor) -> None:
-        """Count one access of each key of these ``places``; the keys are distinct."""
-        self._counts.index_add_(0, places, (self._counts[places] < MAX_ESTIMATE).to(torch.int16))
-        self._accesses += len(places) // _ROWS
+    def count(self, keys: Tensor, num_unique: Tensor, known: int) -> None:
+        """Count one access of each of the first U keys.
 
-    def estimate(self, places: Tensor) -> Tensor:
-        """int32 [n]: accesses of each key of these ``places``, the current one included."""
-        return self._counts[places].view(_ROWS, -1).amin(0).to(torch.int32) + 1
+        Args:
+            keys: int64 [n], the first U distinct; num_unique: int32 [1], U; known: U, on the host.
+        """
+        self._kernels.sketch_count(self._counters, keys, num_unique, MAX_ESTIMATE)
+        self._accesses += known
+
+    def estimate(self, keys: Tensor, num_unique: Tensor) -> Tensor:
+        """int32 [n]: accesses of each of the first U keys, the current one included."""
+        estimates: Tensor = self._kernels.sketch_estimate(self._counters, keys, num_unique)
+        return estimates
 
     def age(self) -> bool:
         """Halve the counts if it is time. A caller that compares them with its own counts must then halve those too."""
         if self._accesses < self._period:
             return False
         self._accesses //= 2
-        self._counts >>= 1
+        self._counters >>= 1
         return True
 
-    def places(self, keys: Tensor) -> Tensor:
-        """int64 [_ROWS * n]: the counters of keys (int64 [n])."""
-        mix = mixed(keys)
-        halves = (mix >> 32) + (1 << 31), mix & 0xFFFFFFFF
-        return torch.cat([((half * self._width) >> 32) + row * self._width for row, half in enumerate(halves)])
+    def warm_up(self) -> None:
+        """Have the kernels compiled. Changes nothing."""
+        keys = torch.zeros(1, dtype=torch.int64, device=self._counters.device)
+        none = torch.zeros(1, dtype=torch.int32, device=self._counters.device)
+        self.estimate(keys, none)
+        self.count(keys, none, 0)
 
     @property
     def size_bytes(self) -> int:
-        return self._counts.nbytes
+        return self._counters.nbytes

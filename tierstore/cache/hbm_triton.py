@@ -1,7 +1,7 @@
 """The device cache's kernels in Triton. Their twins in ``hbm_twin`` specify and check what they compute.
 
-Bytes a key: find reads 8 of the key, 256 of its set's keys and, of a hit, one 32-byte sector of flags. A plan reads
-the set's keys, ranks and flags (640 bytes) once for all keys of the set.
+Bytes a key: a plan reads 8 of the key, and the set's keys, ranks and flags (640 bytes) once for all keys of the set.
+Only a plan's own first U keys cost anything; programs beyond U end at once.
 """
 
 # Triton takes an annotation for a type of its own.
@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
+from .hbm_books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
 from .hbm_twin import MAX_COUNT
+from .triton_launch import launch
 
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
+_LOADING: Final = tl.constexpr(LOADING)
 _DIRTY: Final = tl.constexpr(DIRTY)
 _PIN: Final = tl.constexpr(PIN)
 _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
@@ -33,11 +35,13 @@ _TAKEN: Final = tl.constexpr(int(Status.TAKEN))
 _DIRTY_VICTIM: Final = tl.constexpr(int(Status.DIRTY_VICTIM))
 _CONFLICT: Final = tl.constexpr(int(Status.CONFLICT))
 _REFUSED: Final = tl.constexpr(int(Status.REFUSED))
+_NO_KEY: Final = tl.constexpr(int(Status.NO_KEY))
+_STATUSES: Final = tl.constexpr(len(Status))
+_SUMMARY_ROWS: Final = tl.constexpr(SUMMARY_ROWS)
+_CLOCK_BITS: Final = tl.constexpr(30)
+"""A number that grows is passed in two halves: above 2**31 Triton would compile the kernel anew."""
 
-_OPTIONS: Final = {"enable_fp_fusion": False}
-"""Integers only; said because what Triton does unsaid is about to change, and it warns of that."""
-_FIND_BLOCK: Final = 32
-_COMMIT_BLOCK: Final = 256
+_BLOCK: Final = 256
 
 
 @triton.jit
@@ -48,73 +52,81 @@ def mix(key):
     return (value ^ (value >> 27)) * 0x94D049BB133111EB
 
 
-@triton.jit(do_not_specialize=["count"])
-def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -> None:
-    """A tile of BLOCK keys by the ways of their sets; flags are read only where the key is the same."""
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = number < count
-    key = tl.load(keys + number, mask=inside, other=0)
-    first = tl.load(sets + number, mask=inside, other=0).to(tl.int64) * _WAYS
-    way = tl.arange(0, _WAYS)
-    places = first[:, None] + way[None, :]
-    same = (tl.load(book_keys + places, mask=inside[:, None], other=0) == key[:, None]) & inside[:, None]
-    same = same & ((tl.load(flags + places, mask=same, other=0) & _RESIDENT) != 0)
-    # A key lies in one slot at most, so the largest is the only one.
-    found = tl.max(tl.where(same, places, -1), axis=1)
-    tl.store(slots + number, found.to(tl.int32), mask=inside)
+@triton.jit
+def set_of(key, num_sets):
+    """int64: see ``hbm_books.sets_of``."""
+    return (((mix(key) >> 32) * num_sets.to(tl.uint64)) >> 32).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["num_sets"])
 def plan_sets(
-    book_keys, ranks, flags, keys, sets, taken, counts, slots, statuses, count,
+    book_keys, ranks, flags, keys, num_unique, taken, counts, slots, statuses, summary, num_sets,
     HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One warp a set: the program of a set's first key plans all its keys, with the set's state in registers."""
     number = tl.program_id(0)
-    own = tl.load(sets + number)
-    if tl.load(sets + number - 1, mask=number > 0, other=-1) != own:
-        way = tl.arange(0, _WAYS)
-        first = own.to(tl.int64) * _WAYS
-        set_keys = tl.load(book_keys + first + way)
-        set_flags = tl.load(flags + first + way)
-        set_ranks = tl.where((set_flags & _RESIDENT) != 0, tl.load(ranks + first + way), -1)
-        while number < count:
-            key = tl.load(keys + number)
-            same = ((set_flags & _RESIDENT) != 0) & (set_keys == key)
-            is_hit = tl.max(same.to(tl.int32), axis=0) != 0
-            cost = tl.where(set_flags >= _PIN, _NEVER, set_ranks)
-            chosen = tl.where(is_hit, tl.argmax(same.to(tl.int32), axis=0), tl.argmin(cost, axis=0))
-            is_chosen = way == chosen
-            was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
-            status = tl.where((was & _DIRTY) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
-            least = tl.min(cost, axis=0)
-            if HAS_COUNTS:
-                status = tl.where(tl.load(counts + number) < (least >> _STAMP_BITS), _REFUSED, status)
-            status = tl.where(was == 0, _FREE_SLOT, status)
-            status = tl.where(least == _NEVER, _CONFLICT, status)
-            status = tl.where(is_hit, _HIT, status)
-            if HAS_TAKEN:
-                status = tl.where(tl.load(taken + number) != 0, _TAKEN, status)
-            fits = (status < _CONFLICT) & (status != _TAKEN)
-            tl.store(slots + number, tl.where(fits, first + chosen, -1).to(tl.int32))
-            tl.store(statuses + number, status.to(tl.int8))
-            set_keys = tl.where(is_chosen & fits, key, set_keys)
-            set_flags = tl.where(is_chosen & fits, _RESIDENT | _PIN, set_flags)
-            following = tl.load(sets + number + 1, mask=number + 1 < count, other=-1)
-            number = tl.where(following == own, number + 1, count)
+    count = tl.load(num_unique)
+    if number >= count:
+        tl.store(slots + number, -1)
+        tl.store(statuses + number, _NO_KEY)
+    else:
+        own = set_of(tl.load(keys + number), num_sets)
+        if (number == 0) | (set_of(tl.load(keys + number - 1, mask=number > 0, other=0), num_sets) != own):
+            way = tl.arange(0, _WAYS)
+            kind = tl.arange(0, _STATUSES)
+            first = own * _WAYS
+            set_keys = tl.load(book_keys + first + way)
+            set_flags = tl.load(flags + first + way)
+            set_ranks = tl.where((set_flags & _RESIDENT) != 0, tl.load(ranks + first + way), -1)
+            seen = tl.zeros([_STATUSES], tl.int32)
+            row = number % _SUMMARY_ROWS
+            while number < count:
+                key = tl.load(keys + number)
+                same = ((set_flags & _RESIDENT) != 0) & (set_keys == key)
+                is_hit = tl.max(same.to(tl.int32), axis=0) != 0
+                cost = tl.where(set_flags >= _PIN, _NEVER, set_ranks)
+                chosen = tl.where(is_hit, tl.argmax(same.to(tl.int32), axis=0), tl.argmin(cost, axis=0))
+                is_chosen = way == chosen
+                was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
+                status = tl.where((was & _DIRTY) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
+                least = tl.min(cost, axis=0)
+                if HAS_COUNTS:
+                    status = tl.where(tl.load(counts + number) < (least >> _STAMP_BITS), _REFUSED, status)
+                status = tl.where(was == 0, _FREE_SLOT, status)
+                status = tl.where(least == _NEVER, _CONFLICT, status)
+                status = tl.where(is_hit, _HIT, status)
+                if HAS_TAKEN:
+                    status = tl.where(tl.load(taken + number) != 0, _TAKEN, status)
+                fits = (status < _CONFLICT) & (status != _TAKEN)
+                tl.store(slots + number, tl.where(fits, first + chosen, -1).to(tl.int32))
+                tl.store(statuses + number, status.to(tl.int8))
+                seen += (kind == status).to(tl.int32)
+                set_keys = tl.where(is_chosen & fits, key, set_keys)
+                set_flags = tl.where(is_chosen & fits, _RESIDENT | _PIN, set_flags)
+                number += 1
+                following = tl.load(keys + number, mask=number < count, other=0)
+                number = tl.where(set_of(following, num_sets) == own, number, count)
+            tl.atomic_add(summary + row * _STATUSES + kind, seen, mask=seen != 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count", "clock"])
+@triton.jit(do_not_specialize=["count", "clock_high", "clock_low", "forced"])
 def commit_slots(
-    book_keys, ranks, flags, keys, slots, statuses, counts, count, clock,
+    book_keys, ranks, flags, keys, slots, statuses, counts, summary, following, count, clock_high, clock_low, forced,
     LFU: tl.constexpr, HAS_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK keys of a plan; their slots are distinct."""
+    cell = tl.arange(0, _SUMMARY_ROWS * _STATUSES)
+    if tl.program_id(0) == 0:
+        tl.store(following + cell, cell * 0)
+    kind = cell % _STATUSES
+    hinders = (kind >= _DIRTY_VICTIM) & (kind < _NO_KEY)
+    hindered = tl.sum(tl.load(summary + cell, mask=hinders, other=0), axis=0)
+    stop = tl.where((forced != 0) | (hindered == 0), count, 0)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
+    slot = tl.load(slots + number, mask=number < stop, other=-1).to(tl.int64)
     fits = slot >= 0
     is_hit = fits & (tl.load(statuses + number, mask=fits, other=_CONFLICT) == _HIT)
-    rank = number.to(tl.int64) + 1 + clock
+    rank = (clock_high.to(tl.int64) << _CLOCK_BITS) + clock_low + number + 1
     if LFU:
         accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
         if HAS_COUNTS:
@@ -126,36 +138,98 @@ def commit_slots(
     tl.store(flags + slot, tl.where(is_hit, flag + _PIN, _ENTERED), mask=fits)
 
 
-def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
-    """See ``hbm_twin.find``."""
-    slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
-    if len(keys):
-        grid = (triton.cdiv(len(keys), _FIND_BLOCK),)
-        find_keys[grid](books.keys, books.flags, keys, sets, slots, len(keys), BLOCK=_FIND_BLOCK, **_OPTIONS)
-    return slots
+@triton.jit(do_not_specialize=["count", "capacity", "unpin", "keep", "add"])
+def edit_tile(flags, slots, count, capacity, unpin, keep, add, FORGET: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """BLOCK slots."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + number, mask=number < count, other=-1)
+    inside = (slot >= 0) & (slot < capacity)
+    left = tl.load(flags + slot, mask=inside, other=0) - unpin
+    changed = (left & keep) | add
+    if FORGET:
+        changed = tl.where((left & _LOADING) != 0, 0, changed)
+    tl.store(flags + slot, changed, mask=inside)
 
 
-def plan(books: Books, keys: Tensor, sets: Tensor, taken: Tensor | None, counts: Tensor | None) -> Plan:
+@triton.jit
+def sketch_place(half, width):
+    """int64: see ``hbm_twin.sketch_places``; half is uint64."""
+    wide = width.to(tl.uint64)
+    return ((half * (wide >> 16) + ((half * (wide & 0xFFFF)) >> 16)) >> 16).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["width"])
+def estimate_tile(counters, keys, num_unique, estimates, width, BLOCK: tl.constexpr) -> None:
+    """BLOCK keys."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < tl.load(num_unique)
+    mixed = mix(tl.load(keys + number, mask=inside, other=0))
+    upper = tl.load(counters + sketch_place(mixed >> 32, width), mask=inside, other=0)
+    lower = tl.load(counters + width + sketch_place(mixed & 0xFFFFFFFF, width), mask=inside, other=0)
+    tl.store(estimates + number, tl.minimum(upper, lower).to(tl.int32) + 1, mask=inside)
+
+
+@triton.jit(do_not_specialize=["width", "most"])
+def count_tile(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> None:
+    """BLOCK keys. Two counters lie in a word of 32 bits, the smallest that is added to atomically; a full one is put
+    back, so that the result does not depend on the order."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < tl.load(num_unique)
+    mixed = mix(tl.load(keys + number, mask=inside, other=0))
+    for row in tl.static_range(2):
+        half = mixed & 0xFFFFFFFF if row else mixed >> 32
+        place = sketch_place(half, width) + row * width
+        shift = ((place & 1) * 16).to(tl.int32)
+        one = tl.full([BLOCK], 1, tl.int32) << shift
+        before = tl.atomic_add(words + (place >> 1), one, mask=inside, sem="relaxed")
+        is_full = inside & (((before >> shift) & 0xFFFF) >= most)
+        tl.atomic_add(words + (place >> 1), -one, mask=is_full, sem="relaxed")
+
+
+def plan(
+    books: Books, keys: Tensor, num_unique: Tensor, taken: Tensor | None, counts: Tensor | None, summary: Tensor
+) -> tuple[Tensor, Tensor]:
     """See ``hbm_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
-    if len(keys):
-        marks = slots if taken is None else taken.view(torch.int8)
-        known = slots if counts is None else counts
-        plan_sets[(len(keys),)](
-            books.keys, books.ranks, books.flags, keys, sets, marks, known, slots, statuses, len(keys),
-            HAS_TAKEN=taken is not None, HAS_COUNTS=counts is not None, num_warps=1, **_OPTIONS,
-        )  # fmt: skip
-    return Plan(slots, statuses, counts)
+    launch(
+        plan_sets, (len(keys),), *books, keys, num_unique, slots if taken is None else taken.view(torch.int8),
+        slots if counts is None else counts, slots, statuses, summary, len(books.flags) // WAYS,
+        HAS_TAKEN=taken is not None, HAS_COUNTS=counts is not None, num_warps=1,
+    )  # fmt: skip
+    return slots, statuses
 
 
-def commit(books: Books, keys: Tensor, plan: Plan, clock: int, lfu: bool) -> None:
+def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
     """See ``hbm_twin.commit``."""
-    count = len(keys)
-    if count:
-        grid = (triton.cdiv(count, _COMMIT_BLOCK),)
-        known = plan.slots if plan.counts is None else plan.counts
-        commit_slots[grid](
-            books.keys, books.ranks, books.flags, keys, plan.slots, plan.statuses, known, count, clock,
-            LFU=lfu, HAS_COUNTS=plan.counts is not None, BLOCK=_COMMIT_BLOCK, **_OPTIONS,
+    high, low = divmod(clock, 1 << _CLOCK_BITS.value)
+    launch(
+        commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *books, plan.keys, plan.slots, plan.statuses,
+        plan.slots if plan.counts is None else plan.counts, plan.summary, following, len(plan.keys), high, low,
+        int(forced), LFU=lfu, HAS_COUNTS=plan.counts is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
+    """See ``hbm_twin.edit_flags``."""
+    if len(slots):
+        launch(
+            edit_tile, (triton.cdiv(len(slots), _BLOCK),), flags, slots, len(slots), capacity, PIN if unpin else 0,
+            keep, add, FORGET=forget, BLOCK=_BLOCK,
         )  # fmt: skip
+
+
+def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
+    """See ``hbm_twin.sketch_estimate``."""
+    estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+    grid = (triton.cdiv(len(keys), _BLOCK),)
+    launch(estimate_tile, grid, counters, keys, num_unique, estimates, len(counters) // 2, BLOCK=_BLOCK)
+    return estimates
+
+
+def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
+    """See ``hbm_twin.sketch_count``."""
+    grid = (triton.cdiv(len(keys), _BLOCK),)
+    launch(
+        count_tile, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK
+    )  # fmt: skip

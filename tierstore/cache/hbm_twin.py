@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
+from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
@@ -14,22 +14,28 @@ MAX_COUNT: Final = (1 << 22) - 1
 _NEVER: Final = torch.iinfo(torch.int64).max
 
 
-def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
-    """int32 [n]: the slot of each key, or -1.
-
-    Args:
-        keys: int64 [n]; sets: int32 [n], the set of each.
-    """
+def find(books: Books, keys: Tensor) -> Tensor:
+    """int32 [n]: the slot of each key (int64 [n]), or -1."""
+    sets = sets_of(mixed(keys), len(books.flags) // WAYS)
     slots = sets.long()[:, None] * WAYS + torch.arange(WAYS, device=keys.device)
     same = (books.flags[slots] & RESIDENT != 0) & (books.keys[slots] == keys[:, None])
     return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
 
-def plan(books: Books, keys: Tensor, sets: Tensor, taken: Tensor | None, counts: Tensor | None) -> Plan:
-    """See ``HbmCache.plan``: the first key of every set, then the second of every set, and so on."""
+def plan(
+    books: Books, keys: Tensor, num_unique: Tensor, taken: Tensor | None, counts: Tensor | None, summary: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
+
+    Args:
+        summary: int32 [SUMMARY_ROWS, len(Status)]; the number of keys of each status is added to column sums.
+    """
     device = keys.device
     slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
-    statuses = torch.full((len(keys),), int(Status.TAKEN), dtype=torch.int8, device=device)
+    statuses = torch.full((len(keys),), int(Status.NO_KEY), dtype=torch.int8, device=device)
+    keys = keys[: int(num_unique)]
+    statuses[: len(keys)] = int(Status.TAKEN)
+    sets = sets_of(mixed(keys), len(books.flags) // WAYS)
     distinct, run, length = torch.unique_consecutive(sets, return_inverse=True, return_counts=True)
     place_in_run = torch.arange(len(sets), device=device) - (length.cumsum(0) - length)[run]
     ways = distinct.long()[:, None] * WAYS + torch.arange(WAYS, device=device)
@@ -58,15 +64,23 @@ def plan(books: Books, keys: Tensor, sets: Tensor, taken: Tensor | None, counts:
         slots[number[fits]] = (distinct.long()[row] * WAYS + way)[fits].to(torch.int32)
         set_keys[row[fits], way[fits]] = key[fits]
         set_flags[row[fits], way[fits]] = RESIDENT | PIN
-    return Plan(slots, statuses, counts)
+    summary[0] += torch.bincount(statuses[: len(keys)].long(), minlength=len(Status)).to(torch.int32)
+    return slots, statuses
 
 
 def _first(is_chosen: Tensor) -> Tensor:
     return is_chosen.to(torch.int8).argmax(1)
 
 
-def commit(books: Books, keys: Tensor, plan: Plan, clock: int, lfu: bool) -> None:
-    """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``."""
+def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
+    """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``.
+
+    Args:
+        following: the summary that the next plan will add to; set to 0.
+    """
+    following.zero_()
+    if not forced and plan.summary[:, Status.DIRTY_VICTIM : Status.NO_KEY].any():
+        return
     chosen = torch.nonzero(plan.slots >= 0).flatten()
     slots = plan.slots[chosen].long()
     stamps = clock + 1 + chosen
@@ -78,6 +92,46 @@ def commit(books: Books, keys: Tensor, plan: Plan, clock: int, lfu: bool) -> Non
         if plan.counts is not None:
             counts = torch.where(is_hit, counts, plan.counts[chosen].long())
         ranks = (counts << STAMP_BITS) | stamps
-    books.keys[slots] = keys[chosen]
+    books.keys[slots] = plan.keys[chosen]
     books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
+
+
+def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
+    """Change the flags of slots (int32 [n], distinct), but of none below 0 or from ``capacity`` on.
+
+    Args:
+        unpin: whether to undo one pin.
+        keep: the bits that stay; add: those that are set then.
+        forget: whether to free slots that are loading.
+    """
+    slots = slots[(slots >= 0) & (slots < capacity)]
+    left = flags[slots] - (PIN if unpin else 0)
+    flags[slots] = torch.where((left & LOADING != 0) & forget, 0, left & keep | add)
+
+
+def sketch_places(keys: Tensor, width: int) -> Tensor:
+    """int64 [2, n]: a counter of each key in either row of a sketch ``width`` wide: ``half * width >> 32`` of either
+    half of the mixed key, in 64 bits for a width below 2**47."""
+    mix = mixed(keys)
+    halves = torch.stack([(mix >> 32) + (1 << 31), mix & 0xFFFFFFFF])
+    places = (halves * (width >> 16) + (halves * (width & 0xFFFF) >> 16)) >> 16
+    return places + torch.tensor([[0], [width]], device=keys.device)
+
+
+def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
+    """int32 [n]: accesses of each of the first U keys, the current one included.
+
+    Args:
+        counters: int16 [2 * width].
+    """
+    estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+    places = sketch_places(keys[: int(num_unique)], len(counters) // 2)
+    estimates[: places.shape[1]] = counters[places].amin(0).to(torch.int32) + 1
+    return estimates
+
+
+def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
+    """Add one to the counters of each of the first U keys, up to ``most``."""
+    places = sketch_places(keys[: int(num_unique)], len(counters) // 2).flatten()
+    counters.index_add_(0, places, torch.ones_like(places, dtype=torch.int16)).clamp_(max=most)

@@ -18,21 +18,21 @@ class HbmLease:
     """The rows of a batch, pinned in their slots until ``release``.
 
     Attributes:
-        slots: int32 [U], rows of the arenas, in order of the keys asked for.
-        cached: int32 [n], those of them in the cache.
-        overflow: numpy int32 [n], overflow slots of the others.
+        slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
+        num_rows: U.
+        overflow: numpy int32 [n], which overflow slots are among them.
         ready: when the rows are in place.
         held: whether it outlives the call that took it.
         last_use: when the work that uses the rows is done.
         changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("_pool", "cached", "changed", "held", "last_use", "overflow", "ready", "slots")
+    __slots__ = ("_pool", "changed", "held", "last_use", "num_rows", "overflow", "ready", "slots")
 
-    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Int32s, ready: Mark) -> None:
+    def __init__(self, pool: "HbmPool", slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark) -> None:
         self._pool: HbmPool | None = pool
         self.slots = slots
-        self.cached = cached
+        self.num_rows = num_rows
         self.overflow = overflow
         self.ready = ready
         self.held = False

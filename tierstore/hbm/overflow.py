@@ -36,16 +36,14 @@ class Overflow(DdrCache):
         """``_keys`` sorted, and the slot of each; None after a change."""
 
     def locate(self, keys: Tensor) -> Tensor | None:
-        """int32 [n], on the keys' device: each key's slot or -1, the slots pinned. None if no key can have one."""
+        """int32 [n], on the keys' device: each key's slot or -1. None if no key can have one. Waits for nothing."""
         if not self.num_resident:
             return None
         if self._ordered is None:
             self._ordered = torch.sort(self._keys)
         ordered, order = self._ordered
         place = torch.searchsorted(ordered, keys).clamp(max=self.capacity - 1)
-        found = torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
-        self.pin(present(found))
-        return found
+        return torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
 
     def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
         """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading.
@@ -98,9 +96,3 @@ class Overflow(DdrCache):
         known = int((keys != _NOBODY).sum())
         assert known == len(slots), f"{known} slots taken on the device, {len(slots)} in the books"
         assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the books"
-
-
-def present(found: Tensor) -> Int32s:
-    """Numpy: those that are slots."""
-    slots = found.cpu().numpy()
-    return slots[slots >= 0]

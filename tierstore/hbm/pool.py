@@ -5,9 +5,11 @@ cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow
 arenas: there any row may lie anywhere, and which one does is kept on the host, in a cache without rows. So does, by
 policy "lfu", a row that is asked for less often than the one it would drive out, while there is room.
 
-Bringing rows in: the batch's distinct keys are looked up on the device, dirty rows that must leave are copied down,
-the missing rows' keys go to the host, and the pool below fills page-locked buffers that are copied into the slots.
-All of it on the side stream; forward waits, on its stream, for the mark of the lease.
+Bringing rows in: the device looks up the batch's distinct keys and pins their slots, and the host waits for a summary,
+some bytes. If every row is there, that is all. Else the missing rows' keys go to the host, and the pool below fills
+page-locked buffers that are copied into the slots. If dirty rows must leave, or rows need overflow slots, the device
+has pinned nothing yet, and does so when the host has seen to that. All of it on the side stream; forward waits, on its
+stream, for the mark of the lease.
 
 A lease pins its slots. ``release`` only notes it, together with a mark of the stream that used the rows: the slots
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
@@ -32,10 +34,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache import Admission, CacheCounters
+from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import Plan, Status, mixed, sets_of
+from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
 from ..kernels.arrays import Int32s, Int64s
@@ -43,17 +45,16 @@ from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
 from . import rows_twin
-from .grouping import Grouping, group_keys
+from .grouping import Grouping, group_keys, warm_up
 from .lanes import Lane, Mark
 from .lease import HbmLease, Part
-from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
+from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
 _ALIGNMENT_BYTES: Final = 16
-_ENTERING: Final = (Status.FREE_SLOT, Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)
 
 
 class HbmSize(NamedTuple):
@@ -70,16 +71,26 @@ def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
     return staging_bytes(layout, size.staging_rows) + overflow_bytes(size.overflow_rows)
 
 
-class _Planned(NamedTuple):
-    """How the rows of a batch are to be admitted."""
+class _Begun(NamedTuple):
+    """A batch whose plan the device has, and carries out if that needs no help."""
 
     plan: Plan
-    statuses: NDArray[np.int8]
-    """Numpy int8 [U]."""
-    outside: Int64s
-    """Numpy int64 [n]: which of the keys take an overflow slot."""
-    admission: Admission
-    """Of those."""
+    lying: Tensor | None
+    """int32 [N]: the overflow slot of each key, or -1; None if no row has one."""
+    seen: Mark
+    """When the host may read the plan's summary."""
+
+
+class _Misses(NamedTuple):
+    """The keys of a batch that are no hits, by status, and of each status in order of their sets."""
+
+    places: Tensor
+    """int64 [n], on the device: their places in the plan."""
+    slots: Tensor
+    """int32 [n], on the device: their slots by the plan."""
+    keys: Int64s
+    own: Int32s
+    """Overflow slots of the first of them, those with status TAKEN."""
 
 
 class HbmPool:
@@ -111,10 +122,13 @@ class HbmPool:
                 extra_rows=size.overflow_rows,
             )
             self.overflow = Overflow(size.overflow_rows, device)
-            self._sketch = FrequencySketch(size.cached_rows, device) if policy == "lfu" else None
+            kernels = self.cache.kernels
+            self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None
             self.weights = self.cache.weights.view(layout.torch_dtype)
             self.state = self.cache.state.view(torch.float32)
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
+            self._summary = self._host_buffer((SUMMARY_ROWS, len(Status)), torch.int32)
+            self._warm_up()
         self.fill_lock = threading.RLock()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmLease] = deque()
@@ -127,6 +141,13 @@ class HbmPool:
         self._last_rows = self._last_overflow = 0
         self._num_leased = 0
         self._closed = False
+
+    def _warm_up(self) -> None:
+        """Have the kernels compiled, so that the first batch does not wait for that."""
+        warm_up(self.device)
+        self.cache.warm_up()
+        if self._sketch is not None:
+            self._sketch.warm_up()
 
     # Leases
 
@@ -158,14 +179,24 @@ class HbmPool:
                     self.retain(part.grouping)
 
     def unique_parts(self, grouping: Grouping) -> Iterator[Part]:
-        """Leases of ranges of the distinct keys of a batch; the caller releases each before it asks for the next."""
+        """Leases of ranges of the distinct keys of a batch, of [0, N) if the rows fit, for what lies from U on is
+        passed over; the caller releases each before it asks for the next."""
+
+        keys, num_unique = grouping.keys, grouping.groups.num_unique
 
         def acquire(first: int, last: int) -> Part | None:
-            own = grouping._replace(keys=grouping.keys[first:last])
+            own = grouping
+            if last - first < len(keys):
+                with self.lane.side():
+                    count = (num_unique - first).clamp(0, last - first)
+                own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
             lease = self.acquire(own, 0)
             return None if lease is None else Part(first, last, own, lease)
 
-        yield from self._in_parts(len(grouping.keys), acquire)
+        for part in self._in_parts(len(keys), acquire):
+            yield part
+            if part.lease.num_rows < part.last - part.first:
+                return
 
     def _in_parts(self, count: int, acquire: Callable[[int, int], Part | None]) -> Iterator[Part]:
         """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
@@ -192,13 +223,12 @@ class HbmPool:
     def group(self, keys: Tensor) -> Grouping:
         """Group keys; see ``grouping``."""
         with self.lane.side():
-            made = group_keys(keys)
-            return made._replace(keys=made.keys[: int(made.groups.num_unique)])
+            return group_keys(keys)
 
     def hold(self, lease: HbmLease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self._held_lock:
-            self._last_rows, self._last_overflow = len(lease.slots), len(lease.overflow)
+            self._last_rows, self._last_overflow = lease.num_rows, len(lease.overflow)
             if self._can_hold_one_more:
                 self._held_rows += self._last_rows
                 self._held_overflow += self._last_overflow
@@ -233,16 +263,14 @@ class HbmPool:
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
-            sketch = self._sketch
-            counters = None if sketch is None else sketch.places(grouping.keys)
-            counts = None if sketch is None or counters is None else sketch.estimate(counters)
+            counts = None if self._sketch is None else self._sketch.estimate(grouping.keys, grouping.groups.num_unique)
             lease = self._admit(grouping, lookups, counts)
             if lease is None and self.released:
                 self._reclaim(wait=True)
                 lease = self._admit(grouping, lookups, counts)
-            if lease is not None and lookups and sketch is not None and counters is not None:
-                sketch.count(counters)
-                if sketch.age():
+            if lease is not None and lookups and self._sketch is not None:
+                self._sketch.count(grouping.keys, grouping.groups.num_unique, lease.num_rows)
+                if self._sketch.age():
                     self.cache.age()
             self.fill_seconds += time.perf_counter() - started
             return lease
@@ -277,98 +305,113 @@ class HbmPool:
 
     def _unpin(self, lease: HbmLease) -> None:
         # First what may fail, for want of memory on the device; it then did nothing.
-        self.cache.release(lease.cached, changed=lease.changed)
+        self.cache.release(lease.slots, changed=lease.changed)
         if lease.changed:
             self.overflow.mark_dirty(lease.overflow)
         self.overflow.unpin(lease.overflow)
         self._num_leased -= 1
         if lease.held:
             with self._held_lock:
-                self._held_rows -= len(lease.slots)
+                self._held_rows -= lease.num_rows
                 self._held_overflow -= len(lease.overflow)
 
     # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
-        lying = self.overflow.locate(grouping.keys)
-        with contextlib.ExitStack() as undo:
-            own = _NO_SLOTS if lying is None else present(lying)
-            undo.callback(self.overflow.unpin, own)
-            planned = self._plan(grouping, lying, counts)
-            if planned is None and counts is not None:
-                planned = self._plan(grouping, lying, None)
-            if planned is None:
-                return None
-            undo.callback(self.overflow.drop, planned.admission)
-            lease = self._load(grouping, planned, lying, own, undo)
-            undo.pop_all()
-        self._num_leased += 1
-        self.overflow.touch(own)
-        self._count(lookups, planned.statuses)
+        lease = self._finish(self._begin(grouping, counts), lookups)
+        if lease is None and counts is not None:
+            lease = self._finish(self._begin(grouping, None), lookups)
         return lease
 
-    def _plan(self, grouping: Grouping, lying: Tensor | None, counts: Tensor | None) -> "_Planned | None":
-        """A plan whose victims are clean, and overflow slots for whoever gets no slot by it; None if there are too
-        few."""
-        keys = grouping.keys
+    def _begin(self, grouping: Grouping, counts: Tensor | None) -> _Begun:
+        """Launch all that a batch needs whose rows are there, or enter over clean ones. Waits for nothing."""
+        lying = self.overflow.locate(grouping.keys)
         taken = None if lying is None else lying >= 0
-        plan = self.cache.plan(keys, sets_of(mixed(keys), self.cache.num_sets), taken=taken, counts=counts)
-        statuses = plan.statuses.cpu().numpy()
-        self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
-        outside = np.flatnonzero(statuses >= Status.CONFLICT)
-        admission = self.overflow.enter(self._to_host(keys, outside), self._write_down_overflow)
-        return None if admission is None else _Planned(plan, statuses, outside, admission)
+        plan = self.cache.plan(grouping.keys, grouping.groups.num_unique, taken=taken, counts=counts)
+        self._summary.copy_(plan.summary, non_blocking=True)
+        seen = self.lane.mark()
+        self.cache.commit(plan)
+        return _Begun(plan, lying, seen)
 
-    def _load(
-        self, grouping: Grouping, planned: "_Planned", lying: Tensor | None, own: Int32s, undo: contextlib.ExitStack
-    ) -> HbmLease:
-        """Carry out the plan and copy the missing rows in.
+    def _finish(self, begun: _Begun, lookups: int) -> HbmLease | None:
+        """Bring in what is missing; None, and nothing is pinned, if there are too few overflow slots."""
+        begun.seen.synchronize()
+        seen: list[int] = self._summary.numpy().sum(0).tolist()
+        plan, cache, overflow = begun.plan, self.cache, self.overflow
+        total = sum(seen)
+        own = extra = _NO_SLOTS
+        slots = plan.slots
+        with contextlib.ExitStack() as undo:
+            is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
+            if is_committed:
+                undo.callback(cache.drop_loading, slots)
+            if seen[Status.HIT] < total:
+                misses = self._misses(begun, seen)
+                own = misses.own
+                overflow.pin(own)
+                undo.callback(overflow.unpin, own)
+                entering = slice(len(own), total - seen[Status.HIT] - seen[Status.CONFLICT] - seen[Status.REFUSED])
+                if not is_committed:
+                    admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
+                    if admission is None:
+                        return None
+                    undo.callback(overflow.drop, admission)
+                    cache.commit(plan, forced=True)
+                    undo.callback(cache.drop_loading, slots)
+                    extra = admission.slots
+                self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
+                cache.settle(slots)
+                slots = self._with_overflow(begun, misses, extra)
+            undo.pop_all()
+        self._num_leased += 1
+        overflow.touch(own)
+        self._count(lookups, seen)
+        return HbmLease(self, slots, total, np.concatenate([extra, own]), self.lane.mark())
 
-        Args:
-            own: overflow slots that rows of the batch had before.
-            undo: told how to undo what was done, should it fail.
-        """
-        keys, cache = grouping.keys, self.cache
-        plan, statuses, outside, admission = planned
-        slots, extra = plan.slots, admission.slots
-        cached = slots if lying is None and not len(outside) else slots[slots >= 0]
-        missing = np.flatnonzero(np.isin(statuses, _ENTERING))
-        cache.commit(keys, plan)
-        undo.callback(cache.drop_loading, cached)
-        if len(missing):
-            entered = slots[torch.from_numpy(missing).to(self.device)]
-            self._staging.bring(self._to_host(keys, missing), entered, self._below.take)
-            cache.settle(entered)
-        if len(outside):
-            places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
-            slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
-            self._staging.bring(admission.keys, places, self._below.take)
-            self.overflow.filled(admission.missing_slots)
-        if lying is not None:
-            slots = torch.where(lying >= 0, lying + cache.capacity, slots)
-        return HbmLease(self, slots, cached, np.concatenate([extra, own]), self.lane.mark())
+    def _misses(self, begun: _Begun, seen: list[int]) -> _Misses:
+        """What is no hit; and the dirty victims are written down, and clean. The host waits once if there are none."""
+        plan, total = begun.plan, sum(seen)
+        taken = seen[Status.TAKEN]
+        places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : total]
+        slots = plan.slots[places]
+        first = sum(seen[Status.TAKEN : Status.DIRTY_VICTIM])
+        victims = slots[first : first + seen[Status.DIRTY_VICTIM]]
+        parts = [plan.keys[places], self.cache.keys_at(victims)]
+        if begun.lying is not None:
+            parts.append(begun.lying[places[:taken]].long())
+        sent = self._host_buffer((sum(map(len, parts)),), torch.int64)
+        sent.copy_(torch.cat(parts), non_blocking=True)
+        keys, leaving, own = np.split(sent.numpy(), [len(places), len(places) + len(victims)])
+        if len(victims):
+            self._write_down(leaving, victims)
+            self.cache.clean(victims)
+        else:
+            self.lane.mark().synchronize()
+        return _Misses(places, slots, keys, own.astype(np.int32))
 
-    def _count(self, lookups: int, statuses: NDArray[np.int8]) -> None:
-        hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
-        evictions = int(np.isin(statuses, (Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)).sum())
-        more = CacheCounters(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
+    def _with_overflow(self, begun: _Begun, misses: _Misses, extra: Int32s) -> Tensor:
+        """The plan's slots and, for keys without, their overflow slots; rows new there (``extra``) are brought in."""
+        slots, behind = begun.plan.slots, self.cache.capacity
+        if len(extra):
+            places = torch.from_numpy(extra + np.int32(behind)).to(self.device)
+            slots = slots.index_copy(0, misses.places[-len(extra) :], places)
+            self._staging.bring(misses.keys[-len(extra) :], places, self._below.take)
+            self.overflow.filled(extra)
+        if begun.lying is not None:
+            slots = torch.where(begun.plan.statuses == Status.TAKEN, begun.lying + behind, slots)
+        return slots
+
+    def _count(self, lookups: int, seen: list[int]) -> None:
+        hits = seen[Status.HIT] + seen[Status.TAKEN]
+        evictions = seen[Status.CLEAN_VICTIM] + seen[Status.DIRTY_VICTIM]
+        more = CacheCounters(lookups=lookups, hits=hits, misses=sum(seen) - hits, evictions=evictions)
         self.counters = CacheCounters(*map(operator.add, self.counters, more))
-        self.conflict_misses += int((statuses == Status.CONFLICT).sum())
+        self.conflict_misses += seen[Status.CONFLICT]
 
-    def _to_host(self, values: Tensor, index: Int64s) -> Int64s:
-        """Numpy, the chosen values."""
-        if not len(index):
-            return np.empty(0, np.int64)
-        return values[torch.from_numpy(index).to(self.device)].cpu().numpy()
+    def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
 
     # Writing rows down; the caller holds ``fill_lock`` and is on the side stream
-
-    def _write_down_cached(self, slots: Tensor, chosen: Int64s) -> None:
-        """Copy the rows of dirty slots down; they are then clean."""
-        if len(chosen):
-            taken = slots[torch.from_numpy(chosen).to(self.device)]
-            self._write_down(self.cache.keys_at(taken).cpu().numpy(), taken)
-            self.cache.clean(taken)
 
     def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
@@ -388,7 +431,8 @@ class HbmPool:
         with self.fill_lock, self.lane.side():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
-            self._write_down_cached(slots, np.arange(len(slots)))
+            self._write_down(self.cache.keys_at(slots).cpu().numpy(), slots)
+            self.cache.clean(slots)
             dirty = self.overflow.dirty_slots()
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
@@ -437,15 +481,16 @@ class HbmPool:
             groups = part.grouping.groups
             try:
                 with part.lease.in_use(), self.rows_lock:
-                    last = part.first + groups.order[groups.starts[1 : len(part.grouping.keys) + 1] - 1]
-                    self.weights[part.lease.slots, : self.layout.dim] = rows[last]
+                    count = part.lease.num_rows
+                    last = part.first + groups.order[groups.starts[1 : count + 1] - 1]
+                    self.weights[part.lease.slots[:count], : self.layout.dim] = rows[last]
             finally:
                 part.lease.release(changed=True)
 
     def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
-        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
+        packed = self._host_buffer((int(starts[-1]),), torch.uint8)
         places = [slice(start, start + array.nbytes) for start, array in zip(starts.tolist(), arrays, strict=False)]
         for place, array in zip(places, arrays, strict=True):
             packed[place].numpy()[:] = array.view(np.uint8)
