@@ -55,24 +55,20 @@ def tree_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def last_at_most(starts, place, low, high, search_steps):
-    """int32: of each place the last number in ``[low, high)`` whose start is not behind it; the first one's is not.
-
-    ``search_steps``: the bits of ``high - low`` at least.
-    """
-    number, above = tl.zeros_like(place) + low, tl.zeros_like(place) + high
-    for _ in tl.range(0, search_steps):
-        middle = (number + above) // 2
-        before = tl.load(starts + middle) <= place
-        number, above = tl.where(before, middle, number), tl.where(before, above, middle)
-    return number
+def halve(starts, place, low, high):
+    """(low, high): the half of each range ``[low, high)`` with the last number whose start is not behind the place."""
+    middle = (low + high) // 2
+    before = tl.load(starts + middle) <= place
+    return tl.where(before, middle, low), tl.where(before, high, middle)
 
 
 @triton.jit(do_not_specialize=["num_positions", "num_bags", "search_steps"], do_not_specialize_on_alignment=INDICES)
 def number_positions(bag_starts, bag_of, num_positions, num_bags, search_steps, BLOCK: tl.constexpr):
-    """The bag of each of BLOCK positions."""
+    """The bag of each of BLOCK positions. ``search_steps``: bits of ``num_bags``."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bag = last_at_most(bag_starts, position, 0, num_bags, search_steps)
+    bag, above = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_bags
+    for _ in tl.range(0, search_steps):
+        bag, above = halve(bag_starts, position, bag, above)
     tl.store(bag_of + position, bag, mask=position < num_positions)
 
 
@@ -95,7 +91,8 @@ def slot_of(slots, inverse, place, mask, HAS_INVERSE: tl.constexpr):
 def scale_of(scale, position, mask, HAS_SCALE: tl.constexpr):
     if HAS_SCALE:
         return tl.load(scale + position, mask=mask, other=0)
-    return position
+    else:
+        return position
 
 
 @triton.jit

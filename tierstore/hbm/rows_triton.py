@@ -103,13 +103,13 @@ def update_rows(
     )  # fmt: skip
     if length > RUN:
         launch(
-            sum_runs, (triton.cdiv(len(runs), tile["ROWS"]),), *gradients, first_unique, count, count.bit_length(),
-            bags.batch, grad_out.stride(0), SOURCE=source.value, **tile,
+            sum_runs, (triton.cdiv(len(runs), tile["ROWS"]),), *gradients, first_unique, count, bags.batch,
+            grad_out.stride(0), SOURCE=source.value, **tile,
         )  # fmt: skip
     if length > SUPER_RUN:
         launch(
-            sum_super_runs, (triton.cdiv(length, SUPER_RUN),), *places, runs, first_unique, count, count.bit_length(),
-            DIM=dim, WIDTH=tile["WIDTH"], ROWS=1, num_warps=1,
+            sum_super_runs, (triton.cdiv(length, SUPER_RUN),), *places, runs, first_unique, count,
+            DIM=dim, WIDTH=tile["WIDTH"], ROWS=1, num_warps=tile["num_warps"] // 2, maxnreg=tile["maxnreg"],
         )  # fmt: skip
     rules = sorted(set(codes))
     for code in rules:
@@ -155,10 +155,19 @@ def warm_up(
 
 def _tile(rows: str, dim: int, bags: Bags, results: Tensor) -> dict[str, int]:
     """How to launch a kernel whose tile has as many ``rows`` as make TILE elements, over results [B, C]."""
-    width = triton.next_power_of_2(dim)
     step = math.gcd(bags.column_step, results.stride(0))
-    warps = min(max(width // 128, 2), 8)
-    return {"DIM": dim, "STEP": step, "WIDTH": width, rows: max(1, TILE // width), "num_warps": warps}
+    return {"STEP": step, **tile_of(rows, dim)}
+
+
+def tile_of(rows: str, dim: int) -> dict[str, int]:
+    """Constants and options of a launch over rows of ``dim`` columns.
+
+    Of registers, the compiler takes no more than leave the multiprocessor full of programs, if it is not told how many
+    it may take. It then has a step's first rows added before the last ones are loaded.
+    """
+    width = triton.next_power_of_2(dim)
+    warps, registers = min(max(width // 128, 2), 8), min(max(width // 16, 64), 255)
+    return {"DIM": dim, "WIDTH": width, rows: max(1, TILE // width), "num_warps": warps, "maxnreg": registers}
 
 
 def _layout(weights: Tensor) -> dict[str, Any]:

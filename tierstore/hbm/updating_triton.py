@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..optim.configs import NUM_HYPER, SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN, SUPER_RUN
-from .pooling_triton import AT_ONCE, INDICES, as_float32, last_at_most, result_places, store_rows, tree_sum
+from .pooling_triton import AT_ONCE, INDICES, as_float32, halve, result_places, store_rows, tree_sum
 
 # Where the factor of a position's gradient comes from.
 PLAIN: Final = tl.constexpr(0)
@@ -32,10 +32,11 @@ def factor_of(bag_starts, scale, position, bag, mask, SOURCE: tl.constexpr):
     """What the gradient of a position is multiplied by, if by anything."""
     if SOURCE == SCALED:
         return tl.load(scale + position, mask=mask, other=0)
-    if SOURCE == AVERAGED:
+    elif SOURCE == AVERAGED:
         start = tl.load(bag_starts + bag, mask=mask, other=0)
         return tl.div_rn(1.0, (tl.load(bag_starts + bag + 1, mask=mask, other=1) - start).to(tl.float32))
-    return position
+    else:
+        return position
 
 
 @triton.jit
@@ -43,7 +44,8 @@ def winner_of(arg_max, bag, lanes, DIM: tl.constexpr, WIDTH: tl.constexpr, SOURC
     """The position that gave each maximum of a bag, where that matters."""
     if SOURCE == CHOSEN:
         return tl.load(arg_max + bag.to(tl.int64)[:, None] * DIM + tl.arange(0, WIDTH)[None, :], mask=lanes, other=-1)
-    return lanes
+    else:
+        return lanes
 
 
 @triton.jit
@@ -123,7 +125,7 @@ def add_runs(total, number, stop, runs, DIM: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def begins_in(corner, starts, num_unique, first_unique, count, search_steps, LENGTH: tl.constexpr):
+def begins_in(corner, starts, num_unique, first_unique, count, LENGTH: tl.constexpr):
     """(low, stop, active): of each block ``[corner, corner + LENGTH)`` of ``order`` the piece of LENGTH places, not
     the first of its row, that begins in it; where its row stops; and whether there is one.
 
@@ -135,19 +137,23 @@ def begins_in(corner, starts, num_unique, first_unique, count, search_steps, LEN
     stop_unique = tl.where(first_unique < bound, bound, 0)
     first = tl.minimum(first_unique, stop_unique)
     active = (corner > tl.load(starts + first)) & (corner < tl.load(starts + stop_unique))
-    row = last_at_most(starts, corner, first, stop_unique, search_steps)
+    row, above = tl.zeros_like(corner) + first, tl.zeros_like(corner) + stop_unique
+    # As many steps as int32 has bits. Around a loop, the compiler would keep rows' numbers in another layout than the
+    # loop over positions needs, which then has barriers.
+    for _ in tl.static_range(31):
+        row, above = halve(starts, corner, row, above)
     start, stop = tl.load(starts + row), tl.load(starts + row + 1)
     low = start + (corner - start + LENGTH - 1) // LENGTH * LENGTH
     return low, stop, active & (corner > start) & (low < stop)
 
 
 @triton.jit(
-    do_not_specialize=["first_unique", "count", "search_steps", "batch", "grad_stride"],
+    do_not_specialize=["first_unique", "count", "batch", "grad_stride"],
     do_not_specialize_on_alignment=INDICES,
 )
 def sum_runs(
     order, starts, num_unique, bag_of, bag_starts, columns, scale, arg_max, grad_out, runs, first_unique, count,
-    search_steps, batch, grad_stride,
+    batch, grad_stride,
     SOURCE: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the runs of each row but its first: that of a run goes to ``runs[its first place // RUN]``.
@@ -155,7 +161,7 @@ def sum_runs(
     A tile of ROWS blocks of RUN places of ``order``. No program need know what others found.
     """
     corner = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * _RUN
-    low, stop, active = begins_in(corner, starts, num_unique, first_unique, count, search_steps, _RUN)
+    low, stop, active = begins_in(corner, starts, num_unique, first_unique, count, _RUN)
     high = tl.where(active, tl.minimum(low + _RUN, stop), low)
     total = sum_gradients(
         low, high, order, bag_of, bag_starts, columns, scale, arg_max, grad_out, batch, grad_stride,
@@ -166,9 +172,9 @@ def sum_runs(
     tl.store(targets, total, mask=active[:, None] & (column < DIM))
 
 
-@triton.jit(do_not_specialize=["first_unique", "count", "search_steps"], do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=["first_unique", "count"], do_not_specialize_on_alignment=INDICES)
 def sum_super_runs(
-    starts, num_unique, runs, first_unique, count, search_steps, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    starts, num_unique, runs, first_unique, count, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the super-runs of each row but its first, each in place of that of its first run.
@@ -176,7 +182,7 @@ def sum_super_runs(
     A tile of ROWS blocks of SUPER_RUN places of ``order``.
     """
     corner = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * _SUPER_RUN
-    low, stop, active = begins_in(corner, starts, num_unique, first_unique, count, search_steps, _SUPER_RUN)
+    low, stop, active = begins_in(corner, starts, num_unique, first_unique, count, _SUPER_RUN)
     number = low // _RUN
     column = tl.arange(0, WIDTH)[None, :]
     lanes = active[:, None] & (column < DIM)
