@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from .common import Goal, Report, Run, Table, extract, program
 from .data import ROOT
-from .machine_code import Resources, kernels
 
 __all__ = ["run"]
 
@@ -91,25 +90,25 @@ def _counted(roots: dict[str, Path], config: dict[str, Any]) -> dict[str, dict[s
 
 
 def _timed(roots: dict[str, Path], config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each case, by version, the steps of all rounds; versions take turns."""
+    """Of each case, by version, the steps of each round; versions take turns."""
     cases = _timing_cases(config)
     found: list[dict[str, Any]] = [{"kind": kind, "batch": batch} for kind, batch in cases]
     for number in range(config["time"]["rounds"]):
         for version in sorted(roots, reverse=bool(number % 2)):
             for case, one in zip(found, _ask(roots[version], "time", list(cases.values())), strict=True):
                 own = case.setdefault(version, {"host_us": [], "device_us": []})
-                own["host_us"] += one["host_us"]
-                own["device_us"] += one["device_us"]
+                own["host_us"].append(one["host_us"])
+                own["device_us"].append(one["device_us"])
                 own["sent_bytes_a_position"] = one["sent_bytes_a_position"]
     for case in found:
         for version in roots:
-            case[version]["host_us_median"] = statistics.median(case[version]["host_us"])
+            case[version]["host_us_least"] = statistics.median(map(min, case[version]["host_us"]))
     return found
 
 
 def run(request: Run) -> Report:
     roots, missing = _roots(request)
-    compiled = kernels()
+    compiled = _compiled()
     counts, cases = _counted(roots, request.config), _timed(roots, request.config)
     rows = []
     for case in cases:
@@ -118,7 +117,7 @@ def run(request: Run) -> Report:
             if version in roots:
                 own, asked = case[version], counts[case["kind"]][version]
                 sent = f"{own['sent_bytes_a_position']:.1f}"
-                cells += [f"{len(asked['launches'])}", f"{len(asked['waits'])}", sent, f"{own['host_us_median']:,.0f}"]
+                cells += [f"{len(asked['launches'])}", f"{len(asked['waits'])}", sent, f"{own['host_us_least']:,.0f}"]
             else:
                 cells += [""] * 4
         rows.append([*cells, _times(case)])
@@ -140,13 +139,13 @@ def run(request: Run) -> Report:
             "counts": counts,
             "cases": cases,
             "missing": missing,
-            "kernels": {name: each._asdict() for name, each in compiled.items()},
+            "kernels": compiled,
         },
         goals=[
             *_goals(counts, cases, has_before=_BEFORE in roots),
             Goal(
-                name="bytes of registers that a kernel spills, at most",
-                value=max(each.spill_bytes for each in compiled.values()),
+                name="loads and stores of spilled registers in a kernel, at most",
+                value=max(each["spills"] for each in compiled.values()),
                 exactly=0,
             ),
         ],
@@ -154,19 +153,36 @@ def run(request: Run) -> Report:
     )  # fmt: skip
 
 
-def _kernels_table(compiled: dict[str, Resources]) -> Table:
+def _compiled() -> dict[str, Any]:
+    """What the compiler makes of each kernel, as the tests look at it (``tests/hbm/machine_code.py``)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.hbm.machine_code"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)["launches"]
+    return {name: {key: value for key, value in each.items() if key != "ptx"} for name, each in found.items()}
+
+
+def _kernels_table(compiled: dict[str, Any]) -> Table:
     return Table(
         title="the Triton kernels as compiled for an H100",
-        columns=["kernel", "registers a thread", "spilled bytes", "warps a block", "occupancy by registers"],
+        columns=["launch", "warps", "registers", "spills", "shared bytes", "occupancy", "barriers in loops"],
         rows=[
-            [name, f"{own.registers}", f"{own.spill_bytes}", f"{own.warps}", f"{own.occupancy:.0%}"]
+            [
+                name,
+                f"{own['warps']}",
+                f"{own['registers']}",
+                f"{own['spills']}",
+                f"{own['shared_bytes']:,}",
+                f"{own['occupancy']:.0%}",
+                f"{sum(loop['barriers'] for loop in own['loops'])}",
+            ]
             for name, own in compiled.items()
         ],
     )
 
 
 def _times(case: dict[str, Any]) -> str:
-    return f"{case[_BEFORE]['host_us_median'] / case[_NOW]['host_us_median']:.1f}" if _BEFORE in case else ""
+    return f"{case[_BEFORE]['host_us_least'] / case[_NOW]['host_us_least']:.1f}" if _BEFORE in case else ""
 
 
 def _goals(counts: dict[str, Any], cases: list[dict[str, Any]], *, has_before: bool) -> list[Goal]:
@@ -184,7 +200,7 @@ def _goals(counts: dict[str, Any], cases: list[dict[str, Any]], *, has_before: b
         goals += [
             Goal(
                 name=f"{_KINDS[case['kind']]}, batch {case['batch']:,}: the host's time before over now",
-                value=round(case[_BEFORE]["host_us_median"] / case[_NOW]["host_us_median"], 2),
+                value=round(case[_BEFORE]["host_us_least"] / case[_NOW]["host_us_least"], 2),
                 at_least=_FASTER,
             )
             for case in cases
@@ -202,7 +218,9 @@ def _how(config: dict[str, Any]) -> str:
         "Bytes: what is copied to the device for a position, rows apart. Host: a step's time less that of whatever "
         "runs on the device (torch operations, the kernels' twins), by torch's profiler on the CPU, the same for both "
         "versions; pooling and updates do nothing there, as the host never looks at their results. The driver's part "
-        f"of a launch is not in it. Medians over {own['rounds']} processes of each version, in turns."
+        "of a launch is not in it. Of each process the least of its steps, as whatever else the machine does only adds "
+        f"to it; the median over {own['rounds']} processes of each version, in turns. Occupancy: of the warps that a "
+        "multiprocessor can hold, as registers and shared memory allow."
     )
 
 
