@@ -163,22 +163,30 @@ def _compiled() -> dict[str, Any]:
 
 
 def _kernels_table(compiled: dict[str, Any]) -> Table:
+    """A line for each kernel, over all constants that it was compiled with."""
+    variants: dict[str, list[dict[str, Any]]] = {}
+    for own in compiled.values():
+        variants.setdefault(own["kernel"], []).append(own)
+    rows = []
+    for kernel, each in variants.items():
+        registers, shared, occupancies = (
+            [own[name] for own in each] for name in ("registers", "shared_bytes", "occupancy")
+        )
+        barriers = max(loop["barriers"] for own in each for loop in [{"barriers": 0}, *own["loops"]])
+        cells = [f"{len(each)}", _span(registers), f"{max(own['spills'] for own in each)}", _span(shared)]
+        rows.append([kernel, *cells, _span([round(100 * share) for share in occupancies]), f"{barriers}"])
     return Table(
         title="the Triton kernels as compiled for an H100",
-        columns=["launch", "warps", "registers", "spills", "shared bytes", "occupancy", "barriers in loops"],
-        rows=[
-            [
-                name,
-                f"{own['warps']}",
-                f"{own['registers']}",
-                f"{own['spills']}",
-                f"{own['shared_bytes']:,}",
-                f"{own['occupancy']:.0%}",
-                f"{sum(loop['barriers'] for loop in own['loops'])}",
-            ]
-            for name, own in compiled.items()
+        columns=[
+            "kernel", "variants", "registers", "spills", "shared bytes", "occupancy, %", "barriers in a loop"
         ],
-    )
+        rows=rows,
+    )  # fmt: skip
+
+
+def _span(values: list[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _times(case: dict[str, Any]) -> str:
@@ -219,8 +227,9 @@ def _how(config: dict[str, Any]) -> str:
         "runs on the device (torch operations, the kernels' twins), by torch's profiler on the CPU, the same for both "
         "versions; pooling and updates do nothing there, as the host never looks at their results. The driver's part "
         "of a launch is not in it. Of each process the least of its steps, as whatever else the machine does only adds "
-        f"to it; the median over {own['rounds']} processes of each version, in turns. Occupancy: of the warps that a "
-        "multiprocessor can hold, as registers and shared memory allow."
+        f"to it; the median over {own['rounds']} processes of each version, in turns. Kernels: over the widths, types "
+        "and optimizers that the tests compile; occupancy: of the warps that a multiprocessor can hold, as registers and "
+        "shared memory allow."
     )
 
 
