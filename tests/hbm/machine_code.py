@@ -1,61 +1,334 @@
-"""Compile every Triton kernel over rows for an H100 or H200, which needs no GPU, and print its PTX as JSON.
+"""What Triton's compiler makes of the HBM tier's kernels for an H100 or H200, as JSON; it needs no GPU.
 
-A program of its own: Triton's interpreter, where it is on, takes the place of the compiler for a whole process.
+    python -m tests.hbm.machine_code --json machine_code.json
+    python -m tests.hbm.machine_code --triton .peers/triton-3.6 --json machine_code-3.6.json
+
+A program of its own: Triton's interpreter, where it is on, takes the place of the compiler for a whole process. The
+tier's own functions are called on the CPU, with a ``launch`` that only notes kernel, arguments and options. So what is
+compiled is what is launched.
 """
 
+import argparse
 import json
-from typing import Any
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from tierstore.hbm import rows_triton
-from tierstore.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+MODULES: Final = (
+    "tierstore.cache.hbm_triton",
+    "tierstore.hbm.grouping_triton",
+    "tierstore.hbm.pooling_triton",
+    "tierstore.hbm.updating_triton",
+)
+"""Every module with Triton kernels."""
 
-POINTERS = {
-    "*i64": ("bag_starts", "starts"),
-    "*i32": ("columns", "slots", "arg_max", "bag_of", "order", "table_of", "code_of"),
-    "*fp32": ("scale", "out", "grad_out", "grad_scale", "runs", "hyper", "state"),
-}
-TYPES = {name: kind for kind, names in POINTERS.items() for name in names}
+# Of a multiprocessor of compute capability 9.0.
+_REGISTERS: Final = 65536
+_WARPS: Final = 64
+_PROGRAMS: Final = 32
+_SHARED_BYTES: Final = 228 << 10
+_RESERVED_BYTES: Final = 1 << 10
+"""Shared memory that the system takes of each program."""
+
+_TYPES: Final = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16",
+    torch.int8: "*i8", torch.uint8: "*u8",
+}  # fmt: skip
+_INSTRUCTION: Final = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?(?P<text>[A-Z][^;]*)")
+_LABEL: Final = re.compile(r"^(\.L_x_\d+):")
+_BRANCH: Final = re.compile(r"BRA\b.*`\((\.L_x_\d+)\)")
 
 
-def compile_ptx(kernel: Any, weights: str, constants: dict[str, Any]) -> str:
-    """PTX of ``kernel`` with the options of a launch; tensors are aligned, scalars are int32."""
-    names = kernel.arg_names
-    types = {name: TYPES.get(name, "i32") for name in names}
-    types |= {"weights": weights} if "weights" in names else {}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        kernel,
-        types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name][0] == "*"},
-    )
-    options = rows_triton.LAUNCH | {"num_warps": 2}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(compiled.asm["ptx"])
+class Launch(NamedTuple):
+    """A kernel as it is launched, with positional arguments and named constants and options."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What became of one kernel.
+
+    Attributes:
+        registers: of a thread.
+        spills: loads and stores of registers that did not fit.
+        shared_bytes: shared memory of a program.
+        programs, occupancy: how many fit a multiprocessor, and their share of the warps that it can hold.
+        loops: of each innermost loop.
+        ptx: the text.
+    """
+
+    kernel: str
+    warps: int
+    registers: int
+    spills: int
+    shared_bytes: int
+    programs: int
+    occupancy: float
+    loops: list["Loop"]
+    ptx: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """An innermost loop.
+
+    Attributes:
+        barriers: how many it has.
+        row_loads: loads of more than one number.
+        loaded_first: those of them that precede its first sum or comparison of float32.
+    """
+
+    barriers: int
+    row_loads: int
+    loaded_first: int
+
+
+def kernels_of(name: str) -> dict[str, Any]:
+    """Kernels of a module that no other kernel calls: those that are launched."""
+    from triton.runtime.jit import JITFunction
+
+    module = sys.modules[name]
+    own = {key: value for key, value in vars(module).items() if isinstance(value, JITFunction)}
+    texts = [each.src for part in MODULES for each in vars(sys.modules[part]).values() if isinstance(each, JITFunction)]
+    called = {key for key in own for text in texts if re.search(rf"(?<!def )\b{key}\(", text)}
+    return {key: own[key] for key in own if key not in called and own[key].__module__ == name}
+
+
+def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Tables of 16, 64, 100 and 512 columns, by all modes and rules."""
+    from tierstore import kernels, optim
+    from tierstore.hbm import rows_triton
+    from tierstore.hbm.batch import Bags, Groups
+    from tierstore.optim.configs import NUM_HYPER
+    from tierstore.optim.kernels import SUPER_RUN
+
+    length = SUPER_RUN + 1
+    numbers = torch.zeros(length, dtype=torch.int32)
+    order = torch.zeros(length, dtype=torch.int64)
+    groups = Groups(order, numbers, numbers[:1])
+
+    def bags(dim: int, *, scaled: bool) -> Bags:
+        scale = torch.zeros(length) if scaled else None
+        return Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale, 4 if dim % 4 == 0 else 1)
+
+    def pool(
+        dim: int, weights: torch.Tensor, mode: int, *, scaled: bool = False, by_row: bool = True, first: int = 0
+    ) -> None:
+        out, arg_max = torch.zeros(2, 2 * dim), torch.zeros((4, dim), dtype=torch.int32)
+        rows_triton.pool_rows(
+            bags(dim, scaled=scaled), numbers, numbers if by_row else None, first, length, mode=mode, weights=weights,
+            dim=dim, out=out, arg_max=arg_max if mode == kernels.MAX else None,
+        )  # fmt: skip
+
+    def update(
+        dim: int, weights: torch.Tensor, *rules: Any, maxima: bool = False, mean: bool = False, scaled: bool = False
+    ) -> None:
+        codes = tuple(rule.code for rule in rules)
+        state = torch.zeros(4, max(rule().state_dim(dim) for rule in rules) + 2)
+        rows_triton.update_rows(
+            bags(dim, scaled=scaled), groups, numbers, 0, grad_out=torch.zeros(2, 2 * dim),
+            arg_max=torch.zeros((4, dim), dtype=torch.int32) if maxima else None, mean=mean, codes=codes,
+            code_of=numbers, hyper=torch.zeros(len(codes), NUM_HYPER), weights=weights, state=state, dim=dim,
+            dirty=torch.zeros(4, dtype=torch.uint8) if len(codes) == 1 else None,
+        )  # fmt: skip
+
+    def dot(dim: int, weights: torch.Tensor) -> None:
+        rows_triton.dot_rows(
+            bags(dim, scaled=True), numbers, numbers, 0, length, weights=weights, dim=dim,
+            grad_out=torch.zeros(2, 2 * dim), grad_scale=torch.zeros(length),
+        )  # fmt: skip
+
+    narrow, middle, wide, widest = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104), torch.zeros(4, 512)
+    wide = wide.bfloat16()
+    yield "number", lambda: rows_triton.number_bags(numbers[:5], numbers)
+    yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
+    yield "pool sum of 64", lambda: pool(64, middle, kernels.SUM)
+    yield "pool sum of 512", lambda: pool(512, widest, kernels.SUM)
+    yield "pool scaled of 16", lambda: pool(16, narrow, kernels.SUM, scaled=True)
+    yield "pool mean of 100", lambda: pool(100, wide, kernels.MEAN, scaled=True)
+    yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX, first=1)
+    yield "dot of 16", lambda: dot(16, narrow)
+    yield "dot of 100", lambda: dot(100, wide)
+    yield "sgd of 16", lambda: update(16, narrow, optim.SGD)
+    yield "sgd of 512", lambda: update(512, widest, optim.SGD)
+    yield "rowwise_adagrad of 64", lambda: update(64, middle, optim.RowWiseAdagrad)
+    yield "adagrad of 16, mean", lambda: update(16, narrow, optim.Adagrad, mean=True)
+    yield "adam of 16, max", lambda: update(16, narrow, optim.Adam, maxima=True)
+    yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad, scaled=True)
+
+
+def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    from tierstore.cache import hbm_triton
+    from tierstore.cache.hbm_books import SUMMARY_ROWS, WAYS, Books, Plan, Status
+    from tierstore.hbm import grouping_triton
+
+    keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    books = Books.empty(2 * WAYS, torch.device("cpu"))
+    summary = torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32)
+    counters = torch.zeros(64, dtype=torch.int16)
+    taken = slots > 0
+    for name, marks, counts, lfu in (("lru", None, None, False), ("lfu", taken, slots, True)):
+        plan = Plan(keys, slots, slots.to(torch.int8), counts, summary)
+        yield f"plan {name}", partial(hbm_triton.plan, books, keys, slots[:1], marks, counts, summary)
+        yield f"commit {name}", partial(hbm_triton.commit, books, plan, summary, 1, lfu, lfu)
+    edit = partial(hbm_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
+    yield "edit", partial(edit, forget=False)
+    yield "forget", partial(edit, forget=True)
+    yield "estimate", lambda: hbm_triton.sketch_estimate(counters, keys, slots[:1])
+    yield "count", lambda: hbm_triton.sketch_count(counters, keys, slots[:1], 9)
+    yield "mix", lambda: grouping_triton.mix_keys(keys)
+    yield "count starts of keys", lambda: grouping_triton.count_starts(keys)
+    yield "count starts of slots", lambda: grouping_triton.count_starts(slots)
+    yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, slots, keys)
+    yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, slots, None)
+
+
+def launches() -> dict[str, Launch]:
+    """By the names of case and kernel; of equal launches the first."""
+    noted: dict[str, Launch] = {}
+    case = ""
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        assert all(grid), case
+        name = kernel.fn.__name__
+        count = sum(each.startswith(f"{case}: {name}") for each in noted)
+        noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
+
+    from tierstore.cache import hbm_triton
+    from tierstore.hbm import grouping_triton, rows_triton
+
+    module: ModuleType
+    for module in (hbm_triton, grouping_triton, rows_triton):
+        module.launch = note  # type: ignore[attr-defined]
+    for cases in (_row_cases, _cache_cases):
+        for name, act in cases():
+            case = name
+            act()
+    return noted
+
+
+def _compiled(launch: Launch) -> Any:
+    """For sm_90, as Triton would specialize the kernel for aligned tensors."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tierstore.cache.triton_launch import LAUNCH
+
+    kernel, types, constants, attributes = launch.kernel, {}, {}, {}
+    options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}
+    for place, param in enumerate(kernel.params):
+        value = launch.arguments[place] if place < len(launch.arguments) else launch.options[param.name]
+        is_number = not isinstance(value, torch.Tensor)
+        if param.is_constexpr or (is_number and value == 1 and not param.do_not_specialize):
+            types[param.name], constants[(place,)] = "constexpr", value
+        elif not is_number:
+            types[param.name] = _TYPES[value.dtype]
+            if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            types[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH | options)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """What one of the programs that come with Triton prints."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(sass: str) -> list[Loop]:
+    """Of the innermost loops of nvdisasm's text: from a label to a branch back to it, without another in between."""
+    lines: list[str] = []
+    places: dict[str, int] = {}
+    branches: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := _LABEL.match(line.strip()):
+            places[label[1]] = len(lines)
+        if instruction := _INSTRUCTION.search(line):
+            text = instruction["text"].strip()
+            branch = _BRANCH.search(text)
+            if branch and places.get(branch[1], len(lines)) < len(lines):
+                branches.append((places[branch[1]], len(lines)))
+            lines.append(text)
+    inner = [one for one in branches if not any(one[0] <= two[0] and two[1] < one[1] for two in branches)]
+    return [_loop(lines[first : last + 1]) for first, last in inner]
+
+
+def _loop(lines: list[str]) -> Loop:
+    loads = [place for place, text in enumerate(lines) if re.match(r"LDG\S*\.(64|128)\b", text)]
+    sums = [place for place, text in enumerate(lines) if re.match(r"(FADD|FSETP|FMNMX)\b", text)]
+    first = min(sums, default=len(lines))
+    return Loop(
+        barriers=sum(text.startswith(("BAR.", "BAR ")) for text in lines), row_loads=len(loads),
+        loaded_first=sum(place < first for place in loads),
+    )  # fmt: skip
+
+
+def _found(launch: Launch) -> Found:
+    compiled = _compiled(launch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage, sass = _tool("cuobjdump", "-res-usage", str(path)), _tool("nvdisasm", "-c", str(path))
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
+    warps, shared = int(compiled.metadata.num_warps), int(compiled.metadata.shared)
+    # A quarter of the multiprocessor has a quarter of the registers, given by eight.
+    fitting = 4 * (_REGISTERS // 4 // (-(-registers // 8) * 8 * 32)) // warps
+    programs = min(fitting, _PROGRAMS, _WARPS // warps, _SHARED_BYTES // (shared + _RESERVED_BYTES))
+    return Found(
+        kernel=launch.kernel.fn.__name__, warps=warps, registers=registers,
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)), shared_bytes=shared, programs=programs,
+        occupancy=programs * warps / _WARPS, loops=_loops(sass), ptx=compiled.asm["ptx"],
+    )  # fmt: skip
+
+
+def found() -> dict[str, Any]:
+    """``version`` of Triton; ``launches``, a ``Found`` by name; and ``missing``, kernels that no launch is of."""
+    import triton
+
+    noted = launches()
+    names = [f"{module}.{name}" for module in MODULES for name in kernels_of(module)]
+    launched = {f"{each.kernel.__module__}.{each.kernel.fn.__name__}" for each in noted.values()}
+    return {
+        "version": triton.__version__,
+        "missing": sorted(set(names) - launched),
+        "launches": {name: asdict(_found(launch)) for name, launch in noted.items()},
+    }
 
 
 def main() -> None:
-    narrow = {"DIM": 16, "WIDTH": 16, "WEIGHT_STRIDE": 16, "STEP": 4, "BFLOAT16": False}
-    wide = {"DIM": 100, "WIDTH": 128, "WEIGHT_STRIDE": 104, "STEP": 1, "BFLOAT16": True}
-    unweighted = {"DIM": 64, "WIDTH": 64, "STEP": 4}
-    found = {
-        "pool sum": compile_ptx(rows_triton.pool_bags, "*fp32", narrow | {"MODE": 0, "HAS_SCALE": True, "BAGS": 16}),
-        "pool mean": compile_ptx(rows_triton.pool_bags, "*i16", wide | {"MODE": 1, "HAS_SCALE": True, "BAGS": 2}),
-        "pool max": compile_ptx(rows_triton.pool_bags, "*fp16", narrow | {"MODE": 2, "HAS_SCALE": False, "BAGS": 16}),
-        "dot": compile_ptx(rows_triton.dot_positions, "*fp32", narrow | {"ROWS": 16}),
-        "dot wide": compile_ptx(rows_triton.dot_positions, "*i16", wide | {"ROWS": 2}),
-        "runs": compile_ptx(rows_triton.sum_later_runs, "", unweighted | {"SOURCE": 1, "ROWS": 4}),
-    }
-    for source, rule in enumerate((SGD, RowWiseAdagrad, Adagrad, Adam)):
-        constants = {"CODE": rule.code, "MIXED": True, "HOT": True, "SOURCE": source, "STATE_STRIDE": 200}
-        found[rule.kind] = compile_ptx(rows_triton.update_tile, "*fp32", narrow | {"ROWS": 16} | constants)
-    constants = {"CODE": Adam.code, "MIXED": False, "HOT": False, "SOURCE": 2, "STATE_STRIDE": 200}
-    found["adam wide"] = compile_ptx(rows_triton.update_tile, "*i16", wide | {"ROWS": 2} | constants)
-    print(json.dumps(found))
+    parser = argparse.ArgumentParser(description="What Triton makes of the HBM tier's kernels for sm_90.")
+    parser.add_argument("--triton", type=Path, help="folder with another Triton than the installed one")
+    parser.add_argument("--json", type=Path, help="write it here; default: standard output")
+    arguments = parser.parse_args()
+    if arguments.triton:
+        sys.path.insert(0, str(arguments.triton))
+    os.environ.pop("TRITON_INTERPRET", None)
+    text = json.dumps(found(), indent=1)
+    if arguments.json:
+        arguments.json.write_text(text)
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tierstore
 from tests.hbm import stores, tracing
+from tests.hbm.counting import counting
 from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, simple, step
 from tests.hbm.test_order import train
 from tierstore import optim
@@ -217,6 +218,33 @@ class Sent:
             return real(sender, fields, fill)
 
         monkeypatch.setattr(Sender, "send", counted)
+
+
+STEP = [
+    "copy_", "number_bags", "pool_rows", "sort", "count_starts", "place_starts", "update_rows", "update_rows",
+    "update_rows",
+]  # fmt: skip
+"""Runs and super-runs of hot rows are kernels of an update, too."""
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(), optim.Adam()])
+def test_a_training_step_is_ten_launches_at_most_and_no_wait(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, optimizer: Any
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=True)
+        bag(ALL, torch.tensor([0, ROWS])).sum().backward()
+        with counting(monkeypatch) as count:
+            for _ in range(6):
+                ids = torch.randint(0, ROWS, (5100,), generator=generator)
+                offsets, gradient = torch.arange(0, 5101, 3), torch.ones(1700, 4)
+                count.clear()
+                bag(ids, offsets).backward(gradient)
+                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, anew in each step
+                assert sorted(count.launches) == sorted(STEP + changing)
+                assert count.waits == []
+                count.catch_up()
 
 
 def test_rules_are_sent_when_they_change(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
