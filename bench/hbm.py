@@ -228,8 +228,8 @@ def _how(config: dict[str, Any]) -> str:
         "versions; pooling and updates do nothing there, as the host never looks at their results. The driver's part "
         "of a launch is not in it. Of each process the least of its steps, as whatever else the machine does only adds "
         f"to it; the median over {own['rounds']} processes of each version, in turns. Kernels: over the widths, types "
-        "and optimizers that the tests compile; occupancy: of the warps that a multiprocessor can hold, as registers and "
-        "shared memory allow."
+        "and optimizers that the tests compile; occupancy: of the warps that a multiprocessor can hold, as registers "
+        "and shared memory allow."
     )
 
 

@@ -70,12 +70,17 @@ def test_without_the_earlier_commit_there_is_no_before(tmp_path: Path) -> None:
     assert [goal.met for goal in goals] == [True] * 6
 
 
-def test_it_works(tmp_path: Path) -> None:
+def test_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.3")
+    # What machine_code.py finds has tests of its own, and takes long.
+    found = {"registers": 40, "spills": 0, "shared_bytes": 8, "occupancy": 0.5, "loops": [{"barriers": 1}]}
+    compiled = {"a": {"kernel": "k"} | found, "b": {"kernel": "k"} | found | {"registers": 50, "loops": []}}
+    monkeypatch.setattr(hbm, "_compiled", lambda: compiled)
     report = hbm.run(Run(config=CONFIG | QUICK, quick=True, folder=tmp_path))
     for table in report.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
     json.dumps(report.figures, allow_nan=False)
+    assert report.tables[1].rows == [["k", "2", "40 to 50", "0", "8", "50", "1"]]
     counts = report.figures["counts"]
     assert len(counts["all"]["now"]["launches"]) <= hbm._LAUNCHES_MAX["all"]
     assert counts["all"]["now"]["waits"] == []
