@@ -43,7 +43,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def store(store_dir: Path) -> Iterator[tierstore.Store]:
-    with open_store(store_dir, simple(), hbm=64 * 2**10) as opened:
+    with open_store(store_dir, simple()) as opened:
         yield opened
 
 
@@ -106,7 +106,7 @@ def test_defaults_of_torch_do_not_matter(store_dir: Path) -> None:
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
-        with open_store(store_dir, simple(), hbm=64 * 2**10) as store:
+        with open_store(store_dir, simple()) as store:
             ids = torch.arange(40, device="cpu")
             bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
             out = bag(ids, torch.arange(0, 40, 5, device="cpu"))

@@ -11,7 +11,7 @@ import torch
 
 from tests.hbm import test_order
 from tierstore.cache import hbm, hbm_triton
-from tierstore.hbm import pool, rows_triton
+from tierstore.hbm import base, grouping, grouping_triton, rows_triton
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 when kernels are defined"
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 def test_training_with_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
     monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
-    monkeypatch.setattr(pool, "_kernels_for", lambda _: rows_triton)
-    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="24KiB", policy=policy)
+    monkeypatch.setattr(grouping, "_kernels_for", lambda _: grouping_triton)
+    monkeypatch.setattr(base, "_kernels_for", lambda _: rows_triton)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="10KiB", policy=policy)
     assert torch.equal(ended, expected)

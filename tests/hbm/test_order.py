@@ -44,7 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 def test_work_on_a_row_is_ordered(
     tmp_path: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    for seed, hbm in enumerate(("12KiB", "12KiB", "24KiB")):
+    for seed, hbm in enumerate(("8KiB", "8KiB", "10KiB")):
         trace = tracing.install(monkeypatch, seed)
         ended = train(tmp_path / str(seed), depth=depth, evaluate=True, hbm=hbm, policy=("lru", "lfu")[seed % 2])
         assert trace.problems == []
@@ -65,5 +65,5 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
                 self._unpin(self.released.popleft())
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
-    train(tmp_path / "store", depth=2, hbm="12KiB")
+    train(tmp_path / "store", depth=2, hbm="8KiB")
     assert trace.problems

@@ -462,7 +462,7 @@ def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) ->
 def test_staging_takes_as_much_as_it_says(hot: HbmPool) -> None:
     layout = CONFIG.layout(4096)
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    assert hot.host_bytes == hbm_pool.host_bytes_of(layout, size)
+    assert hot.host_bytes == size.host_bytes(layout)
     assert isinstance(hot._staging, Staging)
     assert hot._staging.host_bytes == 3 * STAGED * layout.row_bytes
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined, OfKeys
-from ..lookup.lookup import MODES, new_output
+from ..lookup.lookup import new_output
 from ..lookup.merging import Merged
 from ..lookup.tables import RowGradients
 from ..optim.configs import RowWiseAdagradOfColumns

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -162,8 +162,17 @@ class DeviceRows(ABC):
         self._below = below.transfers
         self._sender = Sender(lane, device)
         self._rules: dict[tuple[int, ...], _SentRules] = {}
+        self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
+
+    def warm_up(self, codes: Collection[int], modes: Collection[int]) -> None:
+        """Have the kernels compiled that lookups of tables with these optimizers and poolings will usually need."""
+        with torch.inference_mode(False), self.lane.side():
+            self.kernels.warm_up(
+                weights=self.weights, state=self.state, dim=self.layout.dim, codes=tuple(sorted(codes)),
+                by_row=self.dirty is None, marks_dirty=self.dirty is not None, modes=tuple(sorted(modes)),
+            )  # fmt: skip
 
     # Batches
 
@@ -253,9 +262,10 @@ class DeviceRows(ABC):
 
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
-        while self._retained and self._retained[0][0].query():
-            self._retained.popleft()
-        self._retained.append((self.lane.mark(), objects))
+        with self._retain_lock:
+            while self._retained and self._retained[0][0].query():
+                self._retained.popleft()
+            self._retained.append((self.lane.mark(), objects))
 
     def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream.

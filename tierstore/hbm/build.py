@@ -1,13 +1,14 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol, get_args
 
 import torch
 
 from ..cache.hbm import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
+from ..kernels import MODES
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
@@ -24,10 +25,19 @@ POLICIES: Final[dict[str, PolicyName]] = {
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
+class HbmTable(Protocol):
+    """A table whose rows go to device memory."""
+
+    config: TableConfig
+    index: int
+    layout: RowLayout
+    rows: range
+
+
 def add_hbm(
     pools: Iterable[Pool],
     sizes: Mapping[RowLayout, HbmSize | FullSize],
-    tables_of: Callable[[RowLayout], Mapping[int, range]],
+    tables: Sequence[HbmTable],
     *,
     device: torch.device,
     policy: str,
@@ -37,7 +47,7 @@ def add_hbm(
     """Give each pool its part of device memory.
 
     Args:
-        tables_of: the range of the rows of each table of a layout, by table index.
+        tables: all of the store.
         policy: of the store; the device's nearest is used (``POLICIES``).
         given: the budget as its owner wrote it, for messages.
 
@@ -48,11 +58,16 @@ def add_hbm(
     own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
-            size = sizes[pool.layout]
+            size, its_tables = sizes[pool.layout], [table for table in tables if table.layout == pool.layout]
+            rows: DeviceRows
             if isinstance(size, FullSize):
-                pool.hot = FullRows(pool, tables_of(pool.layout), size, lane, device, readonly=readonly)
+                ranges = {table.index: table.rows for table in its_tables}
+                rows = FullRows(pool, ranges, size, lane, device, readonly=readonly)
             else:
-                pool.hot = HbmPool(pool, size, lane, device, own)
+                rows = HbmPool(pool, size, lane, device, own)
+            configs = [table.config for table in its_tables]
+            rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
+            pool.hot = rows
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(

@@ -51,12 +51,13 @@ class HbmLease:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """What the calling thread's current stream is given within uses the rows."""
-        self.use()
-        try:
-            yield
-        finally:
-            self.used()
+        """See ``DeviceLease``."""
+        with contextlib.nullcontext() if self._pool is None else self._pool.rows_lock:
+            self.use()
+            try:
+                yield
+            finally:
+                self.used()
 
     def release(self, *, changed: bool = False) -> None:
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
@@ -70,7 +71,7 @@ class HbmLease:
         self.release()
 
 
-class Part(NamedTuple):
+class LeasedPart(NamedTuple):
     """Positions, or distinct keys, ``[first, last)`` of a batch, whose rows are pinned."""
 
     first: int

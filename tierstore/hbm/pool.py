@@ -15,9 +15,9 @@ A lease pins its slots. ``release`` only notes it, together with a mark of the s
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
 and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
 
-Locks: ``fill_lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
+Locks: ``lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
 ``rows_lock``, after it, keeps threads from reading a row while another changes it where no stream orders them: on the
-CPU. It is held over work on rows in place.
+CPU. It is held while rows are in use.
 """
 
 import contextlib
@@ -26,7 +26,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,22 +38,22 @@ from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
 from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
-from ..errors import BudgetError, ClosedError, TableError
+from ..errors import BudgetError, TableError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from . import rows_twin
+from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
+from .batch import Groups
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Lane, Mark
-from .lease import HbmLease, Part
+from .lease import HbmLease, LeasedPart
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
-_ALIGNMENT_BYTES: Final = 16
 
 
 class HbmSize(NamedTuple):
@@ -65,10 +64,16 @@ class HbmSize(NamedTuple):
     staging_rows: int
     """Of each buffer."""
 
+    def host_bytes(self, layout: RowLayout) -> int:
+        """Host memory that such a pool takes: staging, and what says which row has which overflow slot."""
+        return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
 
-def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
-    """Host memory that a pool of this size takes: staging, and what says which row has which overflow slot."""
-    return staging_bytes(layout, size.staging_rows) + overflow_bytes(size.overflow_rows)
+
+class _Grouped(NamedTuple):
+    """Of a batch."""
+
+    grouping: Grouping
+    made: Mark
 
 
 class _Begun(NamedTuple):
@@ -93,24 +98,19 @@ class _Misses(NamedTuple):
     """Overflow slots of the first of them, those with status TAKEN."""
 
 
-class HbmPool:
+class HbmPool(DeviceRows):
     """See the module's docstring.
 
     Attributes:
-        weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
         counters: of the cache, in the terms of a ``RowCache``.
-        split_batches: batches whose rows did not fit at once.
-        conflict_misses: rows that took an overflow slot.
-        fill_seconds: time spent bringing rows in and writing them down.
     """
 
+    dirty = None
+    row_dtype = torch.int64
+
     def __init__(self, below: Pool, size: HbmSize, lane: Lane, device: torch.device, policy: PolicyName) -> None:
-        layout = below.layout
-        self.lane = lane
-        self.device = device
-        self.layout = layout
-        self.kernels = _kernels_for(device)
-        self._below = below.transfers
+        super().__init__(below, lane, device)
+        layout = self.layout
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
@@ -129,18 +129,12 @@ class HbmPool:
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
             self._summary = self._host_buffer((SUMMARY_ROWS, len(Status)), torch.int32)
             self._warm_up()
-        self.fill_lock = threading.RLock()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmLease] = deque()
-        self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
-        self.counters = CacheCounters(0, 0, 0, 0)
-        self.split_batches = self.conflict_misses = 0
-        self.fill_seconds = 0.0
         self._held_lock = threading.Lock()
         self._held_rows = self._held_overflow = 0
         self._last_rows = self._last_overflow = 0
         self._num_leased = 0
-        self._closed = False
 
     def _warm_up(self) -> None:
         """Have the kernels compiled, so that the first batch does not wait for that."""
@@ -149,26 +143,69 @@ class HbmPool:
         if self._sketch is not None:
             self._sketch.warm_up()
 
+    # Batches
+
+    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
+        positions.write(None, out)
+
+    def _grouped(self, batch: DeviceBatch) -> _Grouped:
+        if batch.grouping is None:
+            with self.lane.side():
+                self.lane.follow(batch.ready)
+                batch.grouping = _Grouped(group_keys(batch.rows), self.lane.mark())
+        made: _Grouped = batch.grouping
+        return made
+
+    def stage(self, batch: DeviceBatch) -> HbmLease | None:
+        """See ``DeviceRows``."""
+        lease = self.acquire(self._grouped(batch).grouping, len(batch))
+        if lease is not None and not self.hold(lease):
+            lease.release()
+            return None
+        return lease
+
+    def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
+        """See ``DeviceRows``."""
+        grouping = self._grouped(batch).grouping
+        leased = self._parts(batch.rows, grouping) if lease is None else [LeasedPart(0, len(batch), grouping, lease)]
+        for first, last, own, pinned in leased:
+            yield Part(first, last, pinned.slots, own.inverse, pinned)
+
+    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
+        """See ``DeviceRows``."""
+        leased = self._row_parts(self._grouped(batch).grouping) if lease is None else [(0, lease)]
+        for first, pinned in leased:
+            yield RowPart(first, pinned.slots, pinned)
+
+    def groups(self, batch: DeviceBatch) -> Groups:
+        """See ``DeviceRows``."""
+        grouping, made = self._grouped(batch)
+        self.lane.follow(made)
+        return grouping.groups
+
+    def keys(self, batch: DeviceBatch) -> Tensor:
+        """See ``DeviceRows``."""
+        groups = self.groups(batch)
+        return self._grouped(batch).grouping.keys[: int(groups.num_unique)]
+
     # Leases
 
-    def parts(self, keys: Tensor, grouping: Grouping | None = None) -> Iterator[Part]:
+    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[LeasedPart]:
         """Leases that together cover ``keys`` (int64 [N], on the device) in order; one if the rows fit.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
 
         Args:
-            grouping: that of all keys, if it is known.
+            grouping: that of all keys.
 
         Raises:
             BudgetError: every slot stayed pinned by others for a minute.
         """
 
-        def acquire(first: int, last: int) -> Part | None:
-            whole = grouping is not None and last - first == len(keys)
-            own = grouping if whole else self.group(keys[first:last])
-            assert own is not None
+        def acquire(first: int, last: int) -> LeasedPart | None:
+            own = grouping if last - first == len(keys) else self.group(keys[first:last])
             lease = self.acquire(own, last - first)
-            return None if lease is None else Part(first, last, own, lease)
+            return None if lease is None else LeasedPart(first, last, own, lease)
 
         for part in self._in_parts(len(keys), acquire):
             try:
@@ -178,27 +215,25 @@ class HbmPool:
                     part.lease.release()
                     self.retain(part.grouping)
 
-    def unique_parts(self, grouping: Grouping) -> Iterator[Part]:
-        """Leases of ranges of the distinct keys of a batch, of [0, N) if the rows fit, for what lies from U on is
-        passed over; the caller releases each before it asks for the next."""
-
+    def _row_parts(self, grouping: Grouping) -> Iterator[tuple[int, HbmLease]]:
+        """Leases of the distinct keys of a batch from some number on; of all of them, if they fit."""
         keys, num_unique = grouping.keys, grouping.groups.num_unique
 
-        def acquire(first: int, last: int) -> Part | None:
+        def acquire(first: int, last: int) -> LeasedPart | None:
             own = grouping
             if last - first < len(keys):
                 with self.lane.side():
                     count = (num_unique - first).clamp(0, last - first)
                 own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
             lease = self.acquire(own, 0)
-            return None if lease is None else Part(first, last, own, lease)
+            return None if lease is None else LeasedPart(first, last, own, lease)
 
-        for part in self._in_parts(len(keys), acquire):
-            yield part
-            if part.lease.num_rows < part.last - part.first:
+        for first, last, _, lease in self._in_parts(len(keys), acquire):
+            yield first, lease
+            if lease.num_rows < last - first:
                 return
 
-    def _in_parts(self, count: int, acquire: Callable[[int, int], Part | None]) -> Iterator[Part]:
+    def _in_parts(self, count: int, acquire: Callable[[int, int], LeasedPart | None]) -> Iterator[LeasedPart]:
         """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
         first, size = 0, count
         deadline = time.monotonic() + PIN_WAIT_SECONDS
@@ -225,33 +260,28 @@ class HbmPool:
         with self.lane.side():
             return group_keys(keys)
 
-    def hold(self, lease: HbmLease) -> bool:
-        """Let a lease outlive its call, if held pins leave room for others; else False."""
+    def hold(self, lease: Any) -> bool:
+        """See ``DeviceRows``."""
         with self._held_lock:
             self._last_rows, self._last_overflow = lease.num_rows, len(lease.overflow)
             if self._can_hold_one_more:
                 self._held_rows += self._last_rows
                 self._held_overflow += self._last_overflow
                 lease.held = True
-            return lease.held
+            return bool(lease.held)
 
     @property
     def has_room(self) -> bool:
-        """See ``Pool.has_room``."""
+        """See ``DeviceRows``."""
         with self._held_lock:
             return self._can_hold_one_more
 
     @property
     def _can_hold_one_more(self) -> bool:
         return (
-            self._held_rows + self._last_rows <= (self.cache.capacity + self.overflow.capacity) * HELD_SHARE
+            self._held_rows + self._last_rows <= self.capacity_rows * HELD_SHARE
             and self._held_overflow + self._last_overflow <= self.overflow.capacity - self._least_part
         )
-
-    def retain(self, *objects: Any) -> None:
-        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
-        if objects:
-            self._retained.append((self.lane.mark(), objects))
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         """Pin the rows of these keys, all of them; None if they need more overflow slots than there are.
@@ -259,7 +289,7 @@ class HbmPool:
         Args:
             lookups: positions that the keys stand for, for the statistics.
         """
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
@@ -286,7 +316,7 @@ class HbmPool:
     def _reclaim(self, *, wait: bool) -> None:
         """Unpin what was released and is no longer used; with ``wait``, all that was released.
 
-        The caller holds ``fill_lock``; the side stream waits where ``wait`` says so, this thread does not.
+        The caller holds ``lock``; the side stream waits where ``wait`` says so, this thread does not.
         """
         for _ in range(len(self.released)):
             lease = self.released.popleft()
@@ -300,8 +330,11 @@ class HbmPool:
                 # It still is to be done: what changed must go down some day.
                 self.released.appendleft(lease)
                 raise
-        while self._retained and self._retained[0][0].query():
-            self._retained.popleft()
+
+    def _follow_users(self) -> None:
+        self._reclaim(wait=True)
+        for mark, _ in list(self._retained):
+            self.lane.follow(mark)
 
     def _unpin(self, lease: HbmLease) -> None:
         # First what may fail, for want of memory on the device; it then did nothing.
@@ -315,7 +348,7 @@ class HbmPool:
                 self._held_rows -= lease.num_rows
                 self._held_overflow -= len(lease.overflow)
 
-    # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
+    # Bringing rows in; the caller holds ``lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
         lease = self._finish(self._begin(grouping, counts), lookups)
@@ -411,7 +444,7 @@ class HbmPool:
     def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
 
-    # Writing rows down; the caller holds ``fill_lock`` and is on the side stream
+    # Writing rows down; the caller holds ``lock`` and is on the side stream
 
     def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
@@ -424,11 +457,11 @@ class HbmPool:
 
     @shielded
     def flush(self) -> None:
-        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay.
+        """See ``DeviceRows``.
 
         On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again.
         """
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
             self._write_down(self.cache.keys_at(slots).cpu().numpy(), slots)
@@ -439,12 +472,8 @@ class HbmPool:
 
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
-        """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
-
-        Raises:
-            TableError: rows are in use, and still after a second.
-        """
-        with self.fill_lock:
+        """See ``DeviceRows``."""
+        with self.lock:
             self._empty()
             yield
 
@@ -464,74 +493,75 @@ class HbmPool:
 
     @shielded
     def read(self, keys: Int64s) -> Tensor:
-        """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
-        sent = self.send(keys)[0]
+        """See ``DeviceRows``."""
+        sent = self._send_keys(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
-        for part in self.parts(sent):
-            with part.lease.in_use(), self.rows_lock:
-                slots = part.lease.slots[part.grouping.inverse]
-                out[part.first : part.last] = self.weights[slots][:, : self.layout.dim]
+        for first, last, grouping, lease in self._parts(sent, self.group(sent)):
+            with lease.in_use():
+                out[first:last] = self.weights[lease.slots[grouping.inverse]][:, : self.layout.dim]
         return out
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
-        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
-        sent, rows = self.send(keys)[0], rows.to(self.device)
-        for part in self.parts(sent):
-            groups = part.grouping.groups
+        """See ``DeviceRows``."""
+        sent, rows = self._send_keys(keys), rows.to(self.device)
+        for first, _, grouping, lease in self._parts(sent, self.group(sent)):
+            order, starts, _ = grouping.groups
             try:
-                with part.lease.in_use(), self.rows_lock:
-                    count = part.lease.num_rows
-                    last = part.first + groups.order[groups.starts[1 : count + 1] - 1]
-                    self.weights[part.lease.slots[:count], : self.layout.dim] = rows[last]
+                with lease.in_use():
+                    last = first + order[starts[1 : lease.num_rows + 1] - 1]
+                    self.weights[lease.slots[: lease.num_rows], : self.layout.dim] = rows[last]
             finally:
-                part.lease.release(changed=True)
+                lease.release(changed=True)
 
-    def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
-        packed = self._host_buffer((int(starts[-1]),), torch.uint8)
-        places = [slice(start, start + array.nbytes) for start, array in zip(starts.tolist(), arrays, strict=False)]
-        for place, array in zip(places, arrays, strict=True):
-            packed[place].numpy()[:] = array.view(np.uint8)
-        with self.lane.side():
-            sent = packed.to(self.device, non_blocking=True)
-        return [sent[place].view(torch.from_numpy(array).dtype) for place, array in zip(places, arrays, strict=True)]
+    def _send_keys(self, keys: Int64s) -> Tensor:
+        """On the device, for the side stream, and so for whoever uses a lease taken later."""
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            arrays[0][:] = keys
+
+        (sent,), _ = self._sender.send([(torch.int64, len(keys))], fill)
+        return sent
 
     # State
 
     @property
     def num_leased(self) -> int:
-        """Leases that are in use."""
-        with self.fill_lock, self.lane.side():
+        """See ``DeviceRows``."""
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             return self._num_leased
 
     @property
     def num_dirty(self) -> int:
-        """Rows, of those in the cache, that are newer than below."""
+        """See ``DeviceRows``; of those in the cache."""
         return len(self.cache.slots_with(DIRTY))
 
     @property
+    def capacity_rows(self) -> int:
+        """See ``DeviceRows``."""
+        return self.cache.capacity + self.overflow.capacity
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes of device memory: arenas, index, policy, staging."""
+        """See ``DeviceRows``: arenas, index, policy, staging."""
         sketch = 0 if self._sketch is None else self._sketch.size_bytes
         overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
         return self.cache.size_bytes + overflow + sketch + self._staging.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory; ``host_bytes_of`` tells them ahead."""
+        """See ``DeviceRows``; ``HbmSize.host_bytes`` tells them ahead."""
         return self._staging.host_bytes + self.overflow.size_bytes
 
     def check_integrity(self) -> None:
         """AssertionError unless cache and overflow are whole, no row lies in both, and no slot is pinned without a
         lease, or loading with nobody at it."""
-        with self.fill_lock, self.lane.side():
+        with self.lock, self.lane.side():
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            outside = self.send(self.overflow.keys_of(self.overflow.resident_slots()))[0]
+            outside = self._send_keys(self.overflow.keys_of(self.overflow.resident_slots()))
             both = int((self.cache.locate(outside) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
@@ -540,26 +570,3 @@ class HbmPool:
                 f"{both} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
                 f"by {self._num_leased} leases"
             )
-
-    def close(self) -> None:
-        """Refuse further use, and wait until no work that was given to the device uses the rows."""
-        self._closed = True
-        with self.fill_lock, self.lane.side():
-            self._reclaim(wait=True)
-            while self._retained:
-                self.lane.follow(self._retained.popleft()[0])
-            self.lane.mark().synchronize()
-
-    def require_open(self) -> None:
-        """ClosedError after ``close``."""
-        if self._closed:
-            raise ClosedError("the store is closed")
-
-
-def _kernels_for(device: torch.device) -> ModuleType:
-    """The module with the kernels over rows."""
-    if device.type != "cuda":
-        return rows_twin
-    from . import rows_triton
-
-    return rows_triton

@@ -19,6 +19,8 @@ from .simd import WIDE, fill, item, load, prefetch_line, put, store
 SUM: Final = 0
 MEAN: Final = 1
 MAX: Final = 2
+MODES: Final = {"sum": SUM, "mean": MEAN, "max": MAX}
+"""By the names that configurations have."""
 
 DONE: Final = -1
 ABSENT: Final = -2

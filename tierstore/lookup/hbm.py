@@ -17,7 +17,6 @@ from ..optim.configs import adding
 from ..pool import Pool
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
-from .lookup import MODES
 from .merging import Merged
 from .tables import RowGradients, by_table
 
@@ -32,7 +31,7 @@ class HbmLookup(OverJoined):
         self.wants_zeros = False
         self.joined = joined
         self.mode = mode
-        self._mode = MODES[mode]
+        self._mode = kernels.MODES[mode]
         self._lease: DeviceLease | None = None
         self._rows: DeviceRows | None = None
         self._batch: DeviceBatch | None = None

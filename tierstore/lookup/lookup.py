@@ -5,7 +5,6 @@ ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
 from .tables import ROW_MASK, FillsOutput, RowGradients, in_pool_of
-
-MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
 
 def new_output(lookups: Sequence[FillsOutput], shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -54,7 +51,7 @@ class Lookup(OverJoined):
         self.wants_zeros = False
         self.joined = joined
         self.mode = mode
-        self._mode = MODES[mode]
+        self._mode = kernels.MODES[mode]
         self._lease: Lease | None = None
         self._arg_max = NO_ARG_MAX
         self._pool.rows.check(joined)

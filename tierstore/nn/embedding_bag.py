@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..config import Pooling, require_choice
-from ..lookup.lookup import MODES
+from ..kernels import MODES
 from ..store import Table
 from ..store.arguments import require_ids, require_tensor
 from .function import Prepared

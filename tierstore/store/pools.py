@@ -157,7 +157,7 @@ class Pools:
             add_hbm(
                 pools.values(),
                 hbm_sizes,
-                lambda layout: _rows_of(tables, layout),
+                tables,
                 device=memory.device,
                 policy=memory.policy,
                 readonly=self._readonly,
@@ -199,12 +199,8 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
     words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
     if not size.is_full:
         return cache.make_cache(policy, size.cached_rows, **words)
-    return cache.FullCache(_rows_of(tables, layout), **words)
-
-
-def _rows_of(tables: Sequence[Table], layout: RowLayout) -> dict[int, range]:
-    """The rows of each table of a layout, by table index."""
-    return {table.index: table.rows for table in tables if table.layout == layout}
+    own = {table.index: table.rows for table in tables if table.layout == layout}
+    return cache.FullCache(own, **words)
 
 
 def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
+from ..kernels import MODES
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Jagged, Joined
-from ..lookup.lookup import MODES, new_output
+from ..lookup.lookup import new_output
 from ..lookup.tables import in_pool_of
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
