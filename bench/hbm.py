@@ -1,8 +1,8 @@
 """What does a training step with rows in device memory ask of host and device?
 
 Launches, waits, bytes that are sent, and the host's time, of this version and of an earlier one, without a GPU: the
-tier runs on the CPU. Launches and waits are counted while its Triton kernels run in Triton's interpreter; in the
-host's time, what the device would do is taken out. ``bench.gpu`` measures the device.
+tier runs on the CPU. Launches and waits are counted by Python, where the tier asks for them; in the host's time, what
+the device would do is taken out. ``bench.gpu`` measures the device.
 """
 
 import json
@@ -26,7 +26,7 @@ _KINDS: Final = {
     "misses": "some rows, new batches",
 }
 _LAUNCHES_MAX: Final = {"all": 10, "hits": 15}
-_WAITS_MAX: Final = {"all": 0, "hits": 0, "misses": 2}
+_WAITS_MAX: Final = {"all": 0, "hits": 1, "misses": 2}
 _SENT_MAX: Final = 12
 _FASTER: Final = 5
 
@@ -221,9 +221,9 @@ def _how(config: dict[str, Any]) -> str:
     return (
         "No GPU was used. A step: lookup, backward with row-wise Adagrad, one thread, no prefetching; Zipf "
         f"{config['exponent']} ids; some rows: {config['some_share']:.0%}. Launches (kernels of Triton, torch "
-        "operations, copies) and waits of the host: counted by Python, the tier's Triton kernels in Triton's "
-        f"interpreter and page-locking pretended, the most of {count['steps']} steps of {count['batch']} samples. "
-        "Bytes: what is copied to the device for a position, rows apart. Host: a step's time less that of whatever "
+        "operations, copies) and waits of the host: counted by Python, the tier launching what it would launch on a "
+        f"GPU, page-locking pretended, twins computing; the most of {count['steps']} steps of {count['batch']} "
+        "samples. Bytes: what is copied to the device for a position, rows apart. Host: a step's time less that of what "
         "runs on the device (torch operations, the kernels' twins), by torch's profiler on the CPU, the same for both "
         "versions; pooling and updates do nothing there, as the host never looks at their results. The driver's part "
         "of a launch is not in it. Of each process the least of its steps, as whatever else the machine does only adds "

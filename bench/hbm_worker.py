@@ -2,8 +2,8 @@
 
 It is run by its path over the modules of another tree, and so imports nothing beside them at its top. Two tasks:
 
-- count: on a small batch, the tier runs as it would on a GPU, its Triton kernels in Triton's interpreter. Python sees
-  each kernel, each torch operation and each copy.
+- count: the tier launches what it would launch on a GPU, and its twins compute. Python sees each launch of a Triton
+  kernel, each torch operation and each copy.
 - time: the tier runs by its kernels' twins. What the device would do is taken out of a step's time.
 """
 
@@ -196,12 +196,8 @@ def _watching(count: _Count) -> contextlib.ExitStack:
                     count.wait(name)
             return func(*args, **(kwargs or {}))
 
-    run = GridExecutor.__call__
-
-    def launched(self: Any, *given: Any, **named: Any) -> Any:
+    def launched(self: Any, *_: Any, **__: Any) -> None:
         count.launch(self.fn.__name__)
-        with count.silent():
-            return run(self, *given, **named)
 
     def mark(_: Any) -> Any:
         return count.mark()
@@ -257,14 +253,23 @@ def _copies(count: _Count) -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
-def _kernels() -> contextlib.ExitStack:
-    """Within, the tier's twins are its Triton kernels."""
+def _kernels(count: _Count) -> contextlib.ExitStack:
+    """Within, functions of the tier's twins are counted as those of a GPU, which launch but compute nothing."""
+
+    def both(own: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            triton(*given, **named)
+            with count.silent():
+                return own(*given, **named)
+
+        return call
+
     stack = contextlib.ExitStack()
     for twin in _twins():
-        triton = importlib.import_module(twin.__name__.replace("_twin", "_triton"))
-        for name, _ in _functions(twin):
-            if hasattr(triton, name):
-                stack.enter_context(mock.patch.object(twin, name, getattr(triton, name)))
+        module = importlib.import_module(twin.__name__.replace("_twin", "_triton"))
+        for name, own in _functions(twin):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(twin, name, both(own, getattr(module, name))))
     return stack
 
 
@@ -273,7 +278,7 @@ def _counted(case: dict[str, Any]) -> dict[str, Any]:
     count = _Count()
     launches: list[str] = []
     waits: list[str] = []
-    with _training(case) as (step, batches), _kernels(), _watching(count):
+    with _training(case) as (step, batches), _kernels(count), _watching(count):
         for batch in batches:
             count.clear()
             step(batch)
