@@ -223,7 +223,7 @@ def _how(config: dict[str, Any]) -> str:
         f"{config['exponent']} ids; some rows: {config['some_share']:.0%}. Launches (kernels of Triton, torch "
         "operations, copies) and waits of the host: counted by Python, the tier launching what it would launch on a "
         f"GPU, page-locking pretended, twins computing; the most of {count['steps']} steps of {count['batch']} "
-        "samples. Bytes: what is copied to the device for a position, rows apart. Host: a step's time less that of what "
+        "samples. Bytes: what is copied to the device for a position, rows apart. Host: a step's time less what "
         "runs on the device (torch operations, the kernels' twins), by torch's profiler on the CPU, the same for both "
         "versions; pooling and updates do nothing there, as the host never looks at their results. The driver's part "
         "of a launch is not in it. Of each process the least of its steps, as whatever else the machine does only adds "
