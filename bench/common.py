@@ -32,6 +32,7 @@ class Run:
         folder: where stores and data files are built, and found again by the next run.
         parts: of a benchmark that has parts, those to measure; none for all.
         earlier: figures that the report's file holds already, for the parts that are not measured again.
+        save: writes a report of what was found so far to the report's file, if there is one.
     """
 
     config: dict[str, Any]
@@ -39,6 +40,7 @@ class Run:
     folder: Path
     parts: tuple[str, ...] = ()
     earlier: dict[str, Any] = field(default_factory=dict)
+    save: "Callable[[Report], None]" = lambda report: None  # noqa: ARG005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +258,14 @@ def _measure_earlier(commit: str, name: str, flags: Sequence[str], folder: Path)
     return found
 
 
+def _write(path: Path, text: str) -> None:
+    """Put the text in place of what is there, at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def program(
     name: str,
     run: Callable[[Run], Report],
@@ -282,15 +292,23 @@ def program(
         parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
     given.dir.mkdir(parents=True, exist_ok=True)
+    described: dict[str, Any] = machine.describe(given.dir)
+    start = time.perf_counter()
+
+    def save(report: Report) -> None:
+        if given.json:
+            found = _as_json(name, request, report, described, time.perf_counter() - start)
+            _write(given.json, json.dumps(found, indent=1) + "\n")
+
     request = Run(
         config=_load_config(given.config, given.quick),
         quick=given.quick,
         folder=given.dir,
         parts=_parts_of(given.only, parts, parser) if parts else (),
         earlier=_earlier(given.json, given.quick) if parts else {},
+        save=save,
     )
     before = _measure_earlier(given.beside, name, _flags(given), given.dir) if given.beside else None
-    described = machine.describe(given.dir)
     start = time.perf_counter()
     report = run(request)
     if given.quick:
@@ -299,11 +317,8 @@ def program(
         reached = {goal["name"]: goal["value"] for goal in before["goals"]}
         report.goals = [replace(goal, before=reached.get(goal.name)) for goal in report.goals]
         report.figures["before"] = before["figures"] | {"commit": given.beside}
-    seconds = time.perf_counter() - start
+    save(report)
     _print(report, described, given.quick)
     if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        found = _as_json(name, request, report, described, seconds)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
         print(f"Written: {given.json}")
     return 0

@@ -43,12 +43,14 @@ ORDER: Final = (
     "serve",
     "plan",
     "dist",
+    "hbm",
+    "gpu",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
-_RENEWED: Final = ("README.md", "docs/data.md", "docs/performance.md", "docs/planning.md")
+_RENEWED: Final = ("README.md", "docs/data.md", "docs/gpu.md", "docs/performance.md", "docs/planning.md")
 
 _HEAD: Final = """\
 # Benchmarks

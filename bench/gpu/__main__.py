@@ -2,8 +2,12 @@
 
 import sys
 
-from ..common import program
-from . import PARTS, run
+from .requirements import require_all
 
 if __name__ == "__main__":
+    require_all()
+    from ..common import program
+    from . import run
+    from .part import PARTS
+
     sys.exit(program("gpu", run, parts=PARTS))

@@ -1,6 +1,7 @@
 """Latency of lookups: a tenth of the rows in device memory, the rest in host memory, nothing prefetched."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,40 +11,32 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 import tierstore
-from tierstore.rows import KEY_ROW_BITS
 
 from ..common import Table
 from .ids import Zipf
 from .part import Part
 from .rig import Rig
-from .stores import hbm_bytes, make_tables, open_fresh, table_name
+from .stores import fill_host_memory, hbm_bytes, make_tables, open_fresh, table_name
 
 __all__ = ["run"]
 
-_CHUNK_ROWS: Final = 100_000
 _QUANTILES: Final = (50, 95, 99)
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
+def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
     sizes = [config["rows"]] * config["tables"]
     zipf = Zipf(rig, config["rows"], config["exponent"])
     budget = hbm_bytes(config["hbm_share"] * sum(sizes), 4 * config["dim"])
     with open_fresh(folder / "gpu-latency", ddr=config["ddr"], hbm=budget, device=str(rig.device)) as store:
         make_tables(store, sizes, config["dim"], tierstore.optim.SGD(lr=0.1))
-        _fill_host_memory(store)
+        fill_host_memory(store)
         collection = tierstore.TieredEmbeddingBagCollection(store)
         weights = torch.rand((sum(sizes), config["dim"]), generator=rig.generator, device=rig.device)
-        cases = [_measure(rig, collection, weights, zipf, case, config) for case in config["cases"]]
-    return _report(cases, config)
-
-
-def _fill_host_memory(store: tierstore.Store) -> None:
-    """Every row into host memory, past the device's."""
-    for table in store.tables.values():
-        for start in range(0, table.config.num_embeddings, _CHUNK_ROWS):
-            rows = np.arange(start, min(start + _CHUNK_ROWS, table.config.num_embeddings))
-            for _, lease in table.pool.leases.parts(table.index << KEY_ROW_BITS | rows):
-                lease.release()
+        cases: list[dict[str, Any]] = []
+        left = [f"{case['batch']:,} samples" for case in config["cases"]]
+        for case in config["cases"]:
+            cases.append(_measure(rig, collection, weights, zipf, case, config))
+            yield _report(cases, left[len(cases) :], config)
 
 
 def _requests(zipf: Zipf, batch: int, count: int, tables: int) -> list[tierstore.KeyedJaggedTensor]:
@@ -101,7 +94,7 @@ def _seconds(rig: Rig, action: Any) -> float:
     return time.perf_counter() - start
 
 
-def _report(cases: list[dict[str, Any]], config: dict[str, Any]) -> Part:
+def _report(cases: list[dict[str, Any]], left: list[str], config: dict[str, Any]) -> Part:
     names = {"tierstore": "tierstore", "torch": "torch EmbeddingBag, all rows in device memory"}
     rows = []
     for case in cases:
@@ -123,6 +116,7 @@ def _report(cases: list[dict[str, Any]], config: dict[str, Any]) -> Part:
             )
         ],
         figures={"cases": cases, "published_by": config["published_by"]},
+        left=left,
         notes=[
             f"Lookups: from ids on the host to pooled rows on the device, one id a feature, Zipf {config['exponent']}, "
             f"one request at a time, none seen before ({', '.join(str(case['requests']) for case in cases)} of them); "

@@ -18,27 +18,35 @@ class TorchPeer:
 
     Args:
         weights: float32 [S, D], which it trains.
-        rows, offsets, gradients: of each batch: int64 [N], int64 [K + 1], float32 [K, D].
+        rows: of each batch, int32 [N].
+        starts: int32 [K + 1], of every batch, feature-major.
+        gradient: float32 [B, tables * D], of every batch.
     """
 
-    def __init__(self, weights: Tensor, rows: list[Tensor], offsets: list[Tensor], gradients: list[Tensor]) -> None:
+    def __init__(self, weights: Tensor, rows: list[Tensor], starts: Tensor, gradient: Tensor) -> None:
         self._leaf = weights.detach().requires_grad_()
-        self._batches = list(zip(rows, offsets, gradients, strict=True))
+        # Torch's sparse gradients have ids of 64 bits.
+        self._rows, self._starts = [own.long() for own in rows], starts.long()
+        samples, dim = len(gradient), weights.shape[1]
+        self._gradient = gradient.view(samples, -1, dim).transpose(0, 1).reshape(-1, dim)
+        self._samples = samples
         self._optimizer = torch.optim.SGD([self._leaf], lr=1e-6)
         self._out: Tensor | None = None
 
     def forward(self, number: int) -> Tensor:
-        """float32 [K, D]."""
-        rows, offsets, _ = self._batches[number % len(self._batches)]
-        out = embedding_bag(rows, self._leaf, offsets, mode="sum", sparse=True, include_last_offset=True)
+        """float32 [B, tables * D], a view."""
+        out = embedding_bag(
+            self._rows[number], self._leaf, self._starts, mode="sum", sparse=True, include_last_offset=True
+        )
         self._out = out
-        return out
+        return out.view(-1, self._samples, out.shape[1]).transpose(0, 1).flatten(1)
 
     def backward(self, number: int) -> None:
         """Backward of the forward before it, and an SGD step."""
+        del number
         out, self._out = self._out, None
         assert out is not None
-        out.backward(self._batches[number % len(self._batches)][2])  # type: ignore[no-untyped-call]
+        out.backward(self._gradient)  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._leaf.grad = None
 
@@ -51,11 +59,12 @@ def fbgemm_missing(rig: Rig) -> str:
     """Why FBGEMM cannot be measured on this device, or "": found out by a small lookup."""
     if not rig.is_cuda:
         return "there is no CUDA device"
-    ids, offsets = torch.arange(4, device=rig.device), torch.arange(5, device=rig.device)
+    rows, starts = (torch.arange(count, dtype=torch.int32, device=rig.device) for count in (4, 5))
+    gradient = torch.ones((2, 16), device=rig.device)
     # Whatever is wrong with it, the rest is measured.
     try:
         for optimizer in ("sgd", "rowwise_adagrad"):
-            peer = FbgemmPeer(rig, 2, 4, 8, optimizer, [ids], [offsets], [torch.ones((2, 16), device=rig.device)])
+            peer = FbgemmPeer(rig, 2, 2, 8, optimizer, [rows], starts, gradient)
             if peer.forward(0).shape != (2, 16):
                 return "its result has another shape than expected"
             peer.backward(0)
@@ -78,13 +87,13 @@ class FbgemmPeer:
 
     Args:
         optimizer: "sgd" or "rowwise_adagrad".
-        ids, offsets: of each batch: int64 [N] within their table, int64 [K + 1], both feature-major.
-        gradients: float32 [B, tables * D], of each batch.
+        slots: of each batch: int32 [N], feature-major; those of a table begin at its number times ``rows``.
+        starts: int32 [K + 1], of every batch; gradient: float32 [B, tables * D], of every batch.
     """
 
     def __init__(
-        self, rig: Rig, tables: int, rows: int, dim: int, optimizer: str, ids: list[Tensor], offsets: list[Tensor],
-        gradients: list[Tensor],
+        self, rig: Rig, tables: int, rows: int, dim: int, optimizer: str, slots: list[Tensor], starts: Tensor,
+        gradient: Tensor,
     ) -> None:  # fmt: skip
         common, training = _fbgemm()
         spec = (rows, dim, common.EmbeddingLocation.DEVICE, training.ComputeDevice.CUDA)
@@ -101,21 +110,22 @@ class FbgemmPeer:
             device=rig.device,
         )
         self._module.init_embedding_weights_uniform(-1.0, 1.0)
-        self._batches = list(zip(ids, offsets, gradients, strict=True))
+        self._ids = [own.long() % rows for own in slots]
+        self._starts, self._gradient = starts.long(), gradient
         self._out: Tensor | None = None
 
     def forward(self, number: int) -> Tensor:
         """float32 [B, tables * D]."""
-        ids, offsets, _ = self._batches[number % len(self._batches)]
-        out: Tensor = self._module(ids, offsets)
+        out: Tensor = self._module(self._ids[number], self._starts)
         self._out = out
         return out
 
     def backward(self, number: int) -> None:
         """Backward of the forward before it, with its update."""
+        del number
         out, self._out = self._out, None
         assert out is not None
-        out.backward(self._batches[number % len(self._batches)][2])  # type: ignore[no-untyped-call]
+        out.backward(self._gradient)  # type: ignore[no-untyped-call]
 
     @property
     def actions(self) -> dict[str, Callable[[int], object]]:

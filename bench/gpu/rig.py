@@ -7,13 +7,13 @@ nor what an earlier repetition left in the cache count, unless the work itself w
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..common import Spread
 
-__all__ = ["Action", "Rig"]
+__all__ = ["Action", "Call", "Rig", "rounds_of"]
 
 _HEAD_START_CYCLES: Final = 2_000_000
 _FLUSH_BYTES: Final = 256 * 2**20
@@ -25,6 +25,23 @@ _COPY_BYTES_ON_CPU: Final = 2**22
 _COPY_REPETITIONS: Final = 11
 
 Action = Callable[[int], object]
+
+
+class Call(NamedTuple):
+    """Seconds of one call on an idle device.
+
+    Attributes:
+        returned: until the host was free again.
+        done: until the device had done it.
+    """
+
+    returned: float
+    done: float
+
+
+def rounds_of(repetitions: int) -> int:
+    """Numbers that ``Rig.times`` and then ``Rig.calls`` give to actions: as many batches, and none comes twice."""
+    return _WARM_UPS + 2 * repetitions
 
 
 class Rig:
@@ -50,7 +67,7 @@ class Rig:
     def times(
         self, actions: Mapping[str, Action], *, repetitions: int, before: Mapping[str, Action] | None = None
     ) -> dict[str, list[float]]:
-        """Seconds of each action, called with the number of the repetition; actions take turns.
+        """Device seconds of each action, called with a number that is new in each turn, from 0; actions take turns.
 
         Args:
             before: what must happen before an action each time, not timed.
@@ -58,9 +75,22 @@ class Rig:
         prepare = before or {}
         for number in range(_WARM_UPS):
             self._turn(actions, prepare, number)
-        rounds = [self._turn(actions, prepare, number) for number in range(repetitions)]
+        rounds = [self._turn(actions, prepare, _WARM_UPS + number) for number in range(repetitions)]
         self.wait()
         return {name: [seconds() for seconds in (each[name] for each in rounds)] for name in actions}
+
+    def calls(self, actions: Mapping[str, Action], *, repetitions: int) -> dict[str, list[Call]]:
+        """Seconds by the host's clock of each action, after ``times``; its numbers go on."""
+        taken: dict[str, list[Call]] = {name: [] for name in actions}
+        for number in range(repetitions):
+            for name, action in actions.items():
+                self.wait()
+                begin = time.perf_counter()
+                action(_WARM_UPS + repetitions + number)
+                returned = time.perf_counter() - begin
+                self.wait()
+                taken[name].append(Call(returned, time.perf_counter() - begin))
+        return taken
 
     def _turn(
         self, actions: Mapping[str, Action], before: Mapping[str, Action], number: int

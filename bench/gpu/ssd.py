@@ -6,6 +6,7 @@ device's own random reads.
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ _CHUNK_ROWS: Final = 200_000
 _SPARE: Final = 1.6
 
 
-def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
+def run(rig: Rig, config: dict[str, Any], folder: Path) -> Iterator[Part]:
     sizes = [max(3, int(rows * config["scale"])) for rows in config["table_sizes"]]
     row_bytes = 4 * config["dim"] + 8
     built = folder / "gpu-ssd"
@@ -45,7 +46,7 @@ def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
         _put_out(trainer, built / ROW_FILE_NAME)
         waited = trainer.waited_share(parts[0])
     reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
-    return _report(measured, compute, waited, reads_per_s, sum(sizes), config)
+    yield _report(measured, compute, waited, reads_per_s, sum(sizes), config)
 
 
 def _build(folder: Path, sizes: list[int], config: dict[str, Any]) -> None:

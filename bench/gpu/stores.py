@@ -5,12 +5,13 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -19,16 +20,28 @@ import tierstore
 from tierstore.hbm import build, lanes
 from tierstore.hbm.lanes import Lane, Mark
 from tierstore.models import DLRM
-from tierstore.rows import RowLayout
+from tierstore.rows import KEY_ROW_BITS, RowLayout
 from tierstore.store.budget import hbm_bytes_of
 
 from .ids import Zipf
 from .rig import Rig
 
-__all__ = ["Batch", "Trainer", "WaitLane", "draw_batches", "hbm_bytes", "make_tables", "open_fresh", "table_name"]
+__all__ = [
+    "Batch",
+    "Steps",
+    "Trainer",
+    "WaitLane",
+    "draw_batches",
+    "fill_host_memory",
+    "hbm_bytes",
+    "make_tables",
+    "open_fresh",
+    "table_name",
+]
 
 _NUM_DENSE: Final = 13
 _LR: Final = 0.01
+_FILL_ROWS: Final = 100_000
 
 
 class Batch(NamedTuple):
@@ -67,6 +80,15 @@ def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimize
             )
         )
     return store[table_name(0)].layout.row_bytes
+
+
+def fill_host_memory(store: tierstore.Store) -> None:
+    """Every row into host memory, past the device's."""
+    for table in store.tables.values():
+        for start in range(0, table.config.num_embeddings, _FILL_ROWS):
+            rows = np.arange(start, min(start + _FILL_ROWS, table.config.num_embeddings))
+            for _, lease in table.pool.leases.parts(table.index << KEY_ROW_BITS | rows):
+                lease.release()
 
 
 def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, count: int) -> list[Batch]:
@@ -126,7 +148,66 @@ class WaitLane(Lane):
         return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
 
 
-class Trainer:
+class Steps:
+    """A DLRM around embeddings, and steps of its training.
+
+    Args:
+        embeddings: given the ids of a ``Batch``, something with ``values()``, [B, tables * dim].
+        config: "dim", "bottom_mlp", "top_mlp".
+    """
+
+    def __init__(self, rig: Rig, embeddings: Any, tables: int, config: dict[str, Any]) -> None:
+        self._rig = rig
+        self._tables = tables
+        torch.manual_seed(rig.seed)
+        self.model = DLRM(
+            embeddings,
+            num_features=tables,
+            embedding_dim=config["dim"],
+            num_dense=_NUM_DENSE,
+            bottom_mlp=config["bottom_mlp"],
+            top_mlp=config["top_mlp"],
+        ).to(rig.device)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR)
+
+    def _ahead(self, batches: Sequence[Batch]) -> Iterable[Batch]:
+        """The batches in turn, prefetched where that is possible."""
+        return batches
+
+    def take_steps(self, batches: Sequence[Batch]) -> float:
+        """Train on the batches; seconds until the device is done."""
+        self._rig.wait()
+        start = time.perf_counter()
+        for batch in self._ahead(batches):
+            self.step(batch)
+        self._rig.wait()
+        return time.perf_counter() - start
+
+    def step(self, batch: Batch) -> None:
+        """Train on one batch, without prefetching."""
+        self._learn(self.model(batch.dense, batch.sparse), batch)
+
+    def _learn(self, logits: Tensor, batch: Batch) -> None:
+        loss = binary_cross_entropy_with_logits(logits, batch.labels)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def dense_seconds(self, batches: Sequence[Batch], dim: int) -> float:
+        """Seconds of as many steps of the dense part alone. It changes the dense weights."""
+        pooled = torch.rand((len(batches[0].labels), self._tables * dim), device=self._rig.device)
+        pooled.requires_grad_()
+        for batch in batches[:3]:
+            self._learn(self.model.dense_part(batch.dense, pooled), batch)
+        self._rig.wait()
+        start = time.perf_counter()
+        for batch in batches:
+            self._learn(self.model.dense_part(batch.dense, pooled), batch)
+        self._rig.wait()
+        return time.perf_counter() - start
+
+
+class Trainer(Steps):
     """A DLRM over all tables of a store.
 
     Args:
@@ -136,19 +217,9 @@ class Trainer:
     def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
         self.store = store
         self.lanes: list[WaitLane] = []
-        self._rig = rig
         self._depth = depth
         self.collection = tierstore.TieredEmbeddingBagCollection(store)
-        torch.manual_seed(rig.seed)
-        self.model = DLRM(
-            self.collection,
-            num_features=len(store.tables),
-            embedding_dim=config["dim"],
-            num_dense=_NUM_DENSE,
-            bottom_mlp=config["bottom_mlp"],
-            top_mlp=config["top_mlp"],
-        ).to(rig.device)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR)
+        super().__init__(rig, self.collection, len(store.tables), config)
         with mock.patch.object(build, "open_lane", self._watched(lanes.open_lane)):
             # Pools are made when they are first asked for.
             assert store[table_name(0)].pool.hot is not None, "the store has no rows in device memory"
@@ -160,34 +231,8 @@ class Trainer:
 
         return opened
 
-    def take_steps(self, batches: Sequence[Batch]) -> float:
-        """Train on the batches; seconds until the device is done."""
-        self._rig.wait()
-        start = time.perf_counter()
-        ahead = tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
-        for batch in ahead:
-            self._step(self.model(batch.dense, batch.sparse), batch)
-        self._rig.wait()
-        return time.perf_counter() - start
-
-    def _step(self, logits: Tensor, batch: Batch) -> None:
-        loss = binary_cross_entropy_with_logits(logits, batch.labels)
-        self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-
-    def dense_seconds(self, batches: Sequence[Batch], dim: int) -> float:
-        """Seconds of as many steps of the dense part alone. It changes the dense weights."""
-        pooled = torch.rand((len(batches[0].labels), len(self.store.tables) * dim), device=self._rig.device)
-        pooled.requires_grad_()
-        for batch in batches[:3]:
-            self._step(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        start = time.perf_counter()
-        for batch in batches:
-            self._step(self.model.dense_part(batch.dense, pooled), batch)
-        self._rig.wait()
-        return time.perf_counter() - start
+    def _ahead(self, batches: Sequence[Batch]) -> Iterable[Batch]:
+        return tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
 
     def waited_share(self, batches: Sequence[Batch]) -> float:
         """Train on the batches; the share of the time for which the model's stream stood still for rows."""

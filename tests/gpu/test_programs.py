@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import tierstore
-from bench.common import Run
+from bench.common import Report, Run
 from bench.data import ROOT
-from bench.gpu import run
+from bench.gpu import run, runner
+from bench.gpu.compulsory import Work, pooled_bytes, updated_bytes
 from bench.gpu.ids import Zipf
 from bench.gpu.part import PARTS, Part
-from bench.gpu.rig import Rig
-from bench.gpu.rows import _median, _shown
+from bench.gpu.rig import Rig, rounds_of
+from bench.gpu.rows_report import _median, _shown
 from bench.gpu.stores import WaitLane, hbm_bytes
 from tierstore.hbm.lanes import open_lane
 
@@ -25,6 +26,7 @@ from .support import DEVICES
 
 CONFIG = tomllib.loads((ROOT / "bench" / "gpu.toml").read_text())
 QUICK = CONFIG.pop("quick")
+TOTAL_SECONDS_MAX = 480
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +35,27 @@ def rig() -> Rig:
 
 
 def test_quick_sizes_have_the_keys_of_the_whole_ones() -> None:
-    assert set(QUICK) == set(PARTS)
+    assert set(QUICK) == {*PARTS, "total_s"}
+    assert set(CONFIG) == {*PARTS, "total_s", "seed"}
     for name in PARTS:
         assert set(QUICK[name]) == set(CONFIG[name]), name
+
+
+def test_all_parts_have_time_within_the_whole() -> None:
+    assert sum(CONFIG[name]["limit_s"] for name in PARTS) <= CONFIG["total_s"] < TOTAL_SECONDS_MAX
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part_works(tmp_path: Path, name: str, device: str) -> None:
-    part: Part = importlib.import_module(f"bench.gpu.{name}").run(Rig(device), QUICK[name], tmp_path)
+    found: list[Part] = list(importlib.import_module(f"bench.gpu.{name}").run(Rig(device), QUICK[name], tmp_path))
+    part = found[-1]
+    assert [len(each.left) for each in found] == list(reversed(range(len(found))))
     assert part.tables
     for table in part.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
-    json.dumps(asdict(part), allow_nan=False)
-    if name == "training":
+    assert Part.of_json(json.loads(json.dumps(asdict(part), allow_nan=False))) == part
+    if name == "cached":
         bits = {case["bits"] for case in part.figures["cases"].values()}
         assert [goal.met for goal in part.goals if goal.exactly is not None] == [True]
         assert len(bits) == 1
@@ -77,8 +86,21 @@ def test_actions_take_turns_and_are_made_ready(rig: Rig) -> None:
         repetitions=2,
         before={"b": lambda number: happened.append(("before b", number))},
     )
-    assert happened[-6:] == [(name, number) for number in (0, 1) for name in ("a", "before b", "b")]
     assert [len(each) for each in seconds.values()] == [2, 2]
+    calls = rig.calls({"a": lambda number: happened.append(("a", number))}, repetitions=2)
+    assert [call.done >= call.returned > 0 for call in calls["a"]] == [True, True]
+    numbers = [number for name, number in happened if name == "a"]
+    assert numbers == list(range(rounds_of(2)))
+    assert happened[:3] == [("a", 0), ("before b", 0), ("b", 0)]
+
+
+def test_compulsory_bytes_are_counted_once() -> None:
+    # 7 ids of 4 bytes, 4 offsets; 5 rows of 16 floats, 3 results: each result is written, and not zeroed and read.
+    work = Work(positions=7, distinct=5, bags=3, weight_bytes=64, result_bytes=64)
+    assert pooled_bytes(work) == 7 * 4 + 4 * 4 + 5 * 64 + 3 * 64
+    # Rows and their state are read and written, gradients read.
+    assert updated_bytes(work, 0) == 7 * 4 + 4 * 4 + 2 * 5 * 64 + 3 * 64
+    assert updated_bytes(work, 4) - updated_bytes(work, 0) == 2 * 5 * 4
 
 
 @pytest.mark.gpu
@@ -120,28 +142,52 @@ def test_a_lane_that_is_watched_is_a_lane(device: str) -> None:
 
 
 def test_what_was_not_measured_is_shown_as_nothing() -> None:
-    case = {"seconds": {"a": {"median": 2.0}, "b": {"median": 3.0}}}
-    assert _shown(_median(case, "a", "b"), ".1f") == "5.0"
-    assert _shown(_median(case, "a", "c"), ".1f") == ""
+    case = {"seconds": {"a": {"median": 2.0}}}
+    assert _shown(_median(case, "a")) == "2.00"
+    assert _shown(_median(case, "b")) == ""
 
 
-def make_request(folder: Path, *, quick: bool = True, **config: Any) -> Run:
-    return Run(config={"seed": 1} | config, quick=quick, folder=folder, parts=("find", "limits"))
+def make_request(folder: Path, saved: list[Report], *, quick: bool = True, **config: Any) -> Run:
+    """Of the two parts that take least."""
+    told = {"seed": 1, "total_s": 300} | config
+    return Run(config=told, quick=quick, folder=folder, parts=("admit", "limits"), save=saved.append)
 
 
 def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    report = run(make_request(tmp_path, limits=QUICK["limits"], find={}))
-    assert report.figures["failed"] == {"find": "KeyError: 'slots'"}
+    saved: list[Report] = []
+    report = run(make_request(tmp_path, saved, limits=QUICK["limits"], admit={"limit_s": 100}))
+    assert report.figures["failed"] == {"admit": "KeyError: 'slots'"}
     assert report.figures["limits"]["bytes_per_s"]
-    assert any("find failed" in note for note in report.notes)
+    assert any("admit failed" in note for note in report.notes)
+    assert "NO RESULTS" in report.notes[-1]
     assert "KeyError" in capfd.readouterr().err
+    # After each part, what there was.
+    assert [set(each.figures) & set(PARTS) for each in saved] == [set(), {"limits"}]
+
+
+def test_a_part_without_time_gives_what_it_has(tmp_path: Path) -> None:
+    config = {"admit": QUICK["admit"] | {"limit_s": 0.01}, "limits": QUICK["limits"]}
+    report = run(make_request(tmp_path, [], total_s=0.02, **config))
+    assert len(report.figures["admit"]["cases"]) == 1
+    assert report.figures["ran_out"] == {
+        "admit": ["exponent 1.05, 50% hits", "exponent 0.0, 100% hits", "exponent 0.0, 50% hits"]
+    }
+    assert any("admit ended before" in note for note in report.notes)
+    assert "no time was left" in report.figures["failed"]["limits"]
+
+
+def test_a_part_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_GRACE_SECONDS", 0.1)
+    config = {"admit": QUICK["admit"] | {"limit_s": 0.1}, "limits": QUICK["limits"] | {"limit_s": 0.1}}
+    report = run(make_request(tmp_path, [], **config))
+    assert set(report.figures["failed"]) == {"admit", "limits"}
+    assert "killed after" in report.figures["failed"]["admit"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(make_request(tmp_path, quick=False))
+        run(make_request(tmp_path, [], quick=False))
     assert not ended.value.code
     assert capsys.readouterr().out == "no CUDA device: nothing measured\n"
     assert list(tmp_path.iterdir()) == []
-    assert "NO RESULTS" in run(make_request(tmp_path, limits=QUICK["limits"])).notes[-1]
