@@ -14,7 +14,7 @@ TierName = Literal["hbm", "ddr", "ssd", "remote"]
 
 _IN_WORDS: Final = {
     "batch": "fixed work of a batch",
-    "lookups": "pooling and updating rows",
+    "lookups": "work on cached rows",
     "hbm": "HBM bandwidth",
     "model": "dense model",
     "cold rows": "bringing rows in",

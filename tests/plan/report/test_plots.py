@@ -102,7 +102,7 @@ def test_loads_are_in_order_with_one_bottleneck() -> None:
     assert [(bar["name"], bar["y"], bar["x"], bar["marker"]["color"]) for bar in figure["data"]] == [
         ("SSD reads", ["SSD reads"], [4], "--mark"),
         ("dense model", ["computing the batch"], [2], "--rest"),
-        ("pooling and updating rows", ["computing the batch"], [1], "--rest"),
+        ("work on cached rows", ["computing the batch"], [1], "--rest"),
     ]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["computing the batch", "SSD reads"], "the longest at the top"
 

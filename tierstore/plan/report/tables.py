@@ -61,7 +61,8 @@ def load_lines(result: PlanResult) -> list[LoadLine]:
         if len(busy) > 1:
             lines.append(LoadLine(in_words(lane.name), lane.seconds, "", False, False))
         for rank, load in enumerate(busy):
-            work, name = quantity(load.amount, load.unit), in_words(load.resource)
+            work = "" if load.unit == "seconds" else quantity(load.amount, load.unit)  # of waits there is none
+            name = in_words(load.resource)
             is_part = len(busy) > 1
             lines.append(LoadLine(name, load.seconds, work, is_part, is_bottleneck=index == rank == 0))
     return lines

@@ -9,7 +9,7 @@ from .tables import NEGLIGIBLE, RULE, gains_table, load_lines, loads_table, pric
 from .words import answer, asked, if_off, money, named_words, resource, significant, speed, summary_of, targets
 
 _WIDTH: Final = 100
-_BAR: Final = 28
+_BAR: Final = 20
 _SHOWN: Final = 20
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
