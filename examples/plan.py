@@ -6,6 +6,7 @@ from tierstore.plan import TableShape, Workload
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.parts import load_host
+from tierstore.plan.prediction import in_words
 from tierstore.plan.search import SearchSpace, Target, search
 
 GIB = 2**30
@@ -28,12 +29,14 @@ print(f"{feed.name}: {feed.table_bytes / GIB:.0f} GiB of rows, {demand.unique:,.
 space = SearchSpace(hosts=(1, 2, 4), dtypes=("float32",))
 best = search(feed, demand, [load_host("server-2s")], Target(samples_per_s=250_000), space=space).best
 print(f"{best.setup.num_hosts} x {best.setup.host.name}", end=", ")
-print(f"{best.setup.host.ddr.capacity_bytes / GIB:.0f} GiB of memory and {len(best.setup.host.storage)} SSDs each")
-print(f"{best.samples_per_s:,.0f} samples/s, a step of {1e3 * best.step_s:.0f} ms, limited by: {best.bottleneck}")
+print(f"{best.setup.host.ddr.capacity_bytes / GIB:.0f} GiB of memory each, SSDs each: {len(best.setup.host.storage)}")
+print(f"{best.samples_per_s:,.0f} samples/s, a step of {1e3 * best.step_s:.0f} ms", end=", ")
+print(f"limited by: {in_words(best.bottleneck)}")
 for tier in best.tiers:
-    print(f"  {tier.tier}: {tier.rows:,.0f} rows, finds {tier.hit_rate:.1%} of {tier.lookups:,.0f} a step")
+    found = "" if tier.tier == "ssd" else f", of which it has {tier.hit_rate:.1%}"
+    print(f"  {tier.tier}: {tier.rows:,.0f} rows, asked for {tier.lookups:,.0f} a step{found}")
 
 # What would other budgets for rows give on the same hosts?
 for gib in (8, 16, 32, 64):
     other = predict(replace(best.setup, ddr_bytes=gib * GIB), demand)
-    print(f"{gib:3} GiB for rows: {other.samples_per_s:9,.0f} samples/s, limited by: {other.bottleneck}")
+    print(f"{gib:3} GiB for rows: {other.samples_per_s:9,.0f} samples/s, limited by: {in_words(other.bottleneck)}")

@@ -13,6 +13,7 @@ from tierstore.plan import Host, Prediction, Setup, TableShape, Workload
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.parts import load_host
+from tierstore.plan.prediction import in_words
 from tierstore.plan.price import Pricing
 from tierstore.plan.search import SearchSpace, Target, describe_setup, search, with_parts
 
@@ -238,7 +239,7 @@ def _power_table(figures: dict[str, Any]) -> Table:
                     f"{each['model']['name']}, {each['table_bytes'] / 1e9:,.0f} GB: {name}", str(fleet["hosts"]),
                     f"{fleet['ddr_bytes_a_host'] / 2**30:,.0f}", str(fleet["drives_a_host"]),
                     f"{fleet['hit_rate']:.1%}", f"{fleet['watts']:,.0f}",
-                    f"{each['saved']:.1%}" if way == "tiers" else "", fleet["bottleneck"],
+                    f"{each['saved']:.1%}" if way == "tiers" else "", in_words(fleet["bottleneck"]),
                 ]
             )  # fmt: skip
     columns = ["model", "hosts", "GiB DDR each", "SSDs each", "hits", "watts", "saved", "bottleneck"]
@@ -261,13 +262,13 @@ def _tier_table(figures: dict[str, Any]) -> Table:
 def _load_table(figures: dict[str, Any]) -> Table:
     found = figures["trillions"]
     rows = [
-        [load["resource"], f"{1e3 * load['seconds']:.1f}", f"{load['amount']:,.3g} {load['unit']}"]
+        [in_words(load["resource"]), f"{1e3 * load['seconds']:.1f}", f"{load['amount']:,.3g} {load['unit']}"]
         for load in sorted(found["loads"], key=lambda load: -load["seconds"])
         if load["seconds"]
     ]
     title = (
         f"the same: what a step of {1e3 * found['step_s']:.0f} ms keeps busy of what it has "
-        f"({found['samples_per_s'] / 1e3:,.0f} thousand samples/s; the bottleneck: {found['bottleneck']})"
+        f"({found['samples_per_s'] / 1e3:,.0f} thousand samples/s; the bottleneck: {in_words(found['bottleneck'])})"
     )
     return Table(title=title, columns=["resource", "ms", "amount"], rows=rows)
 

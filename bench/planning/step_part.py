@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from tierstore.plan.measure import measure_host
+from tierstore.plan.prediction import in_words
 
 from ..common import Goal, Run, Table
 from ..data import find_criteo
@@ -121,7 +122,7 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
             _rate(each, "predicted_hit_rate"),
             _rate(each, "sampled_hit_rate"), _rate(each, "analytic_hit_rate"), f"{1e3 * each['step_s']:.1f}",
             f"{1e3 * each['predicted_step_s']:.1f}", f"{each['predicted_step_s'] / each['step_s'] - 1:+.0%}",
-            each["bottleneck"],
+            in_words(each["bottleneck"]),
         ]
         for each in points
     ]  # fmt: skip

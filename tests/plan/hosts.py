@@ -106,12 +106,18 @@ def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = Tr
 
 
 def shop_workload(**changes: Any) -> Workload:
-    """Small tables, of which a trace is quickly drawn."""
+    """Small tables alone, of which a trace is quickly drawn."""
     tables = tuple(
         TableShape(name=name, num_embeddings=rows, embedding_dim=16, pooling_factor=4.0)
         for name, rows in (("item", 400_000), ("user", 100_000))
     )
-    fields: dict[str, Any] = {"name": "shop", "tables": tables, "batch_samples": 256, "optimizer": "rowwise_adagrad"}
+    fields: dict[str, Any] = {
+        "name": "shop",
+        "tables": tables,
+        "batch_samples": 256,
+        "optimizer": "rowwise_adagrad",
+        "dense_flops": 1.0,
+    }
     return Workload(**(fields | changes))
 
 

@@ -162,9 +162,9 @@ def test_a_step_is_the_longest_of_what_goes_on_at_once() -> None:
     assert step_seconds(SECONDS | {"cores": 50.0}, is_ahead=False) == 50
 
 
-def test_the_bottleneck_is_that_without_which_a_step_is_fastest() -> None:
+def test_the_bottleneck_is_the_longest_part_of_the_longest_lane() -> None:
     def named(seconds: dict[str, float], *, is_ahead: bool) -> str:
-        return bottleneck_of([ResourceLoad(*each, 0.0, "") for each in seconds.items()], is_ahead=is_ahead)
+        return bottleneck_of(seconds, is_ahead=is_ahead)
 
     assert named(SECONDS, is_ahead=True) == "ssd writes"
     assert named(SECONDS | {"ddr": 100.0}, is_ahead=True) == "ddr"
@@ -173,6 +173,9 @@ def test_the_bottleneck_is_that_without_which_a_step_is_fastest() -> None:
     assert named(SECONDS | {"wait ahead": 30.0}, is_ahead=True) == "cores"
     idle = dict.fromkeys(SECONDS, 0.0)
     assert named(idle | {"lookups": 5.0, "cold rows": 5.0, "network": 1.0}, is_ahead=True) == "lookups"
+    several = idle | {"model": 60.0, "lookups": 55.0, "cold rows": 100.0}
+    assert named(several, is_ahead=True) == "model", "not what takes longest and is waited for by nobody"
+    assert named(several, is_ahead=False) == "cold rows"
 
 
 def test_costs_are_those_of_the_host() -> None:

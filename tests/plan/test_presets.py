@@ -16,6 +16,9 @@ from tierstore.models import DLRM
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.presets import PRESETS, load_workload, preset, scaled
 from tierstore.plan.published import KAGGLE_ROWS
+from tierstore.plan.workload import Assumed
+from tierstore.train.build import build_model
+from tierstore.train.config import load as load_run
 
 SAMPLES = 4
 
@@ -88,6 +91,16 @@ def counted(module: torch.nn.Module, *inputs: torch.Tensor) -> int:
     return int(counter.get_total_flops()) // SAMPLES
 
 
+def counted_dense(model: DLRM, columns: int) -> int:
+    """Of all but its embeddings, with 13 dense features."""
+
+    class Dense(torch.nn.Module):
+        def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+            return model.dense_part(dense, pooled)
+
+    return counted(Dense(), torch.zeros(SAMPLES, 13), torch.zeros(SAMPLES, columns))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -107,12 +120,7 @@ def counted(module: torch.nn.Module, *inputs: torch.Tensor) -> int:
 def test_flops_are_those_that_torch_counts(name: str, arguments: dict[str, Any]) -> None:
     dim = preset(name).tables[0].embedding_dim
     model = DLRM(torch.nn.Identity(), num_features=26, embedding_dim=dim, **arguments)
-
-    class Dense(torch.nn.Module):
-        def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-            return model.dense_part(dense, pooled)
-
-    assert preset(name).dense_flops == counted(Dense(), torch.zeros(SAMPLES, 13), torch.zeros(SAMPLES, 26 * dim))
+    assert preset(name).dense_flops == counted_dense(model, 26 * dim)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,36 @@ def test_a_workload_file(tmp_path: Path) -> None:
         optimizer="rowwise_adagrad",
         dtype="float16",
         dense_flops=2_000_000,
+        assumed=(Assumed("pooling_factor", ("user",)), Assumed("exponent", ("user",))),
     )
+
+
+def test_what_a_file_does_not_say_is_assumed_as_mlperf_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "bare.toml"
+    path.write_text('[[table]]\nname = "t"\ncount = 26\nnum_embeddings = 9\nembedding_dim = 128\n')
+    bare, names = load_workload(path), tuple(f"t{number}" for number in range(26))
+    assert bare.dense_flops == preset("mlperf-dlrm-v2").dense_flops
+    assert {(table.pooling_factor, table.exponent) for table in bare.tables} == {(1.0, 1.05)}
+    assert bare.assumed == (Assumed("dense_flops"), Assumed("pooling_factor", names), Assumed("exponent", names))
+    assert [each.figure for each in preset("rmc1").assumed] == ["exponent"]
+    for key in ("pooling_factor", "exponent"):
+        path.write_text(f'[[table]]\nname = "t"\nnum_embeddings = 9\nembedding_dim = 8\n{key} = -0.5\n')
+        with pytest.raises(ValueError, match=rf"{key}=-0.5: expected a number from 0, or -1 if it is not known"):
+            load_workload(path)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, interaction: str) -> None:
+    text = (ROOT / "examples" / "criteo.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace('interaction = "dot"', f'interaction = "{interaction}"'))
+    found, run = load_workload(tmp_path / "run.toml"), load_run(tmp_path / "run.toml")
+    assert [(each.name, each.num_embeddings, each.embedding_dim) for each in found.tables] == [
+        (name, rows, 16) for name, rows in zip(run.data.sparse_columns, run.table_sizes, strict=True)
+    ]
+    assert (found.batch_samples, found.optimizer, found.dtype) == (32, "adagrad", "float32")
+    model = build_model(run, torch.nn.Identity())  # type: ignore[arg-type]
+    assert found.dense_flops == counted_dense(model, 26 * 16)
+    assert [each.figure for each in found.assumed] == ["pooling_factor", "exponent"]
 
 
 def test_a_workload_file_without_a_workload_section_is_named_as_itself(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 ``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
 from ..settings.options import check_ranges, option
+from ..system.sizes import format_size
 
 _MOST: Final = 1e18
 
@@ -22,6 +24,8 @@ class Checked:
 class Memory(Checked):
     """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
 
+    part: str = ""
+    """Here and below: its name among the parts, "" where it is none of them."""
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
     bytes_per_s: float = option(0.0, "read in order, by all cores", low=0, high=_MOST)
     row_bytes_per_s: float = option(0.0, "read by rows of 256 bytes at random, by all cores", low=0, high=_MOST)
@@ -33,6 +37,7 @@ class Memory(Checked):
 class Storage(Checked):
     """One SSD."""
 
+    part: str = ""
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
     read_latency_us: float = option(100.0, "of one read of 4 KiB with no other under way", low=0)
     reads_per_s: float = option(1.0, "of 4 KiB at random, many under way", low=1)
@@ -47,6 +52,7 @@ class Storage(Checked):
 class Link(Checked):
     """A way for bytes, one direction: PCIe to an accelerator, or a network."""
 
+    part: str = ""
     bytes_per_s: float = option(1.0, "one direction", low=1, high=_MOST)
     latency_us: float = option(0.0, "of a transfer of nothing, there", low=0)
 
@@ -55,6 +61,7 @@ class Link(Checked):
 class Processor(Checked):
     """All cores of a host."""
 
+    part: str = ""
     cores: int = option(1, "that threads may use", low=1, high=1 << 16)
     flops: float = option(1e9, "of float32 matrix products, by all cores, lasting", low=1, high=_MOST)
     watts: float = option(0.0, "under load", low=0)
@@ -65,6 +72,7 @@ class Processor(Checked):
 class Accelerator(Checked):
     """One GPU."""
 
+    part: str = ""
     hbm: Memory
     pcie: Link
     peer: Link
@@ -152,3 +160,22 @@ class Host(Checked):
     watts: float = option(0.0, "of what is not listed: board, fans, losses of the power supply", low=0)
     usd: float = option(0.0, "price of what is not listed", low=0)
     source: str = ""
+
+
+def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:
+    """The host with these; its name says so where they are fewer than it is named for."""
+    most, left = len(host.accelerators), len(accelerators)
+    name = host.name
+    if left < most:
+        name += f" with {left} of {most} GPUs" if left else f" without {'its GPU' if most == 1 else 'GPUs'}"
+    return replace(host, name=name, accelerators=accelerators)
+
+
+def parts_of(host: Host) -> str:
+    """The named parts that it has; "" if it is not made of parts."""
+    if not host.processor.part:
+        return ""
+    devices = [*(drive.part for drive in host.storage), *(gpu.part for gpu in host.accelerators)]
+    counted = [f"{len(list(alike))} x {part}" for part, alike in groupby(devices)]
+    memory = f"{format_size(host.ddr.capacity_bytes)} of {host.ddr.part}"
+    return ", ".join([host.processor.part, memory, *counted, host.network.part])

@@ -1,15 +1,16 @@
 """What one step or query keeps busy: a term for each resource, and how they make up a step.
 
-Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed. If rows are
-brought in ahead, those of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has
-to make room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them.
+Everything is of one host. Lanes work side by side, the resources of one lane one after another, so a step takes as
+long as its longest lane. ``SERIAL`` resources work for the batch that is computed. If rows are brought in ahead, those
+of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has to make room for it
+first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them.
 ``WAITS`` are for a core that another thread has: of few cores each is taken for its share of what the others do.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from .prediction import ResourceLoad, Setup
+from .prediction import Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
@@ -50,34 +51,31 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
     return (*loads, *work.cores({load.resource: load.seconds for load in loads}))
 
 
-def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
-    """Of a step, from what it keeps each resource busy.
+def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...]:
+    """What works side by side, the longest first; of equal ones in the order in which a batch meets them.
 
     Args:
-        is_ahead: as of ``loads_of``; else everything waits for everything.
+        seconds: for which a step keeps each resource busy.
+        is_ahead: as of ``loads_of``; else everything waits for everything, but for what is shared.
     """
-    serial = sum(seconds[name] for name in SERIAL)
-    ahead = sum(seconds[name] for name in AHEAD)
-    links = sum(seconds[name] for name in LINKS)
-    drives = sum(seconds[name] for name in DRIVES)
-    shared = [seconds[name] for name in SHARED]
     if is_ahead:
-        return max(serial, ahead, links, drives, *shared)
-    return max(serial + ahead + links + drives, *shared)
+        groups = {"computing": SERIAL, "fetching": AHEAD, "pcie": LINKS, "drives": DRIVES}
+    else:
+        groups = {"in turn": (*SERIAL, *AHEAD, *LINKS, *DRIVES)}
+    groups |= {name: (name,) for name in SHARED}
+    lanes = [Lane(name, sum(seconds[each] for each in own), own) for name, own in groups.items()]
+    return tuple(sorted(lanes, key=lambda lane: -lane.seconds))
 
 
-def bottleneck_of(loads: Sequence[ResourceLoad], *, is_ahead: bool) -> str:
-    """The resource without which a step would be fastest; of equal ones that which is busy longest.
+def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
+    """Of a step, from what it keeps each resource busy: of its longest lane; arguments as of ``lanes_of``."""
+    return lanes_of(seconds, is_ahead=is_ahead)[0].seconds
 
-    Waits for a core are the cores'.
-    """
-    seconds = {load.resource: load.seconds for load in loads}
 
-    def without(load: ResourceLoad) -> tuple[float, float]:
-        gone = ("cores", *WAITS) if load.resource == "cores" else (load.resource,)
-        return step_seconds(seconds | dict.fromkeys(gone, 0.0), is_ahead=is_ahead), -load.seconds
-
-    return min((load for load in loads if load.resource not in WAITS), key=without).resource
+def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
+    """The resource that takes longest in the longest lane. Waits for a core are the cores'."""
+    longest = max(lanes_of(seconds, is_ahead=is_ahead)[0].resources, key=lambda name: seconds[name])
+    return "cores" if longest in WAITS else longest
 
 
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:

@@ -163,7 +163,7 @@ def _line(
     for value in values:
         with contextlib.suppress(ValueError):
             found[value] = predicted(value)
-    seconds = [{load.resource: load.seconds for load in each.loads if load.seconds} for each in found.values()]
+    seconds = [{lane.name: lane.seconds for lane in each.lanes if lane.seconds} for each in found.values()]
     names = dict.fromkeys(name for each in seconds for name in each)
     return Line(
         quantity,

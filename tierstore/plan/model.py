@@ -7,7 +7,7 @@ from ..cache import POLICIES, resolve_policy
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
-from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, loads_of, step_seconds, written_bytes
+from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads_of, written_bytes
 from .prediction import Latency, Prediction, Setup, TierLoad
 from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
@@ -48,7 +48,8 @@ def predict(
     is_ahead = _is_ahead(setup, pools)
     loads = loads_of(setup, pools, is_ahead=is_ahead)
     seconds = {load.resource: load.seconds for load in loads}
-    step_s = step_seconds(seconds, is_ahead=is_ahead)
+    lanes = lanes_of(seconds, is_ahead=is_ahead)
+    step_s = lanes[0].seconds
     if not step_s:
         raise ValueError(f"nothing takes time on host {excerpt(setup.host.name)}: its costs are 0; measure them")
     queue = None if setup.workload.is_training else _queue(setup, pools, seconds, step_s, query_sizes)
@@ -60,7 +61,8 @@ def predict(
         samples_per_s=batches_per_s * setup.workload.batch_samples,
         tiers=_tiers(setup, pools),
         loads=loads,
-        bottleneck=bottleneck_of(loads, is_ahead=is_ahead),
+        lanes=lanes,
+        bottleneck=bottleneck_of(seconds, is_ahead=is_ahead),
         drive_writes_a_day=drive_writes_a_day(setup.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
         latency=_latency(setup, queue, queries_per_s),

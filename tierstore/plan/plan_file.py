@@ -50,7 +50,7 @@ class WorkloadSection(Checked):
     """[workload]: the model in use: a preset, a file, or tables written here."""
 
     preset: str = option("", "one of tierstore plan presets")
-    file: str = option("", "a workload in TOML, as tierstore plan presets NAME prints one")
+    file: str = option("", "a workload in TOML, as tierstore plan presets NAME prints one, or a run file")
     tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
     name: str = option("", "what the report calls it")
     scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
@@ -58,7 +58,11 @@ class WorkloadSection(Checked):
     optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
     dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
     dense_flops: float = option(
-        0.0, "of the model beside its tables, forward, a sample; 0: the workload's own", low=0, high=1e15
+        0.0,
+        "of the model beside its tables, forward, a sample; 0: the workload's own, or as of MLPerf's DLRM-DCNv2 over "
+        "these tables; 1: tables alone",
+        low=0,
+        high=1e15,
     )
 
     def __post_init__(self) -> None:

@@ -3,21 +3,22 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ..cache import resolve_policy
 from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .accesses import Accesses, once_a_batch
+from .assumptions import assumed_words, assumptions_of
 from .curves import by_table, curve, windows
 from .demand import Demand
-from .host import Host
+from .host import Host, with_accelerators
 from .marginal import Predict, batch_line, ddr_line, exponent_line, grid_of, marginal_values
 from .model import predict
 from .parts import host_names, load_host
 from .plan_file import PlanFile, SetupSection
-from .prediction import Setup
+from .prediction import Prediction, Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
 from .result import (
@@ -25,16 +26,16 @@ from .result import (
     Line,
     PlanResult,
     ShownCurve,
-    assumptions_of,
     price_parts_of,
+    sources_of,
     warnings_of,
 )
 from .search import SearchResult, SearchSpace, Target, search, with_memory
 from .tiers import pool_loads
 from .traces import read_accesses
-from .workload import Workload
+from .workload import Workload, specified
 
-_STAGES: Final = ("accesses", "setup", "curves", "what would change it")
+_STAGES: Final = ("accesses", "setup", "assumptions", "curves", "what would change it")
 _Part = TypeVar("_Part")
 _SEARCHED: Final = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
@@ -68,31 +69,31 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
             f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with {workload.optimizer}; "
             'set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
         )
-    policy, rate = asked.setup.policy, asked.trace.sampling_rate
-    if accesses is None:
-        demand = Demand.analytic(workload, policy)
-    else:
-        demand = Demand.from_accesses(workload, accesses, policy, sampling_rate=rate)
+    question = _Question(asked, hosts, sizes, accesses)
+    if accesses is not None:  # it says the rest
+        workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
+    demand = question.demand(workload)
     tell(1)
+    prediction, found = question.answer(workload, demand)
+    setup = prediction.setup
+    demand = demand.laid_out(setup.workload)
+    tell(2)
+
+    def answer(other: Workload) -> Prediction:
+        own = demand if other.tables == workload.tables else question.demand(other)
+        return question.answer(other, own).prediction
+
+    assumptions = assumptions_of(workload, answer)
+    tell(3)
     # Without a rate of queries: latencies take long to simulate, and no plot shows them.
     quick: Predict = partial(predict, query_sizes=sizes, pricing=asked.pricing)
-    found: SearchResult | None = None
-    if asked.is_fixed:
-        queries_per_s = asked.target.queries_per_s or None
-        setup = setup_of(asked, workload, hosts[0])
-        prediction = predict(setup, demand, query_sizes=sizes, queries_per_s=queries_per_s, pricing=asked.pricing)
-    else:
-        target, space = _target_of(asked), _space_of(asked, workload)
-        found = search(workload, demand, hosts, target, space=space, pricing=asked.pricing, query_sizes=sizes)
-        prediction, setup = found.best, found.best.setup
-        demand = demand.laid_out(setup.workload)
-    tell(2)
     curves = _curves(asked, setup, demand, accesses)
-    tell(3)
+    tell(4)
     gains = marginal_values(setup, demand, asked.pricing)
     lines = _lines(setup, demand, quick, has_trace=accesses is not None)
     grid = grid_of(setup, demand, quick)
     result = PlanResult(
+        assumptions=assumptions,
         asked=asked,
         prediction=prediction,
         searched=found is not None,
@@ -104,10 +105,50 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         alternatives=() if found is None else _alternatives(found, asked.search.runners_up),
         price_parts=price_parts_of(setup),
         warnings=(*warnings_of(asked, prediction), *(() if found is None else _unused(asked))),
-        assumptions=assumptions_of(asked, setup, accesses),
+        sources=sources_of(asked, setup, accesses),
     )
     tell(len(_STAGES))
     return result
+
+
+class _Answer(NamedTuple):
+    prediction: Prediction
+    found: SearchResult | None
+    """Of a search."""
+
+
+class _Question(NamedTuple):
+    """What is asked of a workload, or of another in its place."""
+
+    asked: PlanFile
+    hosts: tuple[Host, ...]
+    sizes: tuple[float, ...] | None
+    accesses: Accesses | None
+
+    def demand(self, workload: Workload) -> Demand:
+        policy, rate = self.asked.setup.policy, self.asked.trace.sampling_rate
+        if self.accesses is None:
+            return Demand.analytic(workload, policy)
+        return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate)
+
+    def answer(self, workload: Workload, demand: Demand) -> _Answer:
+        """What the given setup does, or the cheapest that meets the target.
+
+        Raises:
+            ValueError: there is none; says what is nearest, and what was assumed.
+        """
+        asked, pricing = self.asked, self.asked.pricing
+        if asked.is_fixed:
+            setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
+            prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
+            return _Answer(prediction, None)
+        target, space = _target_of(asked), _space_of(asked, workload)
+        try:
+            found = search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
+        except ValueError as error:
+            assumed = f"; assumed: {assumed_words(workload)}" if workload.assumed else ""
+            raise ValueError(f"{error}{assumed}") from None
+        return _Answer(found.best, found)
 
 
 def _alternatives(found: SearchResult, most: int) -> tuple[Alternative, ...]:
@@ -176,9 +217,7 @@ def workload_of(asked: PlanFile) -> Workload:
     elif section.file:
         found = load_workload(Path(section.file))
     elif section.tables:
-        found = Workload(
-            name=section.name or "workload", tables=tuple(shape for spec in section.tables for shape in spec.shapes())
-        )
+        found = specified(section.tables, name=section.name or "workload")
     else:
         raise ConfigError(
             f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
@@ -189,6 +228,8 @@ def workload_of(asked: PlanFile) -> Workload:
         for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
         if getattr(section, name)
     }
+    if section.dense_flops:
+        given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
     try:
         return replace(found, **given)
     except ValueError as error:
@@ -214,7 +255,7 @@ def _counted(host: Host, asked: PlanFile) -> Host:
         host = replace(host, storage=_repeated(host.storage, section.ssds, "ssds", host.name))
     if section.accelerators >= 0:
         wanted = _repeated(host.accelerators, section.accelerators, "accelerators", host.name)
-        host = replace(host, accelerators=wanted)
+        host = with_accelerators(host, wanted)
     if section.memory != "":
         size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(host.ddr.capacity_bytes))
         if not size_bytes or not host.ddr.capacity_bytes:

@@ -12,6 +12,25 @@ from .workload import Workload
 _MOST: Final = 1e18
 TierName = Literal["hbm", "ddr", "ssd", "remote"]
 
+_IN_WORDS: Final = {
+    "batch": "fixed work of a batch",
+    "lookups": "work on cached rows",
+    "hbm": "HBM bandwidth",
+    "model": "dense model",
+    "cold rows": "bringing rows in",
+    "write-back": "writing rows back",
+    "wait for a core": "waiting for a core",
+    "wait ahead": "waiting for a core",
+    "ddr": "DDR bandwidth",
+    "ssd reads": "SSD reads",
+    "ssd writes": "SSD writes",
+    "pcie": "PCIe",
+    "computing": "computing the batch",
+    "in turn": "everything in turn",
+    "fetching": "fetching later batches",
+    "drives": "SSDs",
+}
+
 NOT_MODELLED: Final = (
     "rows written for the first time (they are computed, not read)",
     "commits, evaluation and checkpoints between steps",
@@ -20,6 +39,21 @@ NOT_MODELLED: Final = (
     "stalls of single drives (garbage collection, throttling by heat)",
     "faults: hosts or drives that fail, and spares for them",
 )
+
+
+def in_words(name: str) -> str:
+    """A load's or lane's name as people read it: "wait ahead" -> "waiting for a core"."""
+    return _IN_WORDS.get(name, name)
+
+
+def rate(value: float) -> str:
+    """Things a second: 33,740, or 4.25 where there are few."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.4g}"
+
+
+def some(number: int, noun: str) -> str:
+    """1 SSD, 2 SSDs."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +118,20 @@ class ResourceLoad(NamedTuple):
     unit: str
 
 
+class Lane(NamedTuple):
+    """Work that goes on one after another, beside that of other lanes.
+
+    Attributes:
+        name: "computing", "fetching", "drives", ...
+        seconds: of a step, of all its resources.
+        resources: names of loads.
+    """
+
+    name: str
+    seconds: float
+    resources: tuple[str, ...]
+
+
 class Latency(NamedTuple):
     """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
 
@@ -110,7 +158,8 @@ class Prediction:
     Attributes:
         step_s: seconds of a training step, or of a query served alone.
         samples_per_s: of all hosts.
-        bottleneck: the resource without which a step would be fastest.
+        lanes: the longest first; a step takes as long as that.
+        bottleneck: the resource that takes longest in the longest lane.
         latency: None for training.
         drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
     """
@@ -120,6 +169,7 @@ class Prediction:
     samples_per_s: float
     tiers: tuple[TierLoad, ...]
     loads: tuple[ResourceLoad, ...]
+    lanes: tuple[Lane, ...]
     bottleneck: str
     drive_writes_a_day: float
     price: Price

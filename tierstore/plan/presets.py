@@ -1,27 +1,30 @@
 """Workloads by name, and from a file.
 
 A workload file is TOML: ``[workload]`` with the keys of ``Workload``, and a ``[[table]]`` for each table with those of
-``TableShape``; ``count = N`` in one makes N alike, named NAME0, NAME1, ...
+``TableShape``; ``count = N`` in one makes N alike, named NAME0, NAME1, ... A run file of ``tierstore train`` will do.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..rows import DtypeName
 from ..settings.names import nearest
 from ..settings.sections import described, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
+from .dense import dlrm_flops
 from .published import PUBLISHED
-from .workload import OptimizerName, TableShape, TableSpec, Workload
+from .workload import OptimizerName, TableShape, TableSpec, Workload, specified
 
 PRESETS: Final[Mapping[str, Workload]] = {workload.name: workload for workload in PUBLISHED}
 
 _WHAT: Final = "workload file"
 _REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
+_OF_RUNS: Final = {"data", "embedding", "model", "train"}
+"""Sections of a run file, one of which it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ def preset(name: str) -> Workload:
 
 
 def load_workload(source: str | os.PathLike[str]) -> Workload:
-    """A preset by its name, or a workload file by its path.
+    """A preset by its name, or a workload file or a run file by its path.
 
     Raises:
         ValueError: it is neither, or the file has an unknown key or a value that cannot be; names the file, the key
@@ -88,16 +91,38 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 def _read(path: Path) -> Workload:
     document = read_toml(path, _WHAT)
+    if _OF_RUNS & set(document):
+        return _of_run(path)
     try:
         found = described(_File, document)
         for number, table in enumerate(document.get("table", ())):
             missing = next((key for key in _REQUIRED if key not in table), None)
             if missing is not None:
                 raise ValueError(f'table[{number}]: key "{missing}" is missing')
-        shapes = tuple(shape for table in found.table for shape in table.shapes())
-        return Workload(**{**vars(found.workload), "name": found.workload.name or path.stem}, tables=shapes)
+        return specified(found.table, **{**vars(found.workload), "name": found.workload.name or path.stem})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _of_run(path: Path) -> Workload:
+    """What a run trains: its tables, batch and optimizer, and the flops of its DLRM. How many ids a sample has, and how
+    unevenly they are asked for, only its data says."""
+    from ..train.config import load
+
+    run = load(path)
+    dim, columns = run.embedding.dim, run.data.sparse_columns
+    layers: dict[str, Any] = asdict(run.model)
+    return specified(
+        [
+            TableSpec(name=name, num_embeddings=size, embedding_dim=dim)
+            for name, size in zip(columns, run.table_sizes, strict=True)
+        ],
+        name=path.stem,
+        batch_samples=run.train.batch_size,
+        optimizer=run.optimizer.sparse,
+        dtype=run.embedding.dtype,
+        dense_flops=dlrm_flops([dim] * len(columns), num_dense=len(run.data.dense_columns), **layers),
+    )
 
 
 def describe_workload(workload: Workload) -> str:
@@ -113,14 +138,15 @@ def describe_workload(workload: Workload) -> str:
 
 
 def workload_toml(workload: Workload) -> str:
-    """TOML: ``[workload]``, and a ``[[table]]`` for each."""
+    """TOML: ``[workload]``, and a ``[[table]]`` for each; what is assumed is a comment."""
+    unknown = {(each.figure, table) for each in workload.assumed for table in each.tables or ("",)}
+
+    def line(each: Workload | TableShape, key: str, table: str = "") -> str:
+        text = f"{key} = {toml_value(getattr(each, key))}"
+        return f"# {text} # assumed" if (key, table) in unknown else text
+
     lines = ["[workload]"]
-    lines += [
-        f"{each.name} = {toml_value(getattr(workload, each.name))}"
-        for each in fields(Workload)
-        if each.name != "tables"
-    ]
+    lines += [line(workload, each.name) for each in fields(Workload) if each.name not in ("tables", "assumed")]
     for table in workload.tables:
-        lines += ["", "[[table]]"]
-        lines += [f"{each.name} = {toml_value(getattr(table, each.name))}" for each in fields(TableShape)]
+        lines += ["", "[[table]]", *(line(table, each.name, table.name) for each in fields(TableShape))]
     return "\n".join(lines) + "\n"

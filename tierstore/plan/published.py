@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from .workload import OptimizerName, TableShape, Workload
+from .workload import Assumed, OptimizerName, TableShape, Workload
 
 KAGGLE_ROWS: Final = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
@@ -26,7 +26,10 @@ def _workload(
         TableShape(name=f"t{number}", num_embeddings=own, embedding_dim=dim, pooling_factor=pooling)
         for number, (own, pooling) in enumerate(zip(rows, ids, strict=True))
     )
-    return Workload(name=name, tables=tables, batch_samples=batch, optimizer=optimizer, dense_flops=flops)
+    skew = Assumed("exponent", tuple(table.name for table in tables))  # no publication says how popular rows are
+    return Workload(
+        name=name, tables=tables, batch_samples=batch, optimizer=optimizer, dense_flops=flops, assumed=(skew,)
+    )
 
 
 PUBLISHED: Final = (

@@ -9,10 +9,12 @@ from typing import Any, Final, Literal, NamedTuple
 from ..cache import resolve_policy
 from ..system.sizes import format_size
 from .accesses import Accesses
+from .assumptions import Assumption
 from .curves import MissRatioCurve
+from .host import parts_of
 from .json_file import plain
 from .plan_file import PlanFile
-from .prediction import Prediction, Setup
+from .prediction import Prediction, Setup, in_words, rate
 from .price import years_of_life
 from .search import describe_setup
 
@@ -51,7 +53,7 @@ class Line(NamedTuple):
     Attributes:
         unit: "bytes", "reads/s", "samples" or "".
         step_s: seconds, of each value.
-        bounds: seconds that each resource is busy, of each value.
+        bounds: seconds that each lane takes, of each value; the longest is the step.
         chosen: the plan's own value.
     """
 
@@ -113,9 +115,11 @@ class PlanResult:
         grid: None where there is no drive to vary.
         alternatives: the next best first, then those that fail.
         warnings: sentences.
-        assumptions: sentences that say where figures come from.
+        assumptions: what nobody gave, and what the answer becomes if it is off.
+        sources: sentences that say where figures come from.
     """
 
+    assumptions: tuple[Assumption, ...] = ()
     asked: PlanFile
     prediction: Prediction
     searched: bool
@@ -127,7 +131,7 @@ class PlanResult:
     alternatives: tuple[Alternative, ...] = ()
     price_parts: tuple[PricePart, ...] = ()
     warnings: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is unbounded is None. Setups that were not chosen are a line each."""
@@ -154,11 +158,13 @@ def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
     found = []
     if target.samples_per_s > prediction.samples_per_s:
         found.append(
-            f"the target is missed: {prediction.samples_per_s:,.4g} of {target.samples_per_s:,.4g} samples/s, bound by "
-            f"{prediction.bottleneck}"
+            f"the target is missed: {rate(prediction.samples_per_s)} of {rate(target.samples_per_s)} samples/s, bound "
+            f"by {in_words(prediction.bottleneck)}"
         )
     if latency is not None and math.isinf(latency.p99_s):
-        found.append(f"the target is missed: {latency.queries_per_s:,.4g} queries/s come faster than they are answered")
+        found.append(
+            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
+        )
     elif latency is not None:
         for name, value, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
             if limit and 1e3 * value > limit:
@@ -198,6 +204,8 @@ def _tight(prediction: Prediction) -> list[str]:
             f"memory holds {ddr.rows:,.0f} rows and a batch needs {ddr.lookups:,.0f}: rows leave and come back within "
             "a batch, and none are fetched ahead"
         )
+    if setup.host.accelerators and not setup.hbm_bytes:
+        found.append("the host's GPUs are not used: give them memory for rows with setup.hbm, or host.accelerators = 0")
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
     return found
@@ -230,7 +238,7 @@ def price_parts_of(setup: Setup) -> tuple[PricePart, ...]:
     return (*parts, PricePart("board, case, power supply", hosts, hosts * host.usd, hosts * host.watts))
 
 
-def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
+def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
     """Where the figures come from."""
     found = []
     if accesses is None:
@@ -249,7 +257,8 @@ def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> 
             found.append(
                 f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
             )
-    found.append(f"host: {setup.host.source or setup.host.name}")
+    parts = parts_of(setup.host)
+    found.append(f"host: {f'parts: {parts}' if parts else setup.host.source or setup.host.name}")
     policy = resolve_policy(setup.policy)
     if policy != "lru" and accesses is None:
         found.append(f"{policy} without a trace: as if memory held the rows that are used most")

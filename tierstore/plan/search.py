@@ -11,9 +11,9 @@ from ..settings.options import option
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Checked, Host
+from .host import Checked, Host, with_accelerators
 from .model import predict, queue_of
-from .prediction import Latency, Prediction, Setup
+from .prediction import Latency, Prediction, Setup, in_words, rate, some
 from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload
@@ -190,7 +190,7 @@ def search(
 
 def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: int) -> Host:
     """The host with so much memory (``with_memory``), and the first of its drives and accelerators."""
-    less = replace(host, storage=host.storage[:drives], accelerators=host.accelerators[:accelerators])
+    less = with_accelerators(replace(host, storage=host.storage[:drives]), host.accelerators[:accelerators])
     return with_memory(less, memory_bytes)
 
 
@@ -204,8 +204,8 @@ def with_memory(host: Host, memory_bytes: float) -> Host:
 def describe_setup(setup: Setup) -> str:
     """In one line."""
     host = setup.host
-    parts = [f"{format_size(int(host.ddr.capacity_bytes))} DDR", f"{len(host.storage)} SSD"]
-    parts += [f"{len(host.accelerators)} accelerators"] if setup.hbm_bytes else []
+    parts = [f"{format_size(int(host.ddr.capacity_bytes))} DDR", some(len(host.storage), "SSD")]
+    parts += [some(len(host.accelerators), "GPU")] if setup.hbm_bytes else []
     rows = f"{format_size(int(setup.ddr_bytes))} of it for {setup.workload.dtype} rows"
     workers = f", {setup.workers} workers" if setup.workers > 1 else ""
     return f"{setup.num_hosts} x {host.name} ({', '.join(parts)}; {rows}{workers})"
@@ -360,17 +360,17 @@ class _Finder(NamedTuple):
         target, price, latency = self.target, found.price, found.latency
         if target.samples_per_s is not None:
             factor = target.samples_per_s / found.samples_per_s
-            yield _Lack(factor, f"too slow by {factor:.3g}: {found.samples_per_s:,.4g} samples/s", is_rate=True)
+            yield _Lack(factor, f"too slow by {factor:.3g}: {rate(found.samples_per_s)} samples/s", is_rate=True)
         if latency is not None and math.isinf(latency.p99_s):
             most = found.setup.replicas * self._queue(found).rate_max
             factor = latency.queries_per_s / most * _OVERLOAD
-            yield _Lack(factor, f"too slow: at most {most:,.4g} queries/s", is_rate=True)
+            yield _Lack(factor, f"too slow: at most {rate(most)} queries/s", is_rate=True)
         elif latency is not None:
             yield from self._over_bound(latency, "", is_rate=True)
         for name, value in (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts)):
             limit = getattr(target, name)
             if limit is not None:
-                yield _Lack(value / limit, f"{name} is {value:,.4g}, {value / limit:.3g} times the limit")
+                yield _Lack(value / limit, f"{name} is {rate(value)}, {value / limit:.3g} times the limit")
         life = years_of_life(found, self.pricing)
         yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
@@ -428,4 +428,4 @@ def _impossible(failed: Sequence[Attempt]) -> str:
     text = f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}"
     if nearest.prediction is None:
         return text
-    return f"{text}; what stops it is: {nearest.prediction.bottleneck}"
+    return f"{text}; what stops it is: {in_words(nearest.prediction.bottleneck)}"

@@ -1,17 +1,24 @@
 """A workload: the tables of a model, what a sample looks up in them, and what is computed beside."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..config import require_choice
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from ..rows import MAX_ROWS, DtypeName, RowLayout
 from ..settings.options import option
 from ..system.excerpt import excerpt
+from .dense import MLPERF_LAYERS, dlrm_flops
 from .host import Checked
 
 OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
+Figure = Literal["dense_flops", "pooling_factor", "exponent"]
+POOLING_FACTOR: Final = 1.0
+EXPONENT: Final = 1.05
+_UNKNOWN: Final = -1.0
+
 OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
 
 
@@ -22,8 +29,10 @@ class TableShape(Checked):
     name: str
     num_embeddings: int = option(1, "rows", low=1, high=MAX_ROWS)
     embedding_dim: int = option(1, "columns", low=1, high=1 << 16)
-    pooling_factor: float = option(1.0, "ids a sample, on average", low=0)
-    exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
+    pooling_factor: float = option(POOLING_FACTOR, "ids a sample, on average", low=0)
+    exponent: float = option(
+        EXPONENT, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,12 +46,34 @@ class TableSpec(TableShape):
 
     name: str = option("table", "its name; of several alike the beginning of theirs")
     embedding_dim: int = option(16, "columns", low=1, high=1 << 16)
+    pooling_factor: float = option(_UNKNOWN, "ids a sample, on average; -1: not known, 1 is assumed", low=_UNKNOWN)
+    exponent: float = option(
+        _UNKNOWN, "of Zipf's law of the rows' popularity; 0: uniform; -1: not known, 1.05 is assumed", low=_UNKNOWN
+    )
     count: int = option(1, "tables that are so", low=1, high=1 << 16)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pooling_factor", "exponent"):
+            if _UNKNOWN < getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number from 0, or -1 if it is not known")
+
     def shapes(self) -> list[TableShape]:
-        first = TableShape(**{each.name: getattr(self, each.name) for each in fields(TableShape)})
+        given = {each.name: getattr(self, each.name) for each in fields(TableShape)}
+        first = TableShape(**{name: value for name, value in given.items() if value != _UNKNOWN})
         alike = range(self.count)
         return [first] if self.count == 1 else [replace(first, name=f"{self.name}{number}") for number in alike]
+
+
+class Assumed(NamedTuple):
+    """A figure that nobody gave.
+
+    Attributes:
+        tables: names of those of which it is; of the dense model none.
+    """
+
+    figure: Figure
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +82,7 @@ class Workload(Checked):
 
     Attributes:
         tables: their names differ.
+        assumed: which of the figures nobody gave; a plan says what they are, and what follows if they are off.
 
     Raises:
         ValueError: names the field, its value and what is accepted.
@@ -64,6 +96,7 @@ class Workload(Checked):
     dtype: DtypeName = "float32"
     """Of the weights, in memory and on SSD."""
     dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
+    assumed: tuple[Assumed, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,3 +128,36 @@ class Workload(Checked):
     def lookups(self) -> float:
         """Ids of a batch."""
         return self.batch_samples * sum(table.pooling_factor for table in self.tables)
+
+
+def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
+    """The workload of a file's tables. What the file does not say is assumed: each such table has one id a sample, by
+    Zipf's law, and the model has the layers of MLPerf's DLRM-DCNv2.
+
+    Args:
+        figures: of ``Workload``, beside its tables.
+
+    Raises: as ``Workload``.
+    """
+    found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
+    assumed = []
+    if not found.dense_flops:
+        flops = dlrm_flops([table.embedding_dim for table in found.tables], **MLPERF_LAYERS)
+        found, assumed = replace(found, dense_flops=flops), [Assumed("dense_flops")]
+    names: tuple[Figure, Figure] = ("pooling_factor", "exponent")
+    for figure in names:
+        own = (shape.name for spec in specs if getattr(spec, figure) == _UNKNOWN for shape in spec.shapes())
+        assumed.append(Assumed(figure, tuple(own)))
+    return replace(found, assumed=tuple(each for each in assumed if each.tables or each.figure == "dense_flops"))
+
+
+def times(workload: Workload, assumed: Assumed, factor: float) -> Workload:
+    """The same with ``factor`` times what was assumed."""
+    if assumed.figure == "dense_flops":
+        return replace(workload, dense_flops=factor * workload.dense_flops)
+    own = set(assumed.tables)
+    tables = tuple(
+        replace(each, **{assumed.figure: factor * getattr(each, assumed.figure)}) if each.name in own else each
+        for each in workload.tables
+    )
+    return replace(workload, tables=tables)

@@ -225,7 +225,7 @@ def described(
 
     Args:
         where: the table is; begins the error's text, and the names of its keys.
-        is_whole: every field must be there, also those with a default.
+        is_whole: every field must be there, also those with a default, but for texts that are empty by default.
 
     Raises:
         ConfigError: a key is unknown or missing, or its value cannot be; names it, and what is accepted.
@@ -236,7 +236,7 @@ def described(
             raise ConfigError(f'{begin}unknown key "{_plain(key)}"{_nearest(key, hints)}')
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
-        if each.name not in table and (is_whole or not has_default):
+        if each.name not in table and ((is_whole and each.default != "") or not has_default):
             raise ConfigError(f'{begin}key "{each.name}" is missing')
     name = f"{where}." if where else ""
     values = {key: converted(value, hints[key], f"{name}{key}", is_whole=is_whole) for key, value in table.items()}

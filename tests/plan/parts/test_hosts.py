@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
+from tierstore.plan.host import parts_of, with_accelerators
 from tierstore.plan.parts import host_names, load_host, load_part, read_host, write_host
+from tierstore.plan.search import with_parts
 
 PARTS = """
 [host]
@@ -65,8 +67,11 @@ def test_hosts_that_ship(name: str, tmp_path: Path) -> None:
 def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     host = read_host(made(tmp_path, PARTS))
     cpu, dimm = load_part("processors", "epyc-9354").values(), load_part("memory", "ddr5-4800-64gb").values()
-    assert host.processor == Processor(cores=64, flops=2 * cpu["flops"], watts=2 * cpu["watts"], usd=5000)
+    assert host.processor == Processor(
+        part="2 x epyc-9354", cores=64, flops=2 * cpu["flops"], watts=2 * cpu["watts"], usd=5000
+    )
     assert host.ddr == Memory(
+        part="ddr5-4800-64gb",
         capacity_bytes=24 * dimm["capacity_bytes"],
         bytes_per_s=12 * dimm["bytes_per_s"],
         row_bytes_per_s=12 * dimm["row_bytes_per_s"],
@@ -74,17 +79,28 @@ def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
         usd=24 * dimm["usd"],
     )
     pm9a3, optane = (
-        Storage(**load_part("storage", name).values()) for name in ("samsung-pm9a3-7680gb", "intel-p5800x-1600gb")
+        Storage(part=name, **load_part("storage", name).values())
+        for name in ("samsung-pm9a3-7680gb", "intel-p5800x-1600gb")
     )
     assert host.storage == (pm9a3, pm9a3, optane)
     assert len(host.accelerators) == 3
     assert host.accelerators[0].flops == 5e13
     assert host.accelerators[0].watts == 72
-    assert host.accelerators[0].pcie == Link(**load_part("links", "pcie3-x16").values())
+    assert host.accelerators[0].pcie == Link(part="pcie3-x16", **load_part("links", "pcie3-x16").values())
     assert host.network.bytes_per_s == 2 * load_part("networks", "ethernet-25gb").values()["bytes_per_s"]
     assert host.costs == dataclasses.replace(load_host("workstation").costs, admit_ns=25)
     assert (host.watts, host.usd) == (150, 4000.5)
     assert "24 x ddr5-4800-64gb" in host.source
+    less = with_parts(host, memory_bytes=2.0**36, drives=2, accelerators=0)
+    assert parts_of(less) == "2 x epyc-9354, 64.0 GiB of ddr5-4800-64gb, 2 x samsung-pm9a3-7680gb, 2 x ethernet-25gb"
+    assert less.name == f"{host.name} without GPUs"
+
+
+def test_a_host_of_one_gpu_is_named_for_it_only_if_it_has_it() -> None:
+    host = load_host("node-1xh100")
+    assert with_accelerators(host, host.accelerators).name == "node-1xh100"
+    assert with_accelerators(host, ()).name == "node-1xh100 without its GPU"
+    assert parts_of(whole_host()) == ""
 
 
 def test_costs_may_be_those_of_a_measured_host(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import numpy as np
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
+from tierstore.plan.assumptions import Assumption, WhatIf
 from tierstore.plan.plan_file import PlanFile, TargetSection
-from tierstore.plan.prediction import Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
+from tierstore.plan.prediction import Lane, Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
 from tierstore.plan.result import Alternative, Grid, Line, Marginal, PlanResult, PricePart, ShownCurve
 
 __all__ = ["HOSTILE", "made_curve", "made_result", "served_result"]
@@ -38,9 +39,23 @@ def _prediction(setup: Setup) -> Prediction:
             ResourceLoad("model", 0.002, 2e8, "flops"),
             ResourceLoad("network", 0.0, 0.0, "bytes"),
         ),
+        lanes=(
+            Lane("drives", 0.004, ("ssd reads", "ssd writes")),
+            Lane("computing", 0.003, ("lookups", "model", "network")),
+        ),
         bottleneck="ssd reads",
         drive_writes_a_day=0.5,
         price=Price(190.0, 1300.0, 48.5),
+    )
+
+
+def _assumption(name: str) -> Assumption:
+    what_if = (
+        WhatIf(0.5, 0.525, "", None, None, None, None, None, None, f"no setup of {name}"),
+        WhatIf(2.0, 2.1, f"3 x {name}", 51_000.0, None, 3900.0, 145.5, 570.0, "model", ""),
+    )
+    return Assumption(
+        "exponent", 1.05, f"skew: Zipf's law of exponent 1.05, in {name}", "exponent, or a trace", what_if
     )
 
 
@@ -58,6 +73,7 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
     sizes = tuple(2.0**power for power in range(20, 27))
     speeds = tuple(64_000.0 * min(2.0, size / 2**23) for size in sizes)
     found = PlanResult(
+        assumptions=(_assumption(name),),
         asked=PlanFile(target=TargetSection(samples_per_s=50_000.0)),
         prediction=prediction,
         searched=True,
@@ -104,7 +120,7 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
             PricePart("board, case, power supply", 1, 300.0, 50.0),
         ),
         warnings=("drives wear out: the most written one lasts 7 months",),
-        assumptions=(f"host: {name}",),
+        sources=(f"host: {name}",),
     )
     return replace(found, **changes)
 
@@ -116,4 +132,6 @@ def served_result() -> PlanResult:
     latency = Latency(500.0, 0.002, 0.004, 0.006)
     prediction = replace(found.prediction, setup=setup, latency=latency, drive_writes_a_day=0.0)
     asked = PlanFile(target=TargetSection(queries_per_s=500.0, p99_ms=10.0))
-    return replace(found, asked=asked, prediction=prediction, lines=(), grid=None, alternatives=(), warnings=())
+    return replace(
+        found, assumptions=(), asked=asked, prediction=prediction, lines=(), grid=None, alternatives=(), warnings=()
+    )

@@ -147,6 +147,15 @@ def test_the_page_is_one_file(result: Any) -> None:
     assert text.count('<section class="panel') == sum(map(len, plots_of(result).values())) + 2
 
 
+def test_what_was_assumed_stands_above_the_answer() -> None:
+    text = page_of(made_result())
+    begin = text.index("Assumed, as nobody said it")
+    assert (
+        begin < text.index("3 x shop: 51,000 samples/s; bound by dense model") < text.index('aria-label="The answer"')
+    )
+    assert "Assumed, as" not in page_of(served_result())
+
+
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
     with pytest.raises(ImportError, match=r"pip install 'PATH_OF_THE_CHECKOUT\[plan\]'"):

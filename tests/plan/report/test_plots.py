@@ -86,10 +86,10 @@ def test_thinning_keeps_ends_and_takes_sizes_of_the_curve() -> None:
 def test_the_roof_is_the_step_and_the_title_tells_where_its_reason_changes() -> None:
     plot = plots(made_result())["roofline"]
     *bounds, step, mark = plot.figure["data"]
-    assert [each["name"] for each in bounds] == ["model", "SSD reads"]
+    assert [each["name"] for each in bounds] == ["dense model", "SSD reads"]
     assert step["y"] == [max(values) for values in zip(*(each["y"] for each in bounds), strict=True)]
     assert (mark["x"], mark["y"]) == ([2.0**23], [0.004])
-    assert plot.title == "With little memory bound by SSD reads; from 16.0 MiB on by model"
+    assert plot.title == "With little memory bound by SSD reads; from 16.0 MiB on by dense model"
 
 
 def test_shares_of_tiers_add_up() -> None:
@@ -98,10 +98,13 @@ def test_shares_of_tiers_add_up() -> None:
 
 
 def test_loads_are_in_order_with_one_bottleneck() -> None:
-    (bar,) = plots(made_result())["loads"].figure["data"]
-    assert bar["y"] == ["lookups", "model", "SSD reads"]
-    assert bar["x"] == pytest.approx([1, 2, 4])
-    assert bar["marker"]["color"] == ["--rest", "--rest", "--mark"]
+    figure = plots(made_result())["loads"].figure
+    assert [(bar["name"], bar["y"], bar["x"], bar["marker"]["color"]) for bar in figure["data"]] == [
+        ("SSD reads", ["SSD reads"], [4], "--mark"),
+        ("dense model", ["computing the batch"], [2], "--rest"),
+        ("work on cached rows", ["computing the batch"], [1], "--rest"),
+    ]
+    assert figure["layout"]["yaxis"]["categoryarray"] == ["computing the batch", "SSD reads"], "the longest at the top"
 
 
 def test_the_tornado_has_a_bar_for_each_change_and_leaves_out_what_brings_nothing() -> None:

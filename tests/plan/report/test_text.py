@@ -1,5 +1,6 @@
 """The summary in a terminal."""
 
+import re
 from dataclasses import replace
 
 from tests.plan.report.results import made_result, served_result
@@ -30,10 +31,36 @@ def test_what_was_asked_names_workload_and_target() -> None:
 
 
 def test_loads_are_ranked_with_bars_in_proportion_and_one_bottleneck() -> None:
-    lines = section(describe(made_result()), "Time, were all else")
-    assert [line.split("  ")[1] for line in lines] == ["SSD reads", "model", "lookups"]
-    assert [line.count("#") for line in lines] == [28, 14, 7]
-    assert [line.endswith("<- bottleneck") for line in lines] == [True, False, False]
+    *lines, _, rule = section(describe(made_result()), "Time of a step")
+    assert [re.findall(r"^  ( *\S+(?: \S+)*)", line)[0] for line in lines] == [
+        "SSD reads",
+        "computing the batch",
+        "  dense model",
+        "  work on cached rows",
+    ]
+    assert [(line.count("#"), line.count("-")) for line in lines[1:]] == [(15, 0), (0, 10), (0, 5)]
+    assert lines[0].endswith("#" * 20 + " <- bottleneck")
+    assert [line.endswith("<- bottleneck") for line in lines[1:]] == [False] * 3
+    assert rule.endswith("is the bottleneck.")
+
+
+def test_what_was_assumed_comes_before_the_answer_with_what_follows_if_it_is_off() -> None:
+    text = describe(made_result())
+    assert text.index("Assumed") < text.index("Answer")
+    assert section(text, "Assumed") == [
+        "  - skew: Zipf's law of exponent 1.05, in shop; or give exponent, or a trace",
+        "    - if it is 0.5 times that, no setup of shop",
+        "    - if it is 2 times that, 3 x shop: 51,000 samples/s; bound by dense model; $3,900 to buy, $146 a",
+        "      month",
+    ]
+    assert "Assumed" not in describe(made_result(assumptions=()))
+
+
+def test_the_last_tier_has_no_hit_rate_and_the_page_cache_is_a_line() -> None:
+    header, ddr, cache, ssd = (line.split() for line in section(describe(made_result()), "Tiers of a host"))
+    assert (header[-2:], ddr[-3:]) == (["hit", "rate"], ["2,000", "50.00", "%"])
+    assert (cache[:2], cache[-3:]) == (["page", "cache"], ["1,000", "25.00", "%"])
+    assert (ssd[0], ssd[-2:]) == ("SSD", ["750", "-"])
 
 
 def test_gains_are_ranked_and_what_brings_nothing_is_named() -> None:
@@ -78,6 +105,7 @@ def test_queries_that_outrun_the_servers_have_no_latency() -> None:
 def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
     plain = describe(made_result("a shop of many words " * 3))
     assert max(map(len, plain.splitlines())) <= 100
+    assert sum(line.endswith(" <- bottleneck") for line in plain.splitlines()) == 1, "the mark is on its line"
     assert "\x1b" not in plain
     coloured = describe(made_result("a shop of many words " * 3), colours=True)
     assert coloured.replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
@@ -92,5 +120,5 @@ def test_control_characters_of_names_do_not_reach_the_terminal() -> None:
 def test_what_is_not_modelled_and_warnings_are_said() -> None:
     found = made_result()
     text = " ".join(describe(found).split())
-    for sentence in (*found.warnings, *found.prediction.not_modelled, *found.assumptions):
+    for sentence in (*found.warnings, *found.prediction.not_modelled, *found.sources):
         assert sentence in text

@@ -16,7 +16,7 @@ DATA: Final = Path(__file__).parent / "data"
 
 
 def _figures_of(description: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(description))
+    return tuple(field.name for field in fields(description) if field.name != "part")
 
 
 FIGURES: Final[Mapping[str, tuple[str, ...]]] = {

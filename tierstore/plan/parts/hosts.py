@@ -127,24 +127,38 @@ def _composed(table: Any, folder: Path) -> Host:
         return Host(
             name=own.name,
             processor=Processor(
+                part=_counted(own.processor),
                 cores=int(cores) if cores == int(cores) else cores,
                 **{name: processor[name] * own.processor.count for name in ("flops", "watts", "usd")},
             ),
             ddr=Memory(
+                part=own.memory.part,
                 **{name: memory[name] * own.memory.count for name in ("capacity_bytes", "watts", "usd")},
                 **{name: memory[name] * channels for name in ("bytes_per_s", "row_bytes_per_s")},
             ),
-            network=Link(bytes_per_s=network["bytes_per_s"] * own.network.count, latency_us=network["latency_us"]),
+            network=Link(
+                part=_counted(own.network),
+                bytes_per_s=network["bytes_per_s"] * own.network.count,
+                latency_us=network["latency_us"],
+            ),
             costs=_costs(costs, folder),
-            storage=tuple(each for some in own.storage for each in [Storage(**_figures(some, "storage"))] * some.count),
+            storage=tuple(
+                each
+                for some in own.storage
+                for each in [Storage(part=some.part, **_figures(some, "storage"))] * some.count
+            ),
             accelerators=tuple(each for some in own.accelerators for each in [_accelerator(some)] * some.count),
             watts=own.watts,
             usd=own.usd,
-            source="parts: " + ", ".join(f"{some.count} x {some.part}" for some in listed),
+            source="parts: " + ", ".join(map(_counted, listed)),
         )
 
 
-def _figures(entry: Any, kind: str) -> dict[str, float]:
+def _counted(entry: Any) -> str:
+    return f"{entry.count} x {entry.part}"
+
+
+def _figures(entry: Any, kind: str) -> dict[str, Any]:
     """Of one of the parts."""
     given = {name: getattr(entry, name) for name in FIGURES[kind]}
     return load_part(kind, entry.part).values() | {name: value for name, value in given.items() if value is not None}
@@ -154,8 +168,9 @@ def _accelerator(entry: Any) -> Accelerator:
     own = _figures(entry, "accelerators")
     link = entry.link or load_part("accelerators", entry.part).link
     return Accelerator(
+        part=entry.part,
         hbm=Memory(**{name: own[name] for name in ("capacity_bytes", "bytes_per_s", "row_bytes_per_s")}),
-        pcie=Link(**load_part("links", link).values()),
+        pcie=Link(part=link, **load_part("links", link).values()),
         peer=Link(bytes_per_s=own["peer_bytes_per_s"], latency_us=own["peer_latency_us"]),
         **{name: own[name] for name in ("flops", "watts", "usd")},
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...system.sizes import format_size
 from ..curves import MissRatioCurve
+from ..prediction import in_words
 from ..result import Alternative, Grid, Line, Marginal, PlanResult, ShownCurve
 from .figure import (
     DASHES,
@@ -27,7 +28,7 @@ from .figure import (
     ticks_at,
     time_ticks,
 )
-from .tables import NEGLIGIBLE, gains_table, loads_table, price_table, ranked_loads, tiers_table
+from .tables import NEGLIGIBLE, RULE, gains_table, load_lines, loads_table, price_table, tiers_table
 from .words import count, duration, money, named, named_words, quantity, resource, sentence, share, summary_of, watts
 
 _POINTS: Final = 160
@@ -177,29 +178,38 @@ def _tiers(result: PlanResult) -> Plot:
         "legend": {"traceorder": "normal"},
         "height": 170,
     }
-    note = "Each row counts once a batch. Of the ssd, the hit rate is the share whose page the system has in memory."
+    note = "Each row counts once a batch."
     return Plot("tiers", title, note, {"data": data, "layout": layout}, tiers_table(result))
 
 
 def _loads(result: PlanResult) -> Plot:
-    """How long a step keeps each resource busy."""
-    ranked, own = ranked_loads(result), result.prediction.bottleneck
+    """How long a step takes each resource, one bar a lane."""
+    lines = load_lines(result)
     step = "step" if result.prediction.setup.workload.is_training else "query"
+    lanes = [line for line in lines if not line.is_part]
     title = f"Nothing takes time in a {step}"
-    if ranked:
-        took = f"{duration(ranked[0].seconds)} of a {step} of {duration(result.prediction.step_s)}"
-        title = f"{sentence(resource(ranked[0].resource))}: {took}"
-    if len(ranked) > 1:
-        title += f"; next {resource(ranked[1].resource)} with {duration(ranked[1].seconds)}"
-    figure = bars(
-        f"milliseconds a {step}",
-        [resource(load.resource) for load in ranked[::-1]],
-        [1e3 * load.seconds for load in ranked[::-1]],
-        [duration(load.seconds) for load in ranked[::-1]],
-        ["--mark" if load.resource == own else "--rest" for load in ranked[::-1]],
-    )
-    note = "Each as if all else were infinitely fast. What runs side by side does not add up."
-    return Plot("loads", title, note, figure, loads_table(result))
+    if lanes:
+        own = next(line for line in lines if line.is_bottleneck)
+        title = f"{sentence(own.text)}: {duration(own.seconds)} of a {step} of {duration(result.prediction.step_s)}"
+    names: list[str] = []
+    data = []
+    for index, line in enumerate(lines):
+        has_parts = index + 1 < len(lines) and lines[index + 1].is_part and not line.is_part
+        names = names if line.is_part else [*names, line.text]
+        if not has_parts:
+            tone = "--mark" if line.is_bottleneck else "--rest"
+            bar = bars("", [names[-1]], [1e3 * line.seconds], [duration(line.seconds)], tone)["data"][0]
+            bar["marker"]["line"] = {"color": "--panel", "width": 1}
+            data.append(bar | {"name": line.text, "hovertemplate": f"{line.text}: %{{text}}", "textposition": "none"})
+    layout = {
+        "barmode": "stack",
+        "xaxis": axis(f"milliseconds a {step}"),
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]},
+        "showlegend": False,
+        "height": 90 + 34 * max(1, len(names)),
+    }
+    note = f"{RULE} It is red."
+    return Plot("loads", title, note, {"data": data, "layout": layout}, loads_table(result))
 
 
 def _roofline(line: Line) -> Plot:
@@ -212,8 +222,8 @@ def _roofline(line: Line) -> Plot:
     hover = "%{y:.3s}s<extra>"
     data = [
         drawn(
-            line.values, [value or None for value in line.bounds[name]], f"{hover}{label(resource(name))}</extra>",
-            name=label(resource(name)),
+            line.values, [value or None for value in line.bounds[name]], f"{hover}{label(in_words(name))}</extra>",
+            name=label(in_words(name)),
             line={"color": TONES[index % len(TONES)], "dash": DASHES[1 + index % (len(DASHES) - 1)], "width": 1.6},
         )
         for index, name in enumerate(names)
@@ -228,10 +238,10 @@ def _roofline(line: Line) -> Plot:
     }
     columns = zip(line.values, line.step_s, *line.bounds.values(), strict=True)
     rows = [(format_size(value), *map(duration, each)) for value, *each in columns]
-    table = Table(("DDR for rows", "step", *map(resource, line.bounds)), rows)
+    table = Table(("DDR for rows", "step", *map(in_words, line.bounds)), rows)
     note = (
-        "Both axes are logarithmic. A step cannot be faster than the highest of the thin lines; resources that never "
-        "take a fiftieth of it are in the table only."
+        "Both axes are logarithmic. A step takes as long as the highest of the thin lines; those that never take "
+        "a fiftieth of it are in the table only."
     )
     return Plot("roofline", _roofline_title(line), note, {"data": data, "layout": layout}, table)
 
@@ -242,9 +252,9 @@ def _roofline_title(line: Line) -> str:
     runs = [(name, next(iter(group))[0]) for name, group in groupby(enumerate(highest), key=lambda pair: pair[1])]
     first, *later = runs
     if not later:
-        return f"Bound by {resource(first[0])}, whatever the memory"
-    turns = "; ".join(f"from {format_size(line.values[index])} on by {resource(name)}" for name, index in later[:3])
-    return f"With little memory bound by {resource(first[0])}; {turns}"
+        return f"Bound by {in_words(first[0])}, whatever the memory"
+    turns = "; ".join(f"from {format_size(line.values[index])} on by {in_words(name)}" for name, index in later[:3])
+    return f"With little memory bound by {in_words(first[0])}; {turns}"
 
 
 def _mark(line: Line, heights: Sequence[float]) -> dict[str, Any]:
@@ -408,7 +418,7 @@ def _alternative_row(each: Alternative) -> tuple[str, ...]:
     found = each.prediction
     known = ("-", "-", "-")
     if found is not None:
-        known = (f"{count(found.samples_per_s)}/s", money(found.price.usd), resource(found.bottleneck))
+        known = (f"{count(found.samples_per_s)}/s", money(found.price.usd), in_words(found.bottleneck))
     return summary_of(each.setup), *known, named_words(each.reason) or "reaches it"
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..result import PlanResult
-from .tables import NEGLIGIBLE, gains_table, loads_table, price_table, ranked_loads, tiers_table
-from .words import answer, asked, money, named_words, resource, significant, speed, summary_of, targets
+from .tables import NEGLIGIBLE, RULE, gains_table, load_lines, loads_table, price_table, tiers_table
+from .words import answer, asked, if_off, money, named_words, resource, significant, speed, summary_of, targets
 
 _WIDTH: Final = 100
-_BAR: Final = 28
+_BAR: Final = 20
 _SHOWN: Final = 20
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
@@ -24,15 +24,16 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
     tiers = tiers_table(result)
     sections: list[tuple[str, list[str]]] = [
         ("Asked", [asked(result), *([f"target: {targets(result)}"] if targets(result) else [])]),
+        ("Assumed, as nobody said it", _assumed(result)),
         ("Answer", [answer(result)]),
         ("Warnings", [f"! {named_words(text)}" for text in result.warnings]),
         (f"Tiers of a host, in one {step}", columns_of([tiers.columns, *tiers.rows], is_last_text=False)),
-        ("Time, were all else infinitely fast", _loads(result)),
+        (f"Time of a {step}", _loads(result)),
         ("What more would bring", _gains(result)),
         ("Next best, and what fails", _alternatives(result)),
         ("Price", _price(result)),
         ("Drives", _wear(result)),
-        ("Figures come from", [f"- {named_words(text)}" for text in result.assumptions]),
+        ("Figures come from", [f"- {named_words(text)}" for text in result.sources]),
         ("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
     ]
     lines: list[str] = []
@@ -47,8 +48,9 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
 def _wrapped(line: str) -> list[str]:
     if len(line) <= _WIDTH - 2:
         return [f"  {line}".rstrip()]
-    indent = "    " if line.startswith(("- ", "! ")) else "  "
-    return textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent=indent)
+    begins = len(line) - len(line.lstrip())
+    indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
+    return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
 
 
 def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> list[str]:
@@ -65,13 +67,21 @@ def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> l
 
 
 def _loads(result: PlanResult) -> list[str]:
-    """With bars; the bottleneck is marked."""
-    ranked, rows = ranked_loads(result), []
-    for load, row in zip(ranked, loads_table(result).rows, strict=True):
-        bar = "#" * round(_BAR * load.seconds / ranked[0].seconds)
-        is_own = load.resource == result.prediction.bottleneck
-        rows.append((*row, bar.ljust(_BAR) + (" <- bottleneck" if is_own else "")))
-    return columns_of(rows)
+    """With bars; the bottleneck is marked, and how it is told."""
+    lines, rows = load_lines(result), []
+    for line, row in zip(lines, loads_table(result).rows, strict=True):
+        bar = ("-" if line.is_part else "#") * round(_BAR * line.seconds / lines[0].seconds)
+        rows.append((*row, bar.ljust(_BAR) + (" <- bottleneck" if line.is_bottleneck else "")))
+    return [*columns_of(rows), RULE] if rows else []
+
+
+def _assumed(result: PlanResult) -> list[str]:
+    """Each with what the answer becomes if it is off, and how to say it."""
+    lines = []
+    for each in result.assumptions:
+        lines.append(f"- {named_words(each.text)}; or give {each.instead}")
+        lines += [f"  - if it is {found.factor:g} times that, {if_off(result, found)}" for found in each.what_if]
+    return lines
 
 
 def _gains(result: PlanResult) -> list[str]:

@@ -4,7 +4,8 @@ import math
 from typing import Final
 
 from ...system.sizes import format_size
-from ..prediction import Prediction, Setup
+from ..assumptions import WhatIf, machines_of
+from ..prediction import Prediction, Setup, in_words, some
 from ..result import PlanResult
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "asked",
     "count",
     "duration",
+    "if_off",
+    "in_words",
     "money",
     "named",
     "named_words",
@@ -94,7 +97,7 @@ def named_words(text: str) -> str:
 
 
 def resource(name: str) -> str:
-    """A resource's name with its abbreviations as they are written: "ssd reads" -> "SSD reads"."""
+    """Of something that can be had more of, with its abbreviations as they are written: "page cache", "DDR"."""
     return " ".join(_RESOURCES.get(word, word) for word in name.split(" "))
 
 
@@ -109,7 +112,7 @@ def asked(result: PlanResult) -> str:
     workload = setup.workload
     rows = sum(table.num_embeddings for table in workload.tables)
     use = f"training with {workload.optimizer}" if workload.is_training else "serving"
-    tables = f"{_some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
     unit = "step" if workload.is_training else "query"
     return (
         f"{named(workload.name)}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {unit}; "
@@ -140,14 +143,10 @@ def summary_of(setup: Setup) -> str:
     of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
     parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
     if setup.hbm_bytes:
-        parts.append(f"{_some(len(host.accelerators), 'GPU')}, {format_size(setup.hbm_bytes)} HBM of each for rows")
-    parts += [_some(len(host.storage), "SSD")] if host.storage else []
+        parts.append(f"{some(len(host.accelerators), 'GPU')}, {format_size(setup.hbm_bytes)} HBM of each for rows")
+    parts += [some(len(host.storage), "SSD")] if host.storage else []
     parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
     return f"{setup.num_hosts:,} x {named(host.name)} ({'; '.join(parts)})"
-
-
-def _some(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def speed(prediction: Prediction) -> str:
@@ -167,9 +166,22 @@ def answer(result: PlanResult) -> str:
     """One sentence."""
     prediction = result.prediction
     return (
-        f"{summary_of(prediction.setup)}: {speed(prediction)}; bound by {resource(prediction.bottleneck)}; "
+        f"{summary_of(prediction.setup)}: {speed(prediction)}; bound by {in_words(prediction.bottleneck)}; "
         f"{money(prediction.price.usd)} to buy, {money(prediction.price.usd_a_month)} a month"
     )
+
+
+def if_off(result: PlanResult, found: WhatIf) -> str:
+    """The answer, were an assumption off."""
+    if found.samples_per_s is None or found.bottleneck is None:
+        return named_words(found.reason)
+    speed_then = f"{count(found.samples_per_s)} samples/s"
+    if found.p99_s is not None:
+        speed_then = f"99 % within {duration(found.p99_s)}"
+    is_same = found.machines == machines_of(result.prediction.setup)
+    machines = "the same machines" if is_same else named_words(found.machines)
+    price = "" if is_same else f"; {money(found.usd or 0)} to buy, {money(found.usd_a_month or 0)} a month"
+    return f"{machines}: {speed_then}; bound by {in_words(found.bottleneck)}{price}"
 
 
 def within(result: PlanResult) -> str:
