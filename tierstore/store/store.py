@@ -230,7 +230,7 @@ class Store(Unpicklable):
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
         What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
-        staging has in a store open for writing; 4 bytes a stored row for a second map; 8 bytes for each row in
+        staging has in a store open for writing; a second map of the rows; 8 bytes for each row in
         memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
