@@ -28,7 +28,7 @@ def test_commands(shop, tmp_path, capsys):
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
     said = capsys.readouterr().out
-    assert "other: new, 500 rows" in said
+    assert "other: new (sum, RowWiseAdagrad lr 0.05), 500 rows" in said
     assert contents(tmp_path / "shop-compact") == contents(shop)
     copied = contents(tmp_path / "copy")
     assert copied["item"] == contents(shop)["item"]

@@ -83,8 +83,10 @@ def test_state_of_others_is_taken(tmp_path, shape):
     assert contents(tmp_path / "store")["item"][3] == bits(torch.arange(6.0))
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-@pytest.mark.parametrize("count", [torch.tensor([10]), torch.tensor(10.0)])
+@pytest.mark.parametrize(
+    ("form", "count"),
+    [("safetensors", torch.tensor([10])), *(("torch", count) for count in (torch.tensor(10.0), 10, 10.0))],
+)
 def test_adam_goes_on_as_torch_does_where_its_count_of_updates_is_given(tmp_path, form, count):
     bag = torch.nn.EmbeddingBag.from_pretrained(some(), freeze=False, mode="sum", sparse=True)
     rule = torch.optim.SparseAdam(bag.parameters(), lr=0.01)
@@ -101,11 +103,72 @@ def test_adam_goes_on_as_torch_does_where_its_count_of_updates_is_given(tmp_path
     parts |= {name: rule.state[bag.weight][name] for name in ("exp_avg", "exp_avg_sq")}
     file = saved(tmp_path / "file", {f"embedding_bags.item.{name}": part for name, part in parts.items()}, form)
     report = import_files(tmp_path / "store", [file], optimizer=tierstore.optim.Adam(lr=0.01))
-    assert report.left_out == ()
+    assert (report.left_out, report.tables[0].notes) == ((), ())
     with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
         train(tierstore.TieredEmbeddingBag(store["item"]), range(10, 13))
         train(bag, range(10, 13))
+        store.commit()
         torch.testing.assert_close(store["item"].read(torch.arange(6)), bag.weight.detach())
+
+
+STATE = {"exp_avg": some() / 8, "exp_avg_sq": some().square() / 8, "step": 10}
+
+
+def test_state_is_taken_from_a_checkpoint_of_torch_by_the_names_it_has_there(tmp_path):
+    """As ``torch.save`` of model and optimizer writes it; nothing is a table for its name."""
+    checkpoint = {
+        "model": {"item.weight": some(), "over.weight": some()},
+        "optim": {"state": {0: STATE}, "param_groups": [{"lr": 0.1}]},
+        "epoch": 3,
+    }
+    file = saved(tmp_path / "file", checkpoint, "torch")
+    mapping = {"model.item.weight": "item"} | {f"optim.state.0.{name}": f"item.{name}" for name in STATE}
+    report = import_files(tmp_path / "store", [file], mapping=mapping, optimizer=OPTIMIZERS["adam"])
+    assert [table.name for table in report.tables] == ["item"]
+    assert sorted(report.left_out) == ["epoch", "model.over.weight", "optim.param_groups"]
+    _, state, _, moments = contents(tmp_path / "store")["item"]
+    assert state.step == 10
+    assert moments == bits(torch.cat([STATE["exp_avg"], STATE["exp_avg_sq"]], 1))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "optimizer", "message"),
+    [
+        ({"a.exp_avg": "item.exp_avg"}, "adam", "exp_avg is optimizer state of a table 'item', whose weights are not"),
+        ({"a.weight": "item", "a.exp_avg": "item.exp_avg"}, "sgd", "table 'item' has SGD, without exp_avg; import"),
+        ({"a.weight": "item", "a.step": "item.step"}, "adagrad", "has Adagrad, without step"),
+        ({"a.weight": "item", "a.stp": "item.step"}, "adam", "no tensor 'a.stp'"),
+        ({"a.weight": "item", "a.exp_avg": "item.sum", "a.exp_avg_sq": "item.sum"}, "adagrad", "would be 'item.sum'"),
+    ],
+)
+def test_state_that_no_table_can_take_is_refused(tmp_path, mapping, optimizer, message):
+    file = saved(tmp_path / "file", {"a": {"weight": some(), **STATE}}, "torch")
+    with pytest.raises(ValueError, match=message):
+        import_files(tmp_path / "store", [file], mapping=mapping, optimizer=OPTIMIZERS[optimizer])
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_state_a_table_lacks_is_told(tmp_path):
+    def notes(parts, optimizer=None):
+        file = saved(tmp_path / "file", {f"embedding_bags.item.{name}": part for name, part in parts.items()}, "torch")
+        return import_files(directory, [file], optimizer=optimizer).tables[0].notes
+
+    alone, moments = {"weight": some()}, {"weight": some(), **STATE}
+    del moments["step"]
+    directory = tmp_path / "adam"
+    wanted = "no step: {}; give embedding_bags.item.step"
+    assert notes(moments, OPTIMIZERS["adam"]) == (wanted.format("bias correction starts from 0"),)
+    assert notes(moments | {"step": 7}) == ()
+    assert notes(moments) == (wanted.format("the count of updates stays 7"),)
+    assert notes(alone) == ("no optimizer state in the file: the table keeps its own",)
+    directory = tmp_path / "sgd"
+    assert notes(moments) == (
+        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam()",
+    )
+    assert notes(alone) == ()
+    directory = tmp_path / "adagrad"
+    lacks = ("no optimizer state in the file: it starts at its initial value",)
+    assert notes(alone, OPTIMIZERS["adagrad"]) == lacks
 
 
 def test_with_a_map_only_what_it_names_is_taken(tmp_path):
@@ -179,7 +242,7 @@ def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, targ
     assert bits(weights(tmp_path / "store")) == bits(rows.to(getattr(torch, target)))
     import_files(tmp_path / "store", [file], dtype=target)
     with pytest.raises(
-        errors.TableError, match=f"is 40 x 7 {source}, table 'item' is 40 x 7 {target}; convert it with"
+        errors.TableError, match=f"is 40 x 7 {source}, table 'item' is 40 x 7 {target}; convert it with dtype="
     ):
         import_files(tmp_path / "store", [file])
 
@@ -206,7 +269,7 @@ def test_new_tables_are_as_the_caller_says(tmp_path):
     ("tensors", "arguments", "error", "message"),
     [
         ({}, {}, ValueError, "no tensor in .*file is named embedding_bags.TABLE.weight; there are none"),
-        ({"weight": some()}, {}, ValueError, "there are weight. Say which to take: --map KEY=TABLE"),
+        ({"weight": some()}, {}, ValueError, r"there are weight. Say which to take: mapping={KEY: TABLE}"),
         (
             {"weight": some()},
             {"mapping": {"wieght": "a"}},
@@ -217,8 +280,8 @@ def test_new_tables_are_as_the_caller_says(tmp_path):
         ({KEY: torch.ones(3)}, {}, ValueError, r"has shape \[3\]; a table is \[rows, columns\]"),
         ({KEY: torch.ones(3, 0)}, {}, ValueError, r"has shape \[3, 0\]"),
         ({KEY: torch.ones(2, 2, 2)}, {}, ValueError, r"has shape \[2, 2, 2\]"),
-        ({KEY: torch.ones(2, 2).double()}, {}, ValueError, "say what to store it as with --dtype float32"),
-        ({KEY: some(), f"a.{KEY}": some()}, {}, ValueError, "would be table 'item'; choose with --map KEY=TABLE"),
+        ({KEY: torch.ones(2, 2).double()}, {}, ValueError, 'say what to store it as with dtype="float32"'),
+        ({KEY: some(), f"a.{KEY}": some()}, {}, ValueError, "would be table 'item'; choose with mapping={KEY: TABLE}"),
         ({"a": some(), "b": some()}, {"mapping": {"a": "t", "b": "t"}}, ValueError, "would be table 't'"),
         ({KEY: torch.ones(1, 2**17)}, {}, ValueError, "needs"),
         (

@@ -76,6 +76,59 @@ def test_a_job_goes_back_to_where_it_was_saved_by_rollback_and_load() -> None:
         assert all(map(torch.equal, job.state(), saved))
 
 
+def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
+    def weights() -> Tensor:
+        return job.model[1].weight.detach().clone()
+
+    with tierstore.open(tmp_path) as store:
+        job = Job(store)
+        job.train(range(2))
+        checkpoint.save(store, *job.all)
+        assert store.changed_tables == ()
+        checkpoint.load(store, *job.all)
+        job.train(range(2, 4))
+        assert store.changed_tables == ("t",)
+        trained, rate = weights(), store["t"].learning_rate
+        with pytest.raises(
+            errors.TierstoreError, match=r"'t' .* since version 1.*: call store.rollback\(store.version\)"
+        ):
+            checkpoint.load(store, *job.all)
+        assert torch.equal(weights(), trained)
+        assert store["t"].learning_rate == rate
+        pending = checkpoint.save_async(store, *job.all)
+        job.train(range(4, 5))
+        pending.result()
+        assert store.changed_tables == ("t",)
+        store.rollback(store.version)
+        checkpoint.load(store, *job.all)
+        assert torch.equal(weights(), trained)
+        store["t"].write(torch.tensor([3]), torch.ones(1, DIM))
+        with pytest.raises(errors.TierstoreError, match="changed since version 2"):
+            checkpoint.load(store, *job.all)
+        store.rollback(store.version)
+
+
+def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path) as store:
+        job = Job(store)
+        checkpoint.save(store, *job.all)
+    with tierstore.open(tmp_path) as store:
+        job.train(range(0))
+        with pytest.raises(ValueError, match=r"version 1 .*checkpoint.save.*keep=2 or more.*commit\(tensors=\{\}\)"):
+            store.commit()
+        assert store.version == 1
+        checkpoint.load(store, *Job(store).all)
+        checkpoint.save(store, *job.all)
+        assert store.commit(tensors={}) == 3
+        assert store.commit() == 4
+    with tierstore.open(tmp_path, keep=2) as store:
+        checkpoint.save(store, *job.all)
+        store.commit()
+        with pytest.raises(ValueError, match=r"version 5 .*keep=2\): .*open the store with keep=3"):
+            store.commit()
+        assert store.versions == (5, 6)
+
+
 def test_what_is_no_checkpoint_is_refused() -> None:
     def load(*given: Any) -> None:
         checkpoint.load(store, *given)

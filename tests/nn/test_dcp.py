@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.torch_version import TorchVersion
 
 import tierstore
 from tierstore import checkpoint, errors, optim
@@ -82,6 +83,10 @@ def test_a_job_goes_on_where_its_rows_were_saved(tmp_path: Path, tiers: dict[str
         assert same(everything(store), expected)
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.10",
+    reason="torch.save keeps what it wrote until the garbage collector runs, before torch 2.10",
+)
 def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's, that is, all but the one chunk that torch has read; of one table of many chunks, and many of one."""
     chunk = 256 * 1024
@@ -183,6 +188,7 @@ def test_other_uses_of_rows_are_refused_with_the_way_out(tmp_path: Path) -> None
             lambda: weights.sum(),
             lambda: torch.empty(ROWS, DIM).copy_(weights),
             lambda: weights[:, :3],
+            lambda: weights.to("cpu"),
         ):
             with pytest.raises(TypeError, match=r"checkpoint.StoreVersion; Table.read reads rows"):
                 use()

@@ -1,12 +1,16 @@
 """The commands that move tables between stores and files. What they need is imported when they run."""
 
 import argparse
+import contextlib
+import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
 from ..config import Pooling, Rounding, require_choice
+from ..errors import TableError
 from ..rows import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
@@ -21,6 +25,14 @@ if TYPE_CHECKING:
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
 _NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
+_ARGUMENTS: Final = {
+    r"mapping=\{'?(.*?)'?: '?([^'{}]*)'?\}": r"--map \1=\2",
+    r'dtype="(\w+)"': r"--dtype \1",
+    r"optimizer=RowWiseAdagrad\(\)": "--optimizer rowwise_adagrad",
+    r"optimizer=Adagrad\(\)": "--optimizer adagrad",
+    r"optimizer=Adam\(\)": "--optimizer adam",
+}
+"""Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
 
 
@@ -62,7 +74,7 @@ def _import(options: argparse.Namespace) -> int:
         if value is not None:
             require_choice(value, choices, flag)
     optimizer = _optimizer(options)
-    with byte_bar("import") as show:
+    with byte_bar("import") as show, _by_flags():
         report = import_files(
             options.directory,
             options.files,
@@ -78,11 +90,34 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _by_flags() -> Iterator[None]:
+    """Errors of ``import_files`` name flags where they name its arguments."""
+    try:
+        yield
+    except (ValueError, TableError) as error:
+        if type(error) not in (ValueError, TableError):
+            raise
+        raise type(error)(_in_flags(str(error))) from error
+
+
+def _in_flags(text: str) -> str:
+    for argument, flag in _ARGUMENTS.items():
+        text = re.sub(argument, flag, text)
+    return text
+
+
 def _describe_import(directory: str, report: "ImportReport") -> None:
     print(f"{directory}: version {report.version}")
     for table in report.tables:
-        new, state = "new, " if table.created else "", ", with optimizer state" if table.with_state else ""
-        print(f"  {table.name}: {new}{table.rows:,} rows{state}, {table.changed_rows:,} changed")
+        config, state = table.config, ", with optimizer state" if table.with_state else ""
+        made = f"new ({config.pooling}, {type(config.optimizer).__name__} lr {config.optimizer.lr:g}), "
+        rows = (
+            f"{made if table.created else ''}{format_count(table.rows, 'row')}{state}, {table.changed_rows:,} changed"
+        )
+        print(f"  {table.name}: {rows}")
+        for note in table.notes:
+            print(f"    {_in_flags(note)}")
         if table.nonfinite:
             print(f"    {table.nonfinite:,} values are NaN or infinite")
     _print_some("not taken: ", report.left_out)

@@ -327,6 +327,11 @@ class ShardedStore:
         """What this rank gave to the last commit that all ranks have."""
         return copy.deepcopy(self._extra)
 
+    @property
+    def changed_tables(self) -> tuple[str, ...]:
+        """See ``Store.changed_tables``; of this rank's part."""
+        return self.local.changed_tables
+
     def tensors(self) -> dict[str, Tensor]:
         """What this rank gave to the last commit that all ranks have, on the CPU."""
         return {name: tensor.clone() for name, tensor in self._tensors.items()}
@@ -360,7 +365,7 @@ class ShardedStore:
         return number
 
     def close(self) -> None:
-        """Close this rank's store; what was not committed is lost."""
+        """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""
         self.local.close()
 
     def __enter__(self) -> Self:
@@ -369,4 +374,4 @@ class ShardedStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.local.__exit__(kind, error, trace)

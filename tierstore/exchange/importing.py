@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding
+from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
 from ..kernels.arrays import Floats
 from ..optim import Optimizer
@@ -17,8 +17,7 @@ from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.table import raw_weights
 from ..store.version import TableState
-from .keys import state_key
-from .matching import Match, Settings, match_tables
+from .matching import Match, Settings, match_tables, notes_of
 from .rows import chunks, write_rows
 from .sources import open_source
 
@@ -37,10 +36,13 @@ class TableImport(NamedTuple):
     """Optimizer state came with the weights."""
     nonfinite: int
     """Values that are NaN or infinite, in the weights as stored."""
+    config: TableConfig
+    notes: tuple[str, ...]
+    """What was done without, or left out, of the table's optimizer state."""
 
 
 class ImportReport(NamedTuple):
-    """What an import did: the version that shows it, and the tensors of the files that were not taken."""
+    """What an import did: the version that shows it, and the entries of the files that were not taken."""
 
     version: int
     tables: tuple[TableImport, ...]
@@ -73,7 +75,8 @@ def import_files(
     Args:
         directory: the store's.
         files: each tensor is in one of them.
-        mapping: table by key; if there are any, these tensors alone are taken.
+        mapping: table by key; if there are any, these tensors alone are taken, with the optimizer state beside them.
+            State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum and step.
         optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
         dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
         pooling: of new tables; default: what the file says, else "sum".
@@ -94,6 +97,7 @@ def import_files(
     with open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru") as store:
         existing = {name: table.config for name, table in store.tables.items()}
         matches = match_tables(sources, mapping or {}, settings, existing)
+        counts = {name: table.state.step for name, table in store.tables.items()}
         tables = [_table(store, match, match.config.name not in existing) for match in matches]
         total, done = sum(match.size_bytes for match in matches), 0
 
@@ -104,13 +108,12 @@ def import_files(
                 progress(done, total)
 
         imported = [
-            _import(match, table, match.config.name not in existing, add)
+            _import(match, table, add, match.config.name not in existing, counts.get(table.name, 0))
             for match, table in zip(matches, tables, strict=True)
         ]
         version = store.commit(extra=store.extra, tensors=store.tensors())
-        taken = {match.key for match in matches} | {part.key for match in matches for part in match.states}
-        taken |= {state_key(match.key, "step") for match in matches if match.updates is not None}
-        left_out = tuple(key for source in sources for key in source.tensors if key not in taken)
+        taken = {key for match in matches for key in match.keys}
+        left_out = tuple(key for source in sources for key in (*source.tensors, *source.others) if key not in taken)
         return ImportReport(version, tuple(imported), left_out)
 
 
@@ -136,7 +139,7 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
     return table
 
 
-def _import(match: Match, table: Table, created: bool, add: Callable[[int], None]) -> TableImport:
+def _import(match: Match, table: Table, add: Callable[[int], None], created: bool, count: int) -> TableImport:
     changed = nonfinite = 0
     rows = table.config.num_embeddings
     for start, stop in chunks(table):
@@ -144,7 +147,10 @@ def _import(match: Match, table: Table, created: bool, add: Callable[[int], None
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
         changed += write_rows(table, start, raw_weights(weights), _state(match, table, start, stop))
         add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
-    return TableImport(table.name, match.key, created, rows, changed, bool(match.states), nonfinite)
+    notes = notes_of(match, created, count)
+    return TableImport(
+        table.name, match.key, created, rows, changed, bool(match.states), nonfinite, table.config, notes
+    )
 
 
 def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:

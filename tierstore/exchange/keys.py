@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 from ..optim import Optimizer
 
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
+STATE_NAMES: Final = ("sum", "exp_avg", "exp_avg_sq", "step")
+"""That may lie beside a table's weights."""
 _PLACE: Final = "{table}"
 _WEIGHT: Final = "weight"
 _TORCHREC: Final = re.compile(r"(?:.*\.)?embedding_bags\.(?P<table>.+)\.weight")
@@ -37,6 +39,12 @@ def state_key(weight_key: str, state: str) -> str:
     if weight_key == _WEIGHT or weight_key.endswith("." + _WEIGHT):
         return weight_key[: -len(_WEIGHT)] + state
     return f"{weight_key}.{state}"
+
+
+def part_of(target: str) -> tuple[str, str] | None:
+    """The table and the optimizer state that ``TABLE.STATE`` names; None if it ends in no such name."""
+    table, _, state = target.rpartition(".")
+    return (table, state) if table and state in STATE_NAMES else None
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:

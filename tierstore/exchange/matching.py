@@ -15,7 +15,7 @@ from ..optim import Optimizer
 from ..rows import QuantizedName
 from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
-from .keys import StateTensor, state_key, state_tensors, table_of
+from .keys import STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
 
 
@@ -36,9 +36,22 @@ class StatePart(NamedTuple):
     key: str
 
 
+class _Files(NamedTuple):
+    """The file of each tensor, the numbers beside them, and the keys that the caller named for a table's state."""
+
+    places: Mapping[str, Source]
+    numbers: Mapping[str, float]
+    parts: Mapping[tuple[str, str], str]
+
+    def key_of(self, key: str, table: str, state: str) -> str:
+        """Of a state of a table, whose weights have ``key``."""
+        return self.parts.get((table, state)) or state_key(key, state)
+
+
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
-    ``updates``, the count of them beside Adam's moments."""
+    ``updates``, the count of them beside Adam's moments. ``keys`` are all that are taken, ``beside`` the state beside
+    the weights that is not."""
 
     source: Source
     key: str
@@ -47,6 +60,8 @@ class Match(NamedTuple):
     states: tuple[StatePart, ...]
     kept: TableState | None
     updates: int | None
+    keys: tuple[str, ...]
+    beside: tuple[str, ...]
 
     @property
     def place(self) -> str:
@@ -72,7 +87,8 @@ def match_tables(
     """The tables that the files hold.
 
     Args:
-        mapping: table by key; if there are any, these tensors alone are taken.
+        mapping: table, or ``TABLE.STATE`` of a table that it names too, by key; if there are any, these tensors alone
+            are taken.
         existing: the store's tables, whose configurations stand.
 
     Raises:
@@ -80,16 +96,39 @@ def match_tables(
         TableError: an existing table is of another shape or dtype.
     """
     places = _places(sources)
-    chosen = _chosen(sources, mapping, places)
+    numbers = {key: number for source in sources for key, number in source.others.items() if number is not None}
+    tables, parts = _divided(mapping, existing)
+    files = _Files(places, numbers, parts)
+    chosen = _chosen(sources, tables, parts, files)
     matches: dict[str, Match] = {}
     for key, table in chosen.items():
-        match = _match(places, key, table, settings, existing.get(table))
+        match = _match(files, key, table, settings, existing.get(table))
         other = matches.setdefault(table, match)
         if other is not match:
             raise ValueError(
-                f"both {other.place} and {match.place} would be table {table!r}; choose with --map KEY=TABLE"
+                f"both {other.place} and {match.place} would be table {table!r}; choose with mapping={{KEY: TABLE}}"
             )
     return list(matches.values())
+
+
+def _divided(
+    mapping: Mapping[str, str], existing: Mapping[str, TableConfig]
+) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+    """Table by key, and key by table and state."""
+    tables: dict[str, str] = {}
+    parts: dict[tuple[str, str], str] = {}
+    for key, target in mapping.items():
+        part = part_of(target)
+        if part is None or target in existing:
+            tables[key] = target
+        elif part[0] not in mapping.values():
+            raise ValueError(
+                f"mapping={{{excerpt(key)}: {target!r}}}: {part[1]} is optimizer state of a table {part[0]!r}, whose "
+                f"weights are not named; add mapping={{KEY: {part[0]!r}}}"
+            )
+        elif parts.setdefault(part, key) != key:
+            raise ValueError(f"both {excerpt(parts[part])} and {excerpt(key)} would be {target!r}; choose one")
+    return tables, parts
 
 
 def _places(sources: Sequence[Source]) -> dict[str, Source]:
@@ -105,55 +144,90 @@ def _places(sources: Sequence[Source]) -> dict[str, Source]:
     return places
 
 
-def _chosen(sources: Sequence[Source], mapping: Mapping[str, str], places: Mapping[str, Source]) -> dict[str, str]:
+def _chosen(
+    sources: Sequence[Source], tables: dict[str, str], parts: Mapping[tuple[str, str], str], files: _Files
+) -> dict[str, str]:
     """Table by key."""
-    files = ", ".join(str(source.path) for source in sources)
-    for key in mapping:
-        if key not in places:
+    paths, places = ", ".join(str(source.path) for source in sources), files.places
+    for key, target in [*tables.items(), *((key, ".".join(part)) for part, key in parts.items())]:
+        if key not in places and (key in tables or key not in files.numbers):
             near = difflib.get_close_matches(key, places, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(places) or 'none'}"
-            raise ValueError(f"--map {key}={mapping[key]}: no tensor {key!r} in {files}; {hint}")
-    if mapping:
-        return dict(mapping)
+            raise ValueError(f"mapping={{{key!r}: {target!r}}}: no tensor {key!r} in {paths}; {hint}")
+    if tables:
+        return tables
     known = {table.key: table.config.name for source in sources if source.metadata for table in source.metadata.tables}
     # In the order of the store that was exported: a table's place decides about the first values of its rows.
     ordered = [*(key for key in known if key in places), *(key for key in places if key not in known)]
     chosen = {key: table for key in ordered if (table := table_of(key, known)) is not None}
     if not chosen:
         raise ValueError(
-            f"no tensor in {files} is named embedding_bags.TABLE.weight; there are {excerpt_names(places) or 'none'}. "
-            "Say which to take: --map KEY=TABLE"
+            f"no tensor in {paths} is named embedding_bags.TABLE.weight; there are {excerpt_names(places) or 'none'}. "
+            "Say which to take: mapping={KEY: TABLE}"
         )
     return chosen
 
 
-def _match(
-    places: Mapping[str, Source], key: str, table: str, settings: Settings, existing: TableConfig | None
-) -> Match:
-    source = places[key]
+def _match(files: _Files, key: str, table: str, settings: Settings, existing: TableConfig | None) -> Match:
+    source = files.places[key]
     info = source.tensors[key]
     place = _place(source, key)
     _require_table(info, place)
     told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
     config = existing or _new_config(info, table, settings, told.config if told else None, place)
-    kept, updates = (told.state, None) if told else (None, _updates(places, key, config))
-    match = Match(source, key, config, info, _states(places, key, config), kept, updates)
+    step_key = files.key_of(key, table, "step")
+    kept, updates = (told.state, None) if told else (None, _updates(files, step_key, config))
+    states = _states(files, key, table, config)
+    taken = (key, *(part.key for part in states), *(() if updates is None else (step_key,)))
+    found = {name: files.key_of(key, table, name) for name in STATE_NAMES}
+    beside = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
+    for name in STATE_NAMES:
+        if (table, name) in files.parts and found[name] not in taken and not (kept and name == "step"):
+            raise ValueError(
+                f"mapping={{{excerpt(found[name])}: {f'{table}.{name}'!r}}}: table {table!r} has "
+                f"{type(config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
+            )
+    match = Match(source, key, config, info, states, kept, updates, taken, beside)
     _require_fits(match, config, settings)
     return match
 
 
-def _updates(places: Mapping[str, Source], key: str, config: TableConfig) -> int | None:
-    """The count of updates, ``step`` [1] or [], that lies beside Adam's moments; None if there is none."""
-    name = state_key(key, "step")
-    if config.optimizer.kind != "adam" or name not in places:
+def _other_optimizer(beside: Sequence[str]) -> str:
+    """What to do with state that a table's optimizer does not have."""
+    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in beside else "Adam()"
+    return f"import into a new table with optimizer={names}"
+
+
+def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
+    """What the caller may not expect of a table's optimizer state; ``count`` is of its updates before."""
+    config, notes = match.config, list[str]()
+    if match.beside:
+        what = f"the table's optimizer is {type(config.optimizer).__name__}"
+        notes.append(f"{', '.join(match.beside)} not taken, as {what}: {_other_optimizer(match.beside)}")
+    if config.optimizer.kind == "adam" and match.states and match.kept is None and match.updates is None:
+        name = state_key(match.key, "step")
+        then = "bias correction starts from 0" if is_new else f"the count of updates stays {count}"
+        notes.append(f"no step: {then}; give {excerpt(name)[1:-1]}")
+    elif state_tensors(config.optimizer, config.embedding_dim) and not match.states:
+        then = "it starts at its initial value" if is_new else "the table keeps its own"
+        notes.append(f"no optimizer state in the file: {then}")
+    return tuple(notes)
+
+
+def _updates(files: _Files, key: str, config: TableConfig) -> int | None:
+    """The count of updates, a number or a tensor [1] or [], that lies beside Adam's moments; None if there is none."""
+    if config.optimizer.kind != "adam" or not (key in files.places or key in files.numbers):
         return None
-    source, place = places[name], _place(places[name], name)
-    shape = source.tensors[name].shape
-    if shape not in ((), (1,)):
-        raise ValueError(f"{place} has shape {list(shape)}; a count of updates is one number")
-    count = source.part_of(name)[...].item()
+    if key in files.places:
+        source, place = files.places[key], _place(files.places[key], key)
+        shape = source.tensors[key].shape
+        if shape not in ((), (1,)):
+            raise ValueError(f"{place} has shape {list(shape)}; a count of updates is one number")
+        count = source.part_of(key)[...].item()
+    else:
+        place, count = excerpt(key), files.numbers[key]
     if not 0 <= count < 2**63:
-        raise ValueError(f"{place} is {count}; a count of updates is 0 or more")
+        raise ValueError(f"{place} is {excerpt(count)}; a count of updates is 0 or more")
     return int(count)
 
 
@@ -183,7 +257,7 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         config.layout(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).pages_per_block  # noqa: B018 - ValueError for rows too wide
         return config
     except (ValueError, TypeError) as error:
-        hint = "; say what to store it as with --dtype float32" if info.dtype is torch.float64 else ""
+        hint = '; say what to store it as with dtype="float32"' if info.dtype is torch.float64 else ""
         raise ValueError(f"{place}: {error}{hint}") from error
 
 
@@ -197,10 +271,13 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
     shape, dtype = match.info.shape, str(match.info.dtype).removeprefix("torch.")
     have = f"table {config.name!r} is {config.num_embeddings} x {config.embedding_dim} {config.dtype}"
     if shape != (config.num_embeddings, config.embedding_dim):
-        raise TableError(f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with --map")
+        raise TableError(
+            f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with "
+            "mapping={KEY: TABLE}"
+        )
     if (settings.dtype or dtype) != config.dtype:
         raise TableError(
-            f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with --dtype {config.dtype}"
+            f'{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with dtype="{config.dtype}"'
         )
     if settings.optimizer not in (None, config.optimizer):
         raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")
@@ -208,12 +285,14 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
 
 
-def _states(places: Mapping[str, Source], key: str, config: TableConfig) -> tuple[StatePart, ...]:
+def _states(files: _Files, key: str, table: str, config: TableConfig) -> tuple[StatePart, ...]:
     """The optimizer state beside the weights: all of it or none."""
     wanted = state_tensors(config.optimizer, config.embedding_dim)
-    found = [StatePart(each, places[name], name) for each in wanted if (name := state_key(key, each.name)) in places]
+    keys = {each.name: files.key_of(key, table, each.name) for each in wanted}
+    places = files.places
+    found = [StatePart(each, places[keys[each.name]], keys[each.name]) for each in wanted if keys[each.name] in places]
     if found and len(found) < len(wanted):
-        names = ", ".join(state_key(key, each.name) for each in wanted)
+        names = ", ".join(keys.values())
         raise ValueError(
             f"{found[0].source.path} has {excerpt(found[0].key)}, but not all of {names}; give all of them or none"
         )

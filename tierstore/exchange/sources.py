@@ -5,8 +5,9 @@ import pickle
 import stat
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import safetensors
@@ -33,13 +34,15 @@ class TensorInfo(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An open file; its metadata if it is an export of ours."""
+    """An open file; its metadata if it is an export of ours; ``others``, what beside tensors lies in it: numbers, and
+    None for what is none."""
 
     path: Path
     tensors: dict[str, TensorInfo]
     metadata: Metadata | None
     part_of: Callable[[str], Any]
     """What gives rows of a tensor when it is sliced."""
+    others: Mapping[str, float | None] = MappingProxyType({})
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Rows ``[start, stop)`` of a tensor, which keep no more of the file in memory than that."""
@@ -84,9 +87,15 @@ def _of_safetensors(path: Path) -> Source:
 
 def _of_torch(path: Path) -> Source:
     """A dict of tensors, or of such dicts, whose names are then joined by dots."""
-    found = dict(_flatten(_load(path), ""))
+    entries = dict(_flatten(_load(path), ""))
+    found = {key: value.detach() for key, value in entries.items() if isinstance(value, Tensor)}
     tensors = {key: TensorInfo(_dtype(tensor), tuple(tensor.shape)) for key, tensor in found.items()}
-    return Source(path, tensors, _read_metadata(path), found.__getitem__)
+    others = {key: _number(value) for key, value in entries.items() if key not in found}
+    return Source(path, tensors, _read_metadata(path), found.__getitem__, others)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _load(path: Path) -> Any:
@@ -106,15 +115,15 @@ def _load(path: Path) -> Any:
         raise FormatError(f"{path} is not a torch checkpoint that can be read: {said}") from error
 
 
-def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """All tensors in nested dicts, by dotted name."""
+def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Everything in nested dicts that is no dict, by dotted name."""
     if not isinstance(value, dict) or depth > _MAX_DEPTH:
         return
     for name, inner in value.items():
-        if isinstance(inner, Tensor):
-            yield f"{prefix}{name}", inner.detach()
-        else:
+        if isinstance(inner, dict):
             yield from _flatten(inner, f"{prefix}{name}.", depth + 1)
+        else:
+            yield f"{prefix}{name}", inner
 
 
 def _dtype(tensor: Tensor) -> torch.dtype | None:

@@ -19,7 +19,6 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from . import btree
 from .btree import Entries, Meta, Pages, WalkStatus, claim, number, wide
-from .mapped import zeros
 
 _OVERFLOW: Final = 0x04
 
@@ -112,7 +111,7 @@ def check_page_use(pages: Pages, meta: Meta) -> PageUse:
     Args:
         pages: of the mapped file, as long as the tree of ``meta`` is pinned.
     """
-    used: Words = zeros((meta.last_page >> 6) + 1, np.uint64)
+    used: Words = np.zeros((meta.last_page >> 6) + 1, np.uint64)
     pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
     claimed = 0
     for root, key_bytes in ((meta.main, btree.KEY_BYTES), (meta.free, btree.FREE_KEY_BYTES)):

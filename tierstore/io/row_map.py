@@ -20,6 +20,9 @@ wrote it is visible and before the next snapshot is shown. So a reader at t find
 stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
 when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
 A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.follow``).
+
+**Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
+once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,7 +38,7 @@ from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
 from .indexes import STORED, Stored, byte_ranges, read_indexes
-from .mapped import prefetch_word, zeros
+from .mapped import HUGE_PAGE_BYTES, prefetch_word, use_huge_pages, zeros
 from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
@@ -46,6 +49,10 @@ _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _COPY_STEP: Final = 1024
 _AHEAD: Final = 16
+_SPARSE_ROWS: Final = 256
+"""A region with a stored row among so many is to be in huge pages."""
+_MOST_REGIONS: Final = 1024
+"""Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
 
 
 class TableArrays(NamedTuple):
@@ -55,6 +62,13 @@ class TableArrays(NamedTuple):
     """Position of row 0 in the flat array of places."""
     num_rows: Int64s
     layout_ids: Int64s
+
+
+class Regions(NamedTuple):
+    """How many rows are stored, by region of ``1 << row_bits`` rows."""
+
+    stored: Int64s
+    row_bits: int
 
 
 @kernel
@@ -87,7 +101,7 @@ def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
 
 @kernel
 def _publish(
-    positions: Int64s, slot: int, epoch: int, is_moved: bool, place_bits: int, places: Places,
+    positions: Int64s, slot: int, epoch: int, is_moved: bool, place_bits: int, places: Places, regions: Regions,
     segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
     """Enter the rows of a segment just written: all of one epoch, or moved by cleaning.
@@ -116,6 +130,7 @@ def _publish(
         places[at] = np.uint32(slot << place_bits | index)
         segments.live[slot] += 1
         if old == 0:
+            regions.stored[at >> regions.row_bits] += 1
             continue
         segments.live[before] -= 1
         if not is_moved and segments.newest[before] < epoch:
@@ -132,7 +147,7 @@ def _publish(
 @kernel
 def _enter(
     words: Words, indexes: Int64s, slots: Int64s, last: int, kept: Int64s, geo: Geometry, tables: TableArrays,
-    places: Places, segments: SegmentArrays, held: NDArray[np.int32],
+    places: Places, regions: Regions, segments: SegmentArrays, held: NDArray[np.int32],
 ) -> tuple[int, int, int]:  # fmt: skip
     """Enter the rows of stored segments, in ascending order of (newest epoch, number).
 
@@ -169,7 +184,9 @@ def _enter(
                 continue
             position = tables.bases[table] + (key & _ROW_MASK)
             old = np.int64(places[position])
-            if old != 0:
+            if old == 0:
+                regions.stored[position >> regions.row_bits] += 1
+            else:
                 before = old >> geo.place_bits
                 segments.live[before] -= 1
                 which = len(kept) - 1
@@ -210,8 +227,8 @@ def _list_live(
 
 
 @kernel
-def _copy_used(source: Places, target: Places) -> None:
-    """Copy what is not zero, so that untouched memory stays untouched."""
+def _copy_used(source: Places, target: Places, first: int, regions: Regions) -> None:
+    """Copy what is not zero to ``target[first:]``, so that untouched memory stays untouched."""
     for start in range(0, len(source), _COPY_STEP):
         end = min(start + _COPY_STEP, len(source))
         used = False
@@ -219,7 +236,8 @@ def _copy_used(source: Places, target: Places) -> None:
             used = used or source[i] != 0
         if used:
             for i in range(start, end):
-                target[i] = source[i]
+                target[first + i] = source[i]
+                regions.stored[(first + i) >> regions.row_bits] += source[i] != 0
 
 
 def new_places(total: int) -> Places:
@@ -283,12 +301,16 @@ class RowMap:
             self.tables.layout_ids[index] = self.segments[layout].geo.layout_id
             total += num_rows
         self.places: Places = new_places(total)
+        least = max(HUGE_PAGE_BYTES // self.places.itemsize, -(-total // _MOST_REGIONS))
+        row_bits = (least - 1).bit_length()
+        self._regions = Regions(np.zeros((total >> row_bits) + 1, np.int64), row_bits)
+        self._is_huge = np.zeros(len(self._regions.stored), np.bool_)
         self.unknown = 0
         self.later = np.zeros(0, STORED)
 
     @property
     def size_bytes(self) -> int:
-        """Of address space; memory is taken where rows exist."""
+        """Of address space; memory is taken where rows exist, by pages of 4 KiB."""
         return self.places.nbytes + sum(each.size_bytes for each in self.segments.values())
 
     def with_table(self, table_index: int, layout: RowLayout, num_rows: int) -> "RowMap":
@@ -298,15 +320,25 @@ class RowMap:
         for index in self.shapes:
             source, target = (int(tables.bases[index]) for tables in (self.tables, other.tables))
             count = int(self.tables.num_rows[index])
-            _copy_used(self.places[source : source + count], other.places[target : target + count])
+            _copy_used(self.places[source : source + count], other.places, target, other._regions)
+        other._settle()
         return other
 
     def copied(self) -> "RowMap":
         """Another map of the same, which may be changed while readers use this one."""
         other = RowMap(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
         other.unknown, other.later = self.unknown, self.later
-        _copy_used(self.places, other.places)
+        _copy_used(self.places, other.places, 0, other._regions)
+        other._settle()
         return other
+
+    def _settle(self) -> None:
+        """Have the regions that have become dense in huge pages."""
+        size_bytes = self.places.itemsize << self._regions.row_bits
+        is_dense = self._regions.stored * _SPARSE_ROWS >= 1 << self._regions.row_bits
+        for region in np.flatnonzero(is_dense & ~self._is_huge).tolist():
+            use_huge_pages(self.places, region * size_bytes, (region + 1) * size_bytes)
+            self._is_huge[region] = True
 
     def enter(self, tree: Tree, stored: Stored, last: int, kept: Collection[int]) -> None:
         """Enter stored segments, those of later epochs than ``last`` left out.
@@ -394,13 +426,14 @@ class RowMap:
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
         bad, unknown, dead = _enter(
-            file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places,
+            file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places, self._regions,
             segments.arrays, held,
         )  # fmt: skip
         file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
         if bad >= 0:
             raise _not_of_its_tables(tree, int(stored["number"][bad]))
         self.unknown += unknown
+        self._settle()
         arrays = segments.arrays
         segments.rows -= dead
         for version, counts in zip(kept.tolist(), held, strict=True):
@@ -425,11 +458,12 @@ class RowMap:
         for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
             stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)
             dead, num_emptied = _publish(
-                part, slot, epoch, is_moved, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for,
-                emptied,
+                part, slot, epoch, is_moved, segments.geo.place_bits, self.places, self._regions, segments.arrays,
+                held_for, late_for, emptied,
             )  # fmt: skip
             segments.rows -= dead
             segments.dead += emptied[:num_emptied].tolist()
+        self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
         """Where rows of one layout have their entries.

@@ -12,7 +12,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from ..errors import TierstoreError
 from ..store import Store
 from ..store.commits import PendingCommit
+from ..store.version import CHECKPOINT_NAME
 from .dcp import StoreVersion, rows
 
 __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
-
-_NAME: Final = "tierstore.checkpoint"
-"""Of the tensor, uint8 [n], that holds what ``torch.save`` wrote."""
 
 
 class Stateful(Protocol):
@@ -45,6 +43,8 @@ class Committing(Protocol):
     def directory(self) -> Path: ...
     @property
     def extra(self) -> dict[str, Any]: ...
+    @property
+    def changed_tables(self) -> tuple[str, ...]: ...
     def tensors(self) -> dict[str, Tensor]: ...
     def commit(self, *, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor]) -> int: ...
 
@@ -90,7 +90,7 @@ def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequen
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return {_NAME: torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))}
+    return {CHECKPOINT_NAME: torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))}
 
 
 def save(
@@ -110,8 +110,8 @@ def load(
 ) -> dict[str, Any]:
     """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
 
-    Rows are the store's, and stay: those trained since the commit are dropped by ``store.rollback(store.version)``
-    beforehand, or by opening the store again.
+    Rows are the store's, and stay. Where they changed since the commit, drop the changes by
+    ``store.rollback(store.version)`` beforehand, or by opening the store again.
 
     Args: as for ``save_async``.
 
@@ -119,15 +119,22 @@ def load(
         ``extra`` of that version.
 
     Raises:
-        TierstoreError: there is no commit, or ``save`` did not write it.
+        TierstoreError: there is no commit, or ``save`` did not write it; or rows changed since. Nothing was loaded.
         ValueError: other numbers of optimizers or schedulers. Others: what ``load_state_dict`` raises.
     """
     _require(store, optimizers, schedulers)
-    packed: Tensor | None = store.tensors().get(_NAME) if store.version else None
+    packed: Tensor | None = store.tensors().get(CHECKPOINT_NAME) if store.version else None
     if packed is None:
         raise TierstoreError(
             f"version {store.version} of {store.directory} has no checkpoint: it is of a store that nothing was "
-            "committed to, or of Store.commit; write one with tierstore.checkpoint.save"
+            "committed to, or of Store.commit; write one with tierstore.checkpoint.save, or go back to a version that "
+            "has one by store.rollback"
+        )
+    if store.changed_tables:
+        raise TierstoreError(
+            f"table {store.changed_tables[0]!r} of {store.directory} changed since version {store.version}, whose "
+            "weights do not go with its rows: call store.rollback(store.version) before, which takes the rows back, or "
+            "open the store again"
         )
     state = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
     given = {"optimizers": optimizers, "schedulers": schedulers}

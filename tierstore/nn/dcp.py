@@ -80,7 +80,8 @@ class _Content(NamedTuple):
 def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     """Everything of a store's tables, for ``dcp.save`` and ``dcp.load``; training goes on with the same bits.
 
-    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB; rows pass through
+    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB (before torch
+    2.10 more: it keeps what it wrote until the garbage collector runs); rows pass through
     the store's caches. Every row is saved, also those never written, so any store with tables of the same names,
     shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
     fails, ``store.rollback(store.version)`` or opening the store again undoes it.
@@ -182,7 +183,8 @@ class _Range(Tensor):
         if isinstance(own, _Range):
             if func is _ATEN.detach.default:
                 return _Range(own._content, own._start, own._first, own.shape)
-            if func is _ATEN.slice.Tensor and len(args) == 4 and (args[1] == 0 or type(own) is _Range):
+            is_narrowed = func is _ATEN.slice.Tensor and len(args) == 4 and args[3] <= own.shape[args[1]]
+            if is_narrowed and (args[1] == 0 or type(own) is _Range):
                 return own._narrow(*args[1:])
             if func is _ATEN.copy_.default:
                 own._load(args[1])
@@ -264,6 +266,10 @@ class _WholeTensor(_Range):
         return _Range(
             self._content, start, 0, (self._shards[start] - start, *(() if columns is None else (len(columns),)))
         )
+
+    def to(self, *_args: Any, **_options: Any) -> NoReturn:
+        """How torch 2.6 stages a tensor for ``async_save``; the operator would leave one on the CPU as it is."""
+        raise _refusal("to")
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise _refusal("pickling")

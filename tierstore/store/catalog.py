@@ -1,10 +1,11 @@
 """The tables of an open store, and the version of them that it shows."""
 
+import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError
@@ -20,6 +21,8 @@ from .version import TableState, Version, unpack
 if TYPE_CHECKING:
     from .store import Store
 
+_LOG: Final = logging.getLogger("tierstore")
+
 KeptAs = DtypeName | Literal["stored"] | None
 """What rows are kept in memory as; see ``open_store``."""
 
@@ -30,6 +33,7 @@ class Catalog:
     Attributes:
         tables: by name, in order of creation.
         version: the one that is shown: the part that is not rows.
+        committed: ``num_changes`` of each table as of that version.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Catalog:
         dtype: KeptAs,
     ) -> None:
         self.tables: dict[str, Table] = {}
+        self.committed: dict[str, int] = {}
         self.version = unpack(cold.version, cold.payload)
         self._store = store
         self._directory = directory
@@ -64,6 +69,16 @@ class Catalog:
         """What a commit keeps of each table beside its rows."""
         return {name: table.state for name, table in self.tables.items()}
 
+    @property
+    def num_changes(self) -> dict[str, int]:
+        """Of each table."""
+        return {name: table.num_changes for name, table in self.tables.items()}
+
+    @property
+    def changed_tables(self) -> tuple[str, ...]:
+        """See ``Store.changed_tables``."""
+        return tuple(name for name, count in self.num_changes.items() if count != self.committed.get(name, 0))
+
     def source(self, read: RowSource) -> RowSource:
         """Reads rows as they are kept in memory, by what reads them as they are stored."""
         if self._dtype is None:
@@ -75,17 +90,23 @@ class Catalog:
         version.require_of(self._manifest)
         for name, table in self.tables.items():
             table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
-        self.version = version
+        self.version, self.committed = version, self.num_changes
 
     # One more table
 
     def find(self, config: TableConfig) -> Table | None:
         """The table of this configuration, or None. TableError if another table has its name."""
         known = self.tables.get(config.name)
-        if known is not None and known.config != config:
-            raise TableError(
-                f"table {config.name!r} exists as {known.config}; choose another name or the same configuration"
-            )
+        if known is None:
+            return None
+        if known.config != config:
+            raise TableError(_difference(known, config))
+        if known.learning_rate != config.optimizer.lr:
+            _LOG.info(
+                "table %r goes on with learning rate %s, not %s of its configuration: it was set, or is of the last "
+                "commit; set table.learning_rate to change it",
+                config.name, known.learning_rate, config.optimizer.lr,
+            )  # fmt: skip
         return known
 
     def require_possible(self, config: TableConfig) -> None:
@@ -189,3 +210,25 @@ class Catalog:
             if self._dtype is not None and self._dtype != "stored":
                 config = replace(config, dtype=self._dtype, optimizer=SGD())
             require_supported(config, readonly=self._readonly)
+
+
+def _fields(config: TableConfig) -> dict[str, Any]:
+    """What a configuration says, those of its parts by dotted names."""
+    parts = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {
+        name if inner is None else f"{name}.{inner.name}": part if inner is None else getattr(part, inner.name)
+        for name, part in parts.items()
+        for inner in (fields(part) if is_dataclass(part) else (None,))
+    } | {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
+
+
+def _difference(known: Table, asked: TableConfig) -> str:
+    """What to tell of a table that another one cannot be."""
+    there, here, none = _fields(known.config), _fields(asked), "none"
+    differing = [name for name in there | here if there.get(name, none) != here.get(name, none)]
+    told = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
+    if differing == ["optimizer.lr"]:
+        way = f"create it with lr={known.config.optimizer.lr}, then set table.learning_rate = {asked.optimizer.lr}"
+    else:
+        way = "choose another name, or move its rows to a new store by tierstore export and tierstore import"
+    return f"table {asked.name!r} exists and differs in {told}. Keep its configuration, or {way}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import TableError
 from ..io import ColdTier
 from ..pool import Pool
 from ..system.killpoints import reach
@@ -53,21 +54,40 @@ class Commits:
         self._catalog = catalog
         self._pools = pools
         self._pending: PendingCommit | None = None
+        self._checkpoint = 0
         self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
 
     def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int) -> PendingCommit:
         """See ``Store.commit_async``. ``keep`` versions stay."""
         self.end_pending()
+        if tensors is None:
+            self._require_droppable(keep)
         lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         pending = PendingCommit(self._pools.epoch)
         frozen = self._pools.freeze()
+        num_changes = self._catalog.num_changes
         reach("commit: rows frozen")
         self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload, keep)
+        self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
         return pending
 
-    def _finish(self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int) -> None:
+    def _require_droppable(self, keep: int) -> None:
+        """ValueError if a commit of rows alone would drop the newest checkpoint of dense weights."""
+        version = self._catalog.version
+        if version.has_checkpoint:
+            self._checkpoint = version.number
+        dropped = self._cold.versions[: len(self._cold.versions) + 1 - keep]
+        if self._checkpoint in dropped:
+            raise ValueError(
+                f"version {self._checkpoint} of {self._directory} has dense weights, which tierstore.checkpoint.save "
+                f"wrote, and a commit without any would drop it (keep={keep}): call tierstore.checkpoint.save again, "
+                f"open the store with keep={keep + 1} or more, or drop them by commit(tensors={{}})"
+            )
+
+    def _finish(
+        self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int, num_changes: dict[str, int]
+    ) -> None:
         """Write what was frozen and make it the current version; the commit thread's part."""
         try:
             for pool in pools:
@@ -78,6 +98,7 @@ class Commits:
             finally:
                 if self._cold.version == pending.version:
                     self._catalog.version = unpack(pending.version, payload)
+                    self._catalog.committed = num_changes
         except BaseException as error:
             for pool in pools:
                 pool.writeback.abandon()
@@ -101,7 +122,12 @@ class Commits:
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
         with self._pools.lock:
-            self._pools.require_unused("go back")
+            try:
+                self._pools.require_unused("go back")
+            except TableError as error:
+                raise TableError(
+                    f"{error}. Or end it: delete its output (del out), and look up under torch.no_grad() what stays"
+                ) from None
             self._pools.close()
             self._cold.rollback(version)
             self._catalog.show(unpack(version, self._cold.payload))

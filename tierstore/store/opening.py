@@ -44,7 +44,8 @@ def open_store(
         keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
         slack: how many times the size of its rows the row file may have before it is cleaned: above 1, at most 10.
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
-            memory) or "5% of tables" (of all rows and state). A map of 4 bytes a stored row comes on top.
+            memory) or "5% of tables" (of all rows and state). A map of rows comes on top: 4 bytes a row of all tables,
+            in pages of 4 KiB that take memory once one of their 1,024 rows is stored.
         hbm: budget of device memory for the hottest rows, their index and staging, written as ``ddr`` is ("50%" is of
             the device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.

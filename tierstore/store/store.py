@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from ..pool.stats import Stats
 from ..rows import RowLayout
 from ..settings.names import nearest
 from ..system.signals import shielded
+from ..system.sizes import format_count
 from ..system.unpicklable import Unpicklable
 from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
@@ -34,8 +36,11 @@ from .recording import Recorder
 from .table import Table
 from .version import unpack_tensors
 
+_LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")
 """In the place of a directory where there is none."""
+_MAX_NAMED: Final = 5
+"""Tables, in a line of the log."""
 
 
 class Store(Unpicklable):
@@ -104,7 +109,8 @@ class Store(Unpicklable):
 
     @shielded
     def create_table(self, config: TableConfig) -> Table:
-        """Add a table, durably; a table of the same configuration is returned as it is.
+        """Add a table, durably; a table of the same configuration is returned as it is, with the learning rate of its
+        last commit (which is logged, as INFO, if the configuration has another).
 
         Creating a table is not part of a version: it is there, empty, whatever is committed.
 
@@ -172,8 +178,8 @@ class Store(Unpicklable):
 
         Args:
             extra: such as the reader's position; what Python's json gives back as it was: str keys, lists instead of
-                tuples. NaN and infinity are kept.
-            tensors: dense weights, random states and the like.
+                tuples. NaN and infinity are kept. None is {}: the last commit's is not carried over.
+            tensors: dense weights, random states and the like. None is {}, likewise.
 
         Returns:
             the version's number, above those before.
@@ -181,6 +187,8 @@ class Store(Unpicklable):
         Raises:
             DiskFullError: nothing changed; the last version stands and the rows are still in memory.
             TypeError: ``extra`` or ``tensors`` cannot be stored.
+            ValueError: ``tensors`` is None, and the last checkpoint of ``tierstore.checkpoint.save`` would be dropped,
+                as not more than ``keep`` versions stay.
         """
         return self.commit_async(extra=extra, tensors=tensors).result()
 
@@ -230,7 +238,7 @@ class Store(Unpicklable):
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
         What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
-        staging has in a store open for writing; 4 bytes a stored row for a second map; 8 bytes for each row in
+        staging has in a store open for writing; a second map of the rows; 8 bytes for each row in
         memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
@@ -261,6 +269,11 @@ class Store(Unpicklable):
     def extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""
         return copy.deepcopy(self._catalog.version.extra)
+
+    @property
+    def changed_tables(self) -> tuple[str, ...]:
+        """Names of the tables whose rows were updated or written since the last commit."""
+        return self._catalog.changed_tables
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
@@ -312,14 +325,21 @@ class Store(Unpicklable):
 
     @shielded
     def close(self) -> None:
-        """End the commit under way, then release files, memory and threads; what was not committed is dropped. A
-        recorder is stopped. A second call does nothing. Raises the error of a commit that nobody has seen, or of a
-        recorder; everything is released all the same."""
+        """End the commit under way, then release files, memory and threads. A recorder is stopped. A second call does
+        nothing. Raises the error of a commit that nobody has seen, or of a recorder; everything is released even so.
+
+        What was not committed is dropped, and a WARNING of the logger "tierstore" says so; not where an exception ends
+        a ``with`` block, nor of a store in memory."""
+        self._close(is_told=True)
+
+    def _close(self, *, is_told: bool) -> None:
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
         try:
             self._commits.end_pending()
+            if is_told:
+                self._tell_dropped()
         finally:
             with self._follower.lock, self._held as held:
                 self._lifetime.is_closed = True
@@ -329,8 +349,17 @@ class Store(Unpicklable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _tell_dropped(self) -> None:
+        names = self.changed_tables
+        if names and not self.readonly and self.directory is not _IN_MEMORY:
+            _LOG.warning(
+                "%s: changes of %s since the last commit are dropped (%s); call store.commit() before close",
+                self.directory, format_count(len(names), "table"), ", ".join(names[:_MAX_NAMED]),
+            )  # fmt: skip
+
+    @shielded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(is_told=kind is None)
 
     def __del__(self) -> None:
         if hasattr(self, "_held"):

@@ -19,6 +19,8 @@ from .manifest import Manifest
 
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
+CHECKPOINT_NAME: Final = "tierstore.checkpoint"
+"""Of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote."""
 _LENGTH_BYTES: Final = 8
 
 
@@ -45,6 +47,15 @@ class Version(NamedTuple):
     extra: dict[str, Any]
     tensors: bytes
     lineage: Lineage = NO_LINEAGE
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether ``tierstore.checkpoint.save`` committed it; False if that cannot be read."""
+        length = int.from_bytes(self.tensors[:_LENGTH_BYTES], "little")
+        try:
+            return CHECKPOINT_NAME in json.loads(self.tensors[_LENGTH_BYTES : _LENGTH_BYTES + length] or b"{}")
+        except (ValueError, TypeError, RecursionError):
+            return False
 
     def manifest_of(self, manifest: Manifest) -> Manifest:
         """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those

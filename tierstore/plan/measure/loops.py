@@ -194,6 +194,7 @@ def _opened(path: Path, dim: int, cached_rows: float) -> Iterator[_Subject]:
     ddr = _STAGING_BYTES + int(int(cached_rows) * (layout.row_bytes + _BOOKS_BYTES) * _SLACK)
     with open_store(path, mode="w", ddr=ddr, threads=1) as store:
         yield _Subject(store, TieredEmbeddingBagCollection(store), store["t0"].layout)
+        store.rollback(store.version)
 
 
 def transactions_in(path: Path) -> int:
