@@ -231,9 +231,9 @@ HELP = {
     "serve": """
         usage: tierstore serve [-h] [--store DIR] [--model FILE.pt2] [--ddr SIZE] [--dtype NAME] [--policy NAME]
                                [--threads N] [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT]
-                               [--admin-port N] [--workers N] [--max-batch-samples N] [--max-delay-us N] [--max-queue-samples N]
-                               [--max-queue-requests N] [--request-seconds SECONDS] [--body-bytes N]
-                               [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
+                               [--admin-port N] [--workers N] [--max-batch-samples N] [--max-delay-us N]
+                               [--max-queue-samples N] [--max-queue-requests N] [--request-seconds SECONDS]
+                               [--body-bytes N] [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
                                [--pooled-cache SIZE] [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
                                [--follow-seconds SECONDS] [--updates]
                                [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]

@@ -28,7 +28,7 @@ from .batching import Batcher
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
-from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
+from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
 from .models import Models, Program, load_program, rehearse
 from .monitoring.metrics import Metrics
 from .source import State, TableInfo
@@ -218,6 +218,9 @@ class StoreEngine:
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         return self._metadata(self._find(name, version))
+
+    def statistics(self, name: str) -> ModelStatistics:
+        return self._metrics.statistics(name)
 
     def _metadata(self, served: _Served) -> ModelMetadata:
         return replace(served.model.metadata, versions=(str(self.version),))

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from ..messages import Status
+from ..messages import ModelStatistics, Status
 from .window import Window
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,6 +35,17 @@ class LastUpdate(NamedTuple):
     at: float
 
 
+class _Answered(NamedTuple):
+    """Requests, and how long they took, together."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+_NO_BATCH: Final = [0.0] * 6
+"""Batches, queries, samples, seconds that queries waited, that batches took, and that the queries' batches took."""
+
+
 class Metrics:
     """All that one worker process counts; for any thread, at some microseconds a request.
 
@@ -52,7 +63,8 @@ class Metrics:
         self.window = Window(clock)
         self.last_update: LastUpdate | None = None
         # Beside the series, as to read those lists every bucket of each.
-        self._answered: dict[tuple[str, str, str], int] = {}
+        self._answered: dict[tuple[str, str, str], _Answered] = {}
+        self._last: dict[str, float] = {}
         self._batched: dict[str, list[float]] = {}
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
@@ -93,7 +105,9 @@ class Metrics:
         key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
         self._requests.labels(*key).observe(seconds)
         with self._lock:
-            self._answered[key] = self._answered.get(key, 0) + 1
+            before = self._answered.get(key, _Answered())
+            self._answered[key] = _Answered(before.count + 1, before.seconds + seconds)
+            self._last[model] = time.time()
         self.window.add(model, seconds, failed=status is not None)
 
     def batched(
@@ -107,9 +121,9 @@ class Metrics:
         queued = self._queued.labels(model)
         for seconds in queue_seconds:
             queued.observe(seconds)
-        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds)
+        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds, compute_seconds * num_queries)
         with self._lock:
-            self._batched[model] = list(map(operator.add, self._batched.get(model, [0] * 5), added))
+            self._batched[model] = list(map(operator.add, self._batched.get(model, _NO_BATCH), added))
 
     def refused(self, protocol: str, status: Status) -> None:
         """A request was refused before a model was asked."""
@@ -139,12 +153,31 @@ class Metrics:
     def requests(self) -> dict[tuple[str, str, str], int]:
         """Answered since the start, by (model, protocol, status)."""
         with self._lock:
-            return dict(self._answered)
+            return {key: answered.count for key, answered in self._answered.items()}
+
+    def statistics(self, model: str) -> ModelStatistics:
+        """Of a model, over both protocols."""
+        with self._lock:
+            batches, queries, _, queue_seconds, _, compute_seconds = self._batched.get(model, _NO_BATCH)
+            told = [(status == OK, answered) for (name, _, status), answered in self._answered.items() if name == model]
+            last = self._last.get(model, 0.0)
+        good, bad = ([answered for is_good, answered in told if is_good is wanted] for wanted in (True, False))
+        return ModelStatistics(
+            last_ms=int(last * 1e3),
+            success_count=sum(each.count for each in good),
+            success_seconds=sum(each.seconds for each in good),
+            fail_count=sum(each.count for each in bad),
+            fail_seconds=sum(each.seconds for each in bad),
+            batches=int(batches),
+            queries=int(queries),
+            queue_seconds=queue_seconds,
+            compute_seconds=compute_seconds,
+        )
 
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""
         with self._lock:
-            batches, queries, samples, queue_seconds, compute_seconds = self._batched.get(model, [0] * 5)
+            batches, queries, samples, queue_seconds, compute_seconds, _ = self._batched.get(model, _NO_BATCH)
         return {
             "batches": batches,
             "batch_queries_mean": queries / batches if batches else None,
