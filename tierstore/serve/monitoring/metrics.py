@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, Summary, generate_latest
 from prometheus_client.registry import Collector
 
 from ..messages import ModelStatistics, Status
@@ -16,14 +16,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
 OTHER: Final = "other"
 """Stands for all names that clients made up, so that they cannot make up series."""
-_PROTOCOLS: Final = ("grpc", "http")
 
-_MILLISECONDS: Final = (
-    *(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60),
-    *(80, 100, 150, 250, 500, 1000, 2500, 5000, 10_000),
-)
-_REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in _MILLISECONDS)
-_BATCH_SIZES: Final = tuple(float(1 << power) for power in range(17))
+_REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in (0.25, 0.5, *(1 << power for power in range(13)), 10_000))
+"""A power of two apart: each is a series of each model, protocol and status."""
 _UPDATE_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -73,14 +68,17 @@ class Metrics:
         def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
             return Histogram(f"tierstore_{name}", text, labels, buckets=bounds, registry=self._registry)
 
+        def summary(name: str, text: str, labels: Sequence[str]) -> Summary:
+            return Summary(f"tierstore_{name}", text, labels, registry=self._registry)
+
         def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
             return Counter(f"tierstore_{name}", text, labels, registry=self._registry)
 
         self._requests = histogram("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
         self._queued = histogram("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
         self._computed = histogram("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
-        self._queries = histogram("batch_queries", "Queries in a batch.", model, _BATCH_SIZES)
-        self._samples = histogram("batch_samples", "Samples in a batch.", model, _BATCH_SIZES)
+        self._queries = summary("batch_queries", "Queries in a batch.", model)
+        self._samples = summary("batch_samples", "Samples in a batch.", model)
         self._updates = histogram("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
         self._refused = counter("refused_requests", "Requests refused before a model was asked.", by_status)
         self._out_of_range = counter("ids_out_of_range", "Ids that no row of their table has.", model)
@@ -89,12 +87,10 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
-        """Give these models series of their own, if they have none."""
+        """Give these models series of their own: counters now, so that each has a rate from its first count on; what
+        has a series for each bucket once the model is asked, as most of many models never are."""
         for name in models:
-            # A series that starts at 0 has a rate from its first request on.
-            for protocol in _PROTOCOLS:
-                self._requests.labels(name, protocol, OK)
-            for each in (self._queued, self._computed, self._queries, self._samples, self._out_of_range):
+            for each in (self._queries, self._samples, self._out_of_range):
                 each.labels(name)
         self.models = self.models | dict.fromkeys(models)
 
