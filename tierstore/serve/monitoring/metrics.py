@@ -33,7 +33,7 @@ class LastUpdate(NamedTuple):
 class _Answered(NamedTuple):
     """Requests, and how long they took, together."""
 
-    count: int = 0
+    requests: int = 0
     seconds: float = 0.0
 
 
@@ -102,7 +102,7 @@ class Metrics:
         self._requests.labels(*key).observe(seconds)
         with self._lock:
             before = self._answered.get(key, _Answered())
-            self._answered[key] = _Answered(before.count + 1, before.seconds + seconds)
+            self._answered[key] = _Answered(before.requests + 1, before.seconds + seconds)
             self._last[model] = time.time()
         self.window.add(model, seconds, failed=status is not None)
 
@@ -149,7 +149,7 @@ class Metrics:
     def requests(self) -> dict[tuple[str, str, str], int]:
         """Answered since the start, by (model, protocol, status)."""
         with self._lock:
-            return {key: answered.count for key, answered in self._answered.items()}
+            return {key: answered.requests for key, answered in self._answered.items()}
 
     def statistics(self, model: str) -> ModelStatistics:
         """Of a model, over both protocols."""
@@ -160,9 +160,9 @@ class Metrics:
         good, bad = ([answered for is_good, answered in told if is_good is wanted] for wanted in (True, False))
         return ModelStatistics(
             last_ms=int(last * 1e3),
-            success_count=sum(each.count for each in good),
+            success_count=sum(each.requests for each in good),
             success_seconds=sum(each.seconds for each in good),
-            fail_count=sum(each.count for each in bad),
+            fail_count=sum(each.requests for each in bad),
             fail_seconds=sum(each.seconds for each in bad),
             batches=int(batches),
             queries=int(queries),
