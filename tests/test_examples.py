@@ -137,6 +137,12 @@ def test_a_server_gives_the_rows_that_were_written_and_follows_a_commit(run: Run
     assert end == [0]
 
 
+def test_a_model_of_ones_own_is_served_with_its_own_bits(run: Run) -> None:
+    (told,) = run("own_model.py")
+    assert told.endswith("the server's bits are the same: True")
+    assert all(0 < score < 1 for score in numbers(told)[:2])
+
+
 def test_a_plan_meets_its_target_and_more_memory_is_never_slower(run: Run) -> None:
     lines = run("plan.py")
     assert numbers(lines[2])[0] >= 250_000

@@ -229,11 +229,11 @@ HELP = {
           tierstore quantize shop shop-mixed --dtype int4 --table item --table user
     """,
     "serve": """
-        usage: tierstore serve [-h] [--store DIR] [--ddr SIZE] [--dtype NAME] [--policy NAME] [--threads N]
-                               [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT] [--admin-port N]
-                               [--workers N] [--max-batch-samples N] [--max-delay-us N] [--max-queue-samples N]
-                               [--max-queue-requests N] [--request-seconds SECONDS] [--body-bytes N]
-                               [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
+        usage: tierstore serve [-h] [--store DIR] [--model FILE.pt2] [--ddr SIZE] [--dtype NAME] [--policy NAME]
+                               [--threads N] [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT]
+                               [--admin-port N] [--workers N] [--max-batch-samples N] [--max-delay-us N]
+                               [--max-queue-samples N] [--max-queue-requests N] [--request-seconds SECONDS]
+                               [--body-bytes N] [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
                                [--pooled-cache SIZE] [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
                                [--follow-seconds SECONDS] [--updates]
                                [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]
@@ -245,6 +245,8 @@ HELP = {
           FILE.toml             settings; keys as the flags, with _ for -
         options:
           --store DIR           folder of the store; with --updates it need not exist yet
+          --model FILE.pt2      file of torch.export.save, served under the file's name; inputs named like features
+                                get their rows
           --ddr SIZE            memory for rows: bytes, "2GiB", "50%" of the machine's or "5% of tables" (default:
                                 50%)
           --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16",

@@ -15,6 +15,7 @@ from tierstore.serve.messages import (
     InferResponse,
     InferTensor,
     ModelMetadata,
+    ModelStatistics,
     ServeError,
     Status,
     TensorSpec,
@@ -62,6 +63,9 @@ class FakeEngine:
         if version not in ("", VERSION):
             raise ServeError(Status.NOT_FOUND, f"version {version!r} is not served; {VERSION} is")
         return self._models[name]
+
+    def statistics(self, name: str) -> ModelStatistics:
+        return ModelStatistics(1_700_000_000_123, 3, 0.5, 2, 0.25, 1, 3, 0.125, 0.0625 if name == "double" else 0.0)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         self.seen.append(request)

@@ -126,21 +126,21 @@ def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response
 def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
     with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(2) as pool:
         with server.held():
-            waiting = pool.submit(ask_rows, server, [1, 2, 3])
+            waiting = pool.submit(ask_rows, server, [1] * 3 * 16)
             wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 3)
-            refused = ask_rows(server, [4, 5])
+            refused = ask_rows(server, [4] * 2 * 16)
             assert refused.status_code == 503
             assert "max_queue_samples is 4; try again later" in refused.json()["error"]
             with (
                 tritonclient.grpc.InferenceServerClient(server.grpc) as client,
                 pytest.raises(InferenceServerException) as caught,
             ):
-                client.infer("rows.t", bags_of(tritonclient.grpc, [4, 5], [])[:1])
+                client.infer("rows.t", bags_of(tritonclient.grpc, [4] * 2 * 16, [])[:1])
             assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
         assert waiting.result().status_code == 200
-        too_large = ask_rows(server, [1, 2, 3, 4, 5])
+        too_large = ask_rows(server, [1] * 5 * 16)
         assert too_large.status_code == 400
-        assert "max_batch_samples" in too_large.json()["error"]
+        assert "start the server with a larger --max-batch-samples" in too_large.json()["error"]
         assert server.metric("tierstore_request_seconds_count", status="overloaded") == 2
         assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
 

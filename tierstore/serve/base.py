@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError
+from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ModelStatistics, ServeError
 
 Outputs = dict[str, InferTensor]
 
@@ -47,6 +47,9 @@ class Engine(Protocol):
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         """ServeError NOT_FOUND, with the nearest name or the version that is served."""
+
+    def statistics(self, name: str) -> ModelStatistics:
+        """Of a model that there is."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer; to cancel the task takes the request back.

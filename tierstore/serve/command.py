@@ -23,6 +23,7 @@ runs, that starves the one they wait for: with two threads on two cores a rankin
 instead of 5. OpenMP reads how to wait when it is loaded, before any code of ours, so the process begins anew once."""
 _METAVARS: Final = {
     "store": "DIR",
+    "model": "FILE.pt2",
     "ddr": "SIZE",
     "pooled_cache": "SIZE",
     "dtype": "NAME",

@@ -30,6 +30,9 @@ class ServeConfig:
     """
 
     store: str = option("", "folder of the store; with --updates it need not exist yet")
+    model: str = option(
+        "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
+    )
     ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
     dtype: _ServedDtype = option(
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'

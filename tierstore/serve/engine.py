@@ -28,8 +28,8 @@ from .batching import Batcher
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
-from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
-from .models import Models, rehearse
+from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
+from .models import Models, Program, load_program, rehearse
 from .monitoring.metrics import Metrics
 from .source import State, TableInfo
 
@@ -102,7 +102,7 @@ class StoreEngine:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
             dropped = self._metrics.out_of_range if config.out_of_range == "zero" else None
-            models = Models(store, pooled_cache=config.pooled_cache, dropped=dropped)
+            models = Models(store, pooled_cache=config.pooled_cache, dropped=dropped, program=self._program())
             self._warm_up(store)
             rehearse(models.by_name.values())
             if config.record:
@@ -113,6 +113,11 @@ class StoreEngine:
         self._store, self._models = store, models
         self.version = self.newest_version = _shown_version(store.version, store.extra)
         _LOG.info("serving version %d of %s: %d models", self.version, store.directory, len(models.by_name))
+
+    def _program(self) -> Program | None:
+        if not self._config.model:
+            return None
+        return load_program(Path(self._config.model), max_samples=self._config.max_batch_samples)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -213,6 +218,9 @@ class StoreEngine:
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         return self._metadata(self._find(name, version))
+
+    def statistics(self, name: str) -> ModelStatistics:
+        return self._metrics.statistics(name)
 
     def _metadata(self, served: _Served) -> ModelMetadata:
         return replace(served.model.metadata, versions=(str(self.version),))

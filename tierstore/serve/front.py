@@ -4,15 +4,16 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..system.release import __version__
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ServeError, Status
+from .triton import EXTENSIONS, model_config, model_statistics
 
-SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": ["binary_tensor_data"]}
+SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
 """The server's metadata."""
 
 
@@ -79,6 +80,15 @@ class Front:
     def hold_unsent(self, size: int) -> Hold:
         """A large response's part of what clients may leave unaccepted."""
         return self.unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
+
+    def config(self, name: str, version: str) -> dict[str, Any]:
+        """A model as Triton describes it; ServeError NOT_FOUND."""
+        return model_config(self.engine.model(name, version))
+
+    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
+        """Triton's statistics of one model, or of all; ServeError NOT_FOUND."""
+        models = [self.engine.model(name, version)] if name else self.engine.models()
+        return {"model_stats": [model_statistics(each, self.engine.statistics(each.name)) for each in models]}
 
     def index(self) -> list[dict[str, str]]:
         """All models as Triton lists them."""

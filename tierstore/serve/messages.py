@@ -87,6 +87,27 @@ class ModelMetadata:
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
+class ModelStatistics(NamedTuple):
+    """Of a model since the server started.
+
+    Attributes:
+        last_ms: when it last answered, in milliseconds since 1970; 0 for never.
+        success_count, success_seconds: requests answered, and how long each took, together; likewise those that failed.
+        batches, queries: that it ran, and the requests in these.
+        queue_seconds, compute_seconds: of each of these requests, together; a batch's own time counts for each of it.
+    """
+
+    last_ms: int = 0
+    success_count: int = 0
+    success_seconds: float = 0.0
+    fail_count: int = 0
+    fail_seconds: float = 0.0
+    batches: int = 0
+    queries: int = 0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
     """Attributes:

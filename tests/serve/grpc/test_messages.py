@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 
 from tierstore.serve.grpc import messages
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE, message_class
@@ -12,7 +12,12 @@ NAMES = sorted(name for name in messages._CLASSES if not name.startswith("Health
 
 
 def theirs(name: str) -> Any:
+    assert model_config_pb2.DESCRIPTOR.package == "inference"
     return service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(f"inference.{name}")
+
+
+PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
+"""Of which we describe what we send."""
 
 
 def fields(message: Any) -> list[tuple[Any, ...]]:
@@ -20,7 +25,7 @@ def fields(message: Any) -> list[tuple[Any, ...]]:
         (
             field.number,
             field.name,
-            field.type,
+            field.TYPE_INT32 if field.type == field.TYPE_ENUM else field.type,
             field.label,
             field.message_type and field.message_type.full_name,
             field.containing_oneof and field.containing_oneof.name,
@@ -36,7 +41,10 @@ def test_fields_are_the_protocols(name: str) -> None:
     there = theirs(name)
     for ours, theirs_ in [(message_class(name).DESCRIPTOR, there), *nested(message_class(name).DESCRIPTOR, there)]:
         assert ours.full_name == theirs_.full_name
-        assert fields(ours) == fields(theirs_)
+        wanted = fields(theirs_)
+        if ours.name in PARTS:
+            wanted = [field for field in wanted if field[1] in ours.fields_by_name]
+        assert fields(ours) == wanted
 
 
 def nested(ours: Any, there: Any) -> list[tuple[Any, Any]]:

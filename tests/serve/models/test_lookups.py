@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, models_of, plain_pooled, tensor
+from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 
 NAMES = tuple(ROWS)
@@ -143,7 +144,7 @@ def test_rows_of_all_features_where_tables_are_of_one_width(tmp_path: Any, store
         assert found["rows"].tobytes() == torch.cat(want).numpy().tobytes()
         assert model.parse(query).num_samples == 1
         many = {"values": tensor("INT64", [3] * 41), "lengths": tensor("INT32", [41, 0, 0, 0], (4, 1))}
-        assert model.parse(many).num_samples == 11
+        assert model.parse(many).num_samples == 3
         with pytest.raises(ServeError, match=r"'values' has 99 at position 1 of feature"):
             model.parse({"values": tensor("INT64", [3, 99, 2, 0]), "lengths": query["lengths"]})
 
@@ -280,3 +281,17 @@ def test_metadata_names_what_is_taken_and_given(store: tierstore.Store) -> None:
         if name.startswith("pooled."):
             assert metadata.outputs[0].shape == (-1, DIMS[name.removeprefix("pooled.")])
             assert metadata.parameters["rows"] == ROWS[name.removeprefix("pooled.")]
+
+
+def test_a_request_for_rows_fits_a_training_batch_and_is_bounded_by_bytes(store_dir: Path) -> None:
+    """One sample for 16 rows, or for 16 KiB of wider ones; the limit of a batch is 4,096 samples by default."""
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        for name, dim in (("narrow", 4), ("wide", 1000)):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=5, embedding_dim=dim))
+        store.commit()
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        models: Any = models_of(store).by_name
+        ids = {"ids": tensor("INT64", np.zeros(65_536))}
+        assert models["rows.narrow"].parse(ids).num_samples == ServeConfig(store="x").max_batch_samples
+        assert models["rows.wide"].parse(ids).num_samples == 65_536 // 4
+        assert models["rows.wide"].parse({"ids": tensor("INT64", [1])}).num_samples == 1

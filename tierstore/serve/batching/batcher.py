@@ -143,7 +143,8 @@ class Batcher:
             raise ServeError(
                 Status.INVALID,
                 f"model {self._model!r}: {num_samples} samples are more than max_batch_samples, "
-                f"{self._config.max_batch_samples}; send them in several requests",
+                f"{self._config.max_batch_samples}; send them in several requests, or start the server with a larger "
+                "--max-batch-samples",
             )
         if deadline <= now:
             raise self._late()

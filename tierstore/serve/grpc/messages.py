@@ -56,13 +56,36 @@ message InferTensorContents {
   repeated uint32 uint_contents = 4; repeated uint64 uint64_contents = 5; repeated float fp32_contents = 6;
   repeated double fp64_contents = 7; repeated bytes bytes_contents = 8;
 }
-// The rest is Triton's: streams of requests, and the list of models.
+// The rest is Triton's: streams of requests, the list of models, their configuration and statistics.
 message ModelStreamInferResponse { string error_message = 1; ModelInferResponse infer_response = 2; }
 message RepositoryIndexRequest { string repository_name = 1; bool ready = 2; }
 message RepositoryIndexResponse {
   message ModelIndex { string name = 1; string version = 2; string state = 3; string reason = 4; }
   repeated ModelIndex models = 1;
 }
+message ModelConfigRequest { string name = 1; string version = 2; }
+message ModelConfigResponse { ModelConfig config = 1; }
+// Of its fields those that are set. A data type is an enum in the original, on the wire the same.
+message ModelInput { string name = 1; int32 data_type = 2; repeated int64 dims = 4; }
+message ModelOutput { string name = 1; int32 data_type = 2; repeated int64 dims = 3; }
+message ModelParameter { string string_value = 1; }
+message ModelConfig {
+  string name = 1; string platform = 2; int32 max_batch_size = 4; repeated ModelInput input = 5;
+  repeated ModelOutput output = 6; map<string, ModelParameter> parameters = 14; string backend = 17;
+}
+message ModelStatisticsRequest { string name = 1; string version = 2; }
+message StatisticDuration { uint64 count = 1; uint64 ns = 2; }
+message InferStatistics {
+  StatisticDuration success = 1; StatisticDuration fail = 2; StatisticDuration queue = 3;
+  StatisticDuration compute_input = 4; StatisticDuration compute_infer = 5; StatisticDuration compute_output = 6;
+  StatisticDuration cache_hit = 7; StatisticDuration cache_miss = 8;
+}
+message InferBatchStatistics { uint64 batch_size = 1; }
+message ModelStatistics {
+  string name = 1; string version = 2; uint64 last_inference = 3; uint64 inference_count = 4;
+  uint64 execution_count = 5; InferStatistics inference_stats = 6; repeated InferBatchStatistics batch_stats = 7;
+}
+message ModelStatisticsResponse { repeated ModelStatistics model_stats = 1; }
 """
 _HEALTH: Final = """
 message HealthCheckRequest { string service = 1; }

@@ -14,6 +14,7 @@ from ..base import Engine
 from ..front import SERVER, Front
 from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
+from ..triton import DATA_TYPES
 from . import codec
 from .calls import Call
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
@@ -61,6 +62,8 @@ class InferenceService:
             "ServerMetadata": asked("ServerMetadata", lambda _: SERVER),
             "ModelReady": asked("ModelReady", self._model_ready),
             "ModelMetadata": asked("ModelMetadata", self._model_metadata),
+            "ModelConfig": asked("ModelConfig", self._model_config),
+            "ModelStatistics": asked("ModelStatistics", lambda each: self.front.statistics(each.name, each.version)),
             "RepositoryIndex": asked("RepositoryIndex", self._repository_index),
             "ModelInfer": grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer)),
@@ -155,6 +158,16 @@ class InferenceService:
         described = asdict(self._engine.model(message.name, message.version))
         del described["parameters"]  # for which there is no field
         return described
+
+    def _model_config(self, message: Any) -> dict[str, Any]:
+        config = self.front.config(message.name, message.version)
+        for tensor in (*config["input"], *config["output"]):
+            tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
+        parameters = config.pop("parameters")  # a map of messages takes no dicts
+        made = message_class("ModelConfig")(**config)
+        for name, value in parameters.items():
+            made.parameters[name].string_value = value["string_value"]
+        return {"config": made}
 
     def _repository_index(self, message: Any) -> dict[str, Any]:
         return {"models": self.front.index() if self._engine.is_ready or not message.ready else []}

@@ -16,6 +16,10 @@ from .inputs import check_inputs
 from .jagged import Dropped, Features, JaggedIds, Merged, merge
 
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
+_SAMPLE_ROWS: Final = 16
+_SAMPLE_BYTES: Final = 16 << 10
+"""What counts for one sample where plain rows are asked for. 4,096 of them, the most of a batch by default, are 65,536
+rows and at most 64 MiB."""
 _TABLE_INPUTS: Final = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
 
 
@@ -118,16 +122,16 @@ def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped |
 
 
 class _RowIds(NamedTuple):
-    """Ids whose rows are asked for, and which of them are none, bool [N] or None. They count by the rows of the answer,
-    too: bags may be of any length."""
+    """Ids whose rows are asked for, and which of them are none, bool [N] or None. Bags may be of any length, so they
+    count by the rows of the answer, too: one sample for as many as ``rows_per_sample``."""
 
     jagged: JaggedIds
     outside: Any
+    rows_per_sample: int
 
     @property
     def num_samples(self) -> int:
-        num_features, num_samples = self.jagged.lengths.shape
-        return max(int(num_samples), -(-len(self.jagged.values) // int(num_features)))
+        return max(int(self.jagged.lengths.shape[1]), -(-len(self.jagged.values) // self.rows_per_sample))
 
 
 class Rows:
@@ -143,15 +147,18 @@ class Rows:
         self.metadata = metadata
         self._features = features
         self._tables = tables
+        row_bytes = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
+        self._rows_per_sample = max(len(tables), min(_SAMPLE_ROWS, _SAMPLE_BYTES // row_bytes))
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _RowIds:
         check_inputs(inputs, self.metadata.inputs)
         if "lengths" in inputs:
-            return _RowIds(self._features.parse(inputs), None)
+            return _RowIds(self._features.parse(inputs), None, self._rows_per_sample)
         ids = np.array(inputs["ids"].data, np.int64)
         lengths = np.array([[len(ids)]])
         outside = self._features.outside(ids, lengths)
-        return _RowIds(JaggedIds(ids if outside is None else np.where(outside, 0, ids), lengths), outside)
+        ids = ids if outside is None else np.where(outside, 0, ids)
+        return _RowIds(JaggedIds(ids, lengths), outside, self._rows_per_sample)
 
     def run(self, queries: Sequence[_RowIds]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])

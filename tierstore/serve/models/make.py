@@ -15,30 +15,41 @@ from ...train.config import RunConfig
 from ..base import Model
 from ..messages import DATATYPES, InferTensor, TensorSpec
 from .bags import BagCaches
+from .exported import Exported
 from .jagged import Dropped
 from .lookups import feature_rows, pooled_features, pooled_table, table_rows
+from .program import Program
 from .ranking import Ranking
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 
 
 class Models:
-    """The lookups of a store's tables, and the ranking model of the run that committed it.
+    """The lookups of a store's tables, the ranking model of the run that committed it, and a model of one's own.
 
     Args:
         store: open for reading.
         pooled_cache: memory for the pooled rows of single tables; 0 for none.
         dropped: None to refuse requests with ids that are no rows.
+        program: a model of one's own, or None.
 
     Attributes:
         by_name: all of them, in order; another mapping after each move that changes them.
         bags: the cache of pooled rows, or None.
 
     Raises:
-        ConfigError: the run is of another release. DamagedError: it has no weights for its model.
+        ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the
+            program does not fit the store.
     """
 
-    def __init__(self, store: Store, *, pooled_cache: int | str = 0, dropped: Dropped | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        pooled_cache: int | str = 0,
+        dropped: Dropped | None = None,
+        program: Program | None = None,
+    ) -> None:
         self._store = store
         self._dropped = dropped
         self.bags = BagCaches.of(store, pooled_cache)
@@ -47,6 +58,9 @@ class Models:
         if config is not None:
             self._ranking = Ranking(store, config, dropped)
         self._tables = list(store.tables)
+        self._program = program
+        self._exported = None if program is None else Exported(store, program, dropped)
+        self._features = None if self._exported is None else self._exported.features  # a later table adds none
         self.by_name: Mapping[str, Model] = self._made(self._ranking)
 
     def _made(self, ranking: Ranking | None) -> dict[str, Model]:
@@ -60,6 +74,8 @@ class Models:
             models.append(pooled_features(collection, self._dropped))
             if len({table.config.embedding_dim for table in tables}) == 1:
                 models.append(feature_rows(collection))
+        if self._exported is not None:
+            models.append(self._exported)
         return {model.metadata.name: model for model in sorted(models, key=_place)}
 
     def show(self, newer: Newer) -> None:
@@ -84,6 +100,8 @@ class Models:
         elif config is not None:
             ranking = self._new_ranking(config)
         tables = list(self._store.tables)
+        if tables != self._tables:
+            self._exported = self._new_exported()
         if tables != self._tables or ranking is not self._ranking:
             made = {name: self._same(model) for name, model in self._made(ranking).items()}
             self._tables, self._ranking, self.by_name = tables, ranking, made
@@ -95,15 +113,24 @@ class Models:
             _LOG.exception("version %d is served without its ranking model", self._store.version)
             return None
 
+    def _new_exported(self) -> Exported | None:
+        if self._program is None:
+            return None
+        try:
+            return Exported(self._store, self._program, self._dropped, features=self._features)
+        except (ValueError, TierstoreError) as error:
+            _LOG.error("version %d is served without the model of %s", self._store.version, error)
+            return None
+
     def _same(self, made: Model) -> Model:
         """The model that there was, if it is the same as one just made."""
         old = self.by_name.get(made.metadata.name)
-        return made if old is None or old.metadata != made.metadata or isinstance(made, Ranking) else old
+        return made if old is None or old.metadata != made.metadata or isinstance(made, Ranking | Exported) else old
 
 
 def _place(model: Model) -> tuple[bool, str]:
-    """The prediction model first, where a list is cut short."""
-    return not isinstance(model, Ranking), model.metadata.name
+    """Models that predict first, where a list is cut short."""
+    return not isinstance(model, Ranking | Exported), model.metadata.name
 
 
 def rehearse(models: Iterable[Model]) -> None:
@@ -126,5 +153,5 @@ def _input(spec: TensorSpec, num_ids: int) -> InferTensor:
     dtype: Any = DATATYPES[spec.datatype]
     if spec.name == "lengths":
         return InferTensor(spec.datatype, np.ones([max(1, size) for size in spec.shape], dtype))
-    shape = (num_ids,) if len(spec.shape) == 1 else tuple(max(1, size) for size in spec.shape)
+    shape = (num_ids,) if spec.name in ("ids", "values") else tuple(max(1, size) for size in spec.shape)
     return InferTensor(spec.datatype, np.zeros(shape, dtype))

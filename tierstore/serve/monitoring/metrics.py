@@ -6,24 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, Summary, generate_latest
 from prometheus_client.registry import Collector
 
-from ..messages import Status
+from ..messages import ModelStatistics, Status
 from .window import Window
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
 OTHER: Final = "other"
 """Stands for all names that clients made up, so that they cannot make up series."""
-_PROTOCOLS: Final = ("grpc", "http")
 
-_MILLISECONDS: Final = (
-    *(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60),
-    *(80, 100, 150, 250, 500, 1000, 2500, 5000, 10_000),
-)
-_REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in _MILLISECONDS)
-_BATCH_SIZES: Final = tuple(float(1 << power) for power in range(17))
+_REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in (0.25, 0.5, *(1 << power for power in range(13)), 10_000))
+"""A power of two apart: each is a series of each model, protocol and status."""
 _UPDATE_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -33,6 +28,17 @@ class LastUpdate(NamedTuple):
     version: int
     seconds: float
     at: float
+
+
+class _Answered(NamedTuple):
+    """Requests, and how long they took, together."""
+
+    requests: int = 0
+    seconds: float = 0.0
+
+
+_NO_BATCH: Final = [0.0] * 6
+"""Batches, queries, samples, seconds that queries waited, that batches took, and that the queries' batches took."""
 
 
 class Metrics:
@@ -52,7 +58,8 @@ class Metrics:
         self.window = Window(clock)
         self.last_update: LastUpdate | None = None
         # Beside the series, as to read those lists every bucket of each.
-        self._answered: dict[tuple[str, str, str], int] = {}
+        self._answered: dict[tuple[str, str, str], _Answered] = {}
+        self._last: dict[str, float] = {}
         self._batched: dict[str, list[float]] = {}
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
@@ -61,14 +68,17 @@ class Metrics:
         def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
             return Histogram(f"tierstore_{name}", text, labels, buckets=bounds, registry=self._registry)
 
+        def summary(name: str, text: str, labels: Sequence[str]) -> Summary:
+            return Summary(f"tierstore_{name}", text, labels, registry=self._registry)
+
         def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
             return Counter(f"tierstore_{name}", text, labels, registry=self._registry)
 
         self._requests = histogram("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
         self._queued = histogram("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
         self._computed = histogram("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
-        self._queries = histogram("batch_queries", "Queries in a batch.", model, _BATCH_SIZES)
-        self._samples = histogram("batch_samples", "Samples in a batch.", model, _BATCH_SIZES)
+        self._queries = summary("batch_queries", "Queries in a batch.", model)
+        self._samples = summary("batch_samples", "Samples in a batch.", model)
         self._updates = histogram("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
         self._refused = counter("refused_requests", "Requests refused before a model was asked.", by_status)
         self._out_of_range = counter("ids_out_of_range", "Ids that no row of their table has.", model)
@@ -77,12 +87,10 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
-        """Give these models series of their own, if they have none."""
+        """Give these models series of their own: counters now, so that each has a rate from its first count on; what
+        has a series for each bucket once the model is asked, as most of many models never are."""
         for name in models:
-            # A series that starts at 0 has a rate from its first request on.
-            for protocol in _PROTOCOLS:
-                self._requests.labels(name, protocol, OK)
-            for each in (self._queued, self._computed, self._queries, self._samples, self._out_of_range):
+            for each in (self._queries, self._samples, self._out_of_range):
                 each.labels(name)
         self.models = self.models | dict.fromkeys(models)
 
@@ -93,7 +101,9 @@ class Metrics:
         key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
         self._requests.labels(*key).observe(seconds)
         with self._lock:
-            self._answered[key] = self._answered.get(key, 0) + 1
+            before = self._answered.get(key, _Answered())
+            self._answered[key] = _Answered(before.requests + 1, before.seconds + seconds)
+            self._last[model] = time.time()
         self.window.add(model, seconds, failed=status is not None)
 
     def batched(
@@ -107,9 +117,9 @@ class Metrics:
         queued = self._queued.labels(model)
         for seconds in queue_seconds:
             queued.observe(seconds)
-        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds)
+        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds, compute_seconds * num_queries)
         with self._lock:
-            self._batched[model] = list(map(operator.add, self._batched.get(model, [0] * 5), added))
+            self._batched[model] = list(map(operator.add, self._batched.get(model, _NO_BATCH), added))
 
     def refused(self, protocol: str, status: Status) -> None:
         """A request was refused before a model was asked."""
@@ -139,12 +149,31 @@ class Metrics:
     def requests(self) -> dict[tuple[str, str, str], int]:
         """Answered since the start, by (model, protocol, status)."""
         with self._lock:
-            return dict(self._answered)
+            return {key: answered.requests for key, answered in self._answered.items()}
+
+    def statistics(self, model: str) -> ModelStatistics:
+        """Of a model, over both protocols."""
+        with self._lock:
+            batches, queries, _, queue_seconds, _, compute_seconds = self._batched.get(model, _NO_BATCH)
+            told = [(status == OK, answered) for (name, _, status), answered in self._answered.items() if name == model]
+            last = self._last.get(model, 0.0)
+        good, bad = ([answered for is_good, answered in told if is_good is wanted] for wanted in (True, False))
+        return ModelStatistics(
+            last_ms=int(last * 1e3),
+            success_count=sum(each.requests for each in good),
+            success_seconds=sum(each.seconds for each in good),
+            fail_count=sum(each.requests for each in bad),
+            fail_seconds=sum(each.seconds for each in bad),
+            batches=int(batches),
+            queries=int(queries),
+            queue_seconds=queue_seconds,
+            compute_seconds=compute_seconds,
+        )
 
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""
         with self._lock:
-            batches, queries, samples, queue_seconds, compute_seconds = self._batched.get(model, [0] * 5)
+            batches, queries, samples, queue_seconds, compute_seconds, _ = self._batched.get(model, _NO_BATCH)
         return {
             "batches": batches,
             "batch_queries_mean": queries / batches if batches else None,

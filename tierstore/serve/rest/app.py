@@ -86,6 +86,12 @@ class RestApp:
                 return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
                 return _ready(self._engine.is_ready, "ready")
+            case ["", "v2", "models", "stats"]:
+                return json_reply(self.front.statistics())
+            case ["", "v2", "models", name, "stats"]:
+                return json_reply(self.front.statistics(name, version))
+            case ["", "v2", "models", name, "config"]:
+                return json_reply(self.front.config(name, version))
             case ["", "v2", "models", name]:
                 return json_reply(self._engine.model(name, version))
             case ["", "v2", "models", name, "ready"]:

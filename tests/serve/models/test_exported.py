@@ -1,0 +1,232 @@
+"""A program of torch.export against calling it by hand, on rows that its tables' own reads give."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tests.serve.models.programs import OfDict, save, save_two_tables
+from tests.serve.models.stores import Counted, make_store, tensor
+from tierstore.serve.messages import InferTensor, ServeError, Status
+from tierstore.serve.models import Models, load_program, rehearse
+
+FEATURES = ("sums", "peaks")
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("exported")
+    make_store(made / "store")
+    save_two_tables(made / "mine.pt2")
+    return made
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[tierstore.Store]:
+    with tierstore.open(folder / "store", mode="r", ddr="4MiB") as opened:
+        yield opened
+
+
+def served(store: tierstore.Store, path: Path, dropped: Counted | None = None) -> Any:
+    return Models(store, dropped=dropped, program=load_program(path, max_samples=4096)).by_name[path.stem]
+
+
+def query(seed: int, samples: int) -> tuple[dict[str, InferTensor], list[list[list[int]]]]:
+    """A request, and its ids by feature and sample."""
+    chance = np.random.default_rng(seed)
+    bags = [[chance.integers(0, 20, chance.integers(0, 4)).tolist() for _ in range(samples)] for _ in FEATURES]
+    inputs = {
+        "Dense": tensor("FP32", chance.normal(size=(samples, 3))),
+        "position": tensor("INT64", chance.integers(0, 9, samples)),
+        "values": tensor("INT64", [each for feature in bags for bag in feature for each in bag]),
+        "lengths": tensor("INT32", [[len(bag) for bag in feature] for feature in bags]),
+    }
+    return inputs, bags
+
+
+def by_hand(store: tierstore.Store, path: Path, inputs: Mapping[str, InferTensor], bags: Any) -> Arrays:
+    """The program as its author calls it."""
+    sums, peaks = bags
+    ids = torch.tensor([each for bag in sums for each in bag], dtype=torch.int64)
+    offsets = torch.tensor(np.cumsum([0, *map(len, sums)]))
+    padded = torch.zeros(len(peaks), 3, 4)
+    for sample, bag in enumerate(peaks):
+        for place, each in enumerate(bag):
+            padded[sample, place] = store["peaks"].read(torch.tensor([each]))[0]
+    dense, position = (torch.from_numpy(inputs[name].data.copy()) for name in ("Dense", "position"))
+    module = torch.export.load(path).module()
+    with torch.no_grad():
+        found = module(dense, store["sums"].pooled(ids, offsets), padded, position=position)
+    return {name: each.numpy() for name, each in found.items()}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 33])
+def test_its_outputs_are_those_of_the_program_called_by_hand(
+    folder: Path, store: tierstore.Store, samples: int
+) -> None:
+    model = served(store, folder / "mine.pt2")
+    inputs, bags = query(samples, samples)
+    (found,) = model.run([model.parse(inputs)])
+    want = by_hand(store, folder / "mine.pt2", inputs, bags)
+    assert {name: each.datatype for name, each in found.items()} == {"score": "FP32", "next": "INT64"}
+    assert all(found[name].data.tobytes() == want[name].tobytes() for name in want)
+
+
+def test_requests_of_one_batch_are_told_apart(folder: Path, store: tierstore.Store) -> None:
+    model = served(store, folder / "mine.pt2")
+    asked = [query(seed, samples) for seed, samples in enumerate([3, 1, 8])]
+    found = model.run([model.parse(inputs) for inputs, _ in asked])
+    for outputs, (inputs, bags) in zip(found, asked, strict=True):
+        want = by_hand(store, folder / "mine.pt2", inputs, bags)
+        assert outputs["next"].data.tolist() == want["next"].tolist()
+        np.testing.assert_allclose(outputs["score"].data, want["score"], rtol=1e-5)
+
+
+def test_metadata_is_the_programs(folder: Path, store: tierstore.Store, caplog: pytest.LogCaptureFixture) -> None:
+    model = served(store, folder / "mine.pt2")
+    specs = {spec.name: (spec.datatype, spec.shape) for spec in (*model.metadata.inputs, *model.metadata.outputs)}
+    assert specs == {
+        "Dense": ("FP32", (-1, 3)),
+        "position": ("INT64", (-1,)),
+        "values": ("INT64", (-1,)),
+        "lengths": ("INT32", (2, -1)),
+        "score": ("FP32", (-1,)),
+        "next": ("INT64", (-1,)),
+    }
+    assert model.metadata.parameters == {"features": "sums,peaks"}
+    rehearse([model])
+    assert not caplog.records
+
+
+def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_not_asked_for(
+    folder: Path, store: tierstore.Store, tmp_path: Path
+) -> None:
+    path = save(OfDict(), tmp_path / "two.pt2", {"sums.again": torch.zeros(2, 4), "half": torch.zeros(2, 8)})
+    model = served(store, path)
+    assert model.metadata.parameters == {"features": "sums.again,half"}
+    lengths = tensor("INT32", [[1, 0], [0, 2]])
+    (found,) = model.run([model.parse({"values": tensor("INT64", [3, 5, 24]), "lengths": lengths})])
+    want = torch.zeros(2, 12)
+    want[0, :4] = store["sums"].read(torch.tensor([3]))[0]
+    want[1, 4:] = store["half"].pooled(torch.tensor([5, 24]), torch.tensor([0, 2]))[0]
+    assert found["output"].data.tobytes() == (want * 2).numpy().tobytes()
+
+
+def test_ids_that_are_no_rows_are_left_out_where_they_count_as_zeros(folder: Path, store: tierstore.Store) -> None:
+    counted = Counted()
+    model = served(store, folder / "mine.pt2", counted)
+    inputs, _ = query(1, 1)
+    inputs |= {"values": tensor("INT64", [3, 99, 99, 4]), "lengths": tensor("INT32", [[2], [2]])}
+    (found,) = model.run([model.parse(inputs)])
+    want = by_hand(store, folder / "mine.pt2", inputs, [[[3]], [[4]]])
+    assert found["score"].data.tobytes() == want["score"].tobytes()
+    assert counted == {"mine": 2}
+
+
+WRONG_REQUESTS: dict[str, dict[str, InferTensor]] = {
+    "'Dense' has 1 samples; 'lengths' has 2": {"Dense": tensor("FP32", np.zeros((1, 3)))},
+    "'Dense' is nan at [1, 0]": {"Dense": tensor("FP32", [[0, 0, 0], [np.nan, 0, 0]])},
+    "'position' is FP32; the model takes INT64": {"position": tensor("FP32", [0, 0])},
+    "'lengths' has 4 at sample 1 of feature 'peaks'; the model takes up to 3 ids": {
+        "values": tensor("INT64", [1, 2, 3, 4]), "lengths": tensor("INT32", [[0, 0], [0, 4]])
+    },
+    "'values' has 40 at position 0 of feature 'sums': ids are in [0, 40)": {
+        "values": tensor("INT64", [40]), "lengths": tensor("INT32", [[1, 0], [0, 0]])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG_REQUESTS)
+def test_wrong_requests_are_told(folder: Path, store: tierstore.Store, message: str) -> None:
+    model = served(store, folder / "mine.pt2")
+    with pytest.raises(ServeError) as caught:
+        model.parse(query(3, 2)[0] | WRONG_REQUESTS[message])
+    assert caught.value.status is Status.INVALID
+    assert message in str(caught.value)
+
+
+class Same(torch.nn.Module):
+    def forward(self, sums: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+        return sums + 1, dense
+
+
+class Constant(torch.nn.Module):
+    def forward(self, sums: Tensor) -> Tensor:
+        return sums.sum()
+
+
+class Renamed(torch.nn.Module):
+    def forward(self, sums: Tensor, peak: Tensor) -> Tensor:
+        return sums + peak
+
+
+class Values(torch.nn.Module):
+    def forward(self, sums: Tensor, values: Tensor) -> Tensor:
+        return sums + values
+
+
+class Count(torch.nn.Module):
+    def forward(self, sums: Tensor, count: int) -> Tensor:
+        return sums * count
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def same(*arguments: Any, name: str = "x", **settings: Any) -> Callable[[Path], Path]:
+    return lambda folder: save(Same(), folder / f"{name}.pt2", *arguments, **settings)
+
+
+def broken(folder: Path) -> Path:
+    (folder / "x.pt2").write_bytes(b"PK no program")
+    return folder / "x.pt2"
+
+
+Dim = torch.export.Dim
+WRONG_PROGRAMS: dict[str, Callable[[Path], Path]] = {
+    "there is no file": lambda folder: folder / "none.pt2",
+    "is no program that torch": broken,
+    "input 'sums' is float32 [2, 4]; its first dimension must be the dynamic batch": same(
+        floats(2, 4), floats(2, 3), batch="static"
+    ),
+    "it takes batches of 0 to 64 samples, and the server makes those of 1 to 4096": same(
+        floats(2, 4), floats(2, 3), batch=Dim("batch", max=64)
+    ),
+    "it takes batches of 8 to": same(floats(9, 4), floats(9, 3), batch=Dim("batch", min=8)),
+    "input 'dense' is float64 [s": same(floats(2, 4), floats(2, 3, dtype=torch.float64)),
+    "input 'sums' is FP32 [-1, 5]; rows of table 'sums' have 4 numbers": same(floats(2, 5), floats(2, 3)),
+    "input 'sums' is INT64 [-1, 4]; rows of table 'sums'": same(floats(2, 4, dtype=torch.int64), floats(2, 3)),
+    "input 'count' is ": lambda folder: save(Count(), folder / "x.pt2", floats(2, 4), 3),
+    "'pooled' is the name of another model": same(floats(2, 4), floats(2, 3), name="pooled"),
+    "output 'output' is float32 []; its first dimension": lambda folder: save(
+        Constant(), folder / "x.pt2", floats(2, 4)
+    ),
+    "none of its inputs (features.x) is named like a feature; the store's features are sums, ": lambda folder: save(
+        OfDict(), folder / "x.pt2", {"features.x": floats(2, 4)}
+    ),
+    "input 'sumz' takes rows, and the store has no such feature; did you mean 'sums'?": lambda folder: save(
+        OfDict(), folder / "x.pt2", {"half": floats(2, 8), "sumz": floats(2, 1)}
+    ),
+    "the store has no such feature; name it 'peaks' if": lambda folder: save(
+        Renamed(), folder / "x.pt2", floats(2, 4), floats(2, 4)
+    ),
+    "input 'values' is FP32 [-1, 1]; requests carry ids by the name": lambda folder: save(
+        Values(), folder / "x.pt2", floats(2, 4), floats(2, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PROGRAMS)
+def test_programs_that_do_not_fit_are_told(store: tierstore.Store, tmp_path: Path, message: str) -> None:
+    path = WRONG_PROGRAMS[message](tmp_path)
+    with pytest.raises(ValueError) as caught:
+        served(store, path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,110 @@
+"""``--model``: a program of torch.export behind a whole server, asked by the protocol's own clients."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from torch import Tensor
+
+import tierstore
+from tests.serve.models.programs import save
+from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tests.updates.support import SMALL, change
+from tierstore.serve.client import Client
+from tierstore.serve.messages import ServeError
+from tierstore.updates import apply_update, write_update
+from tierstore.updates.publish import publish
+
+DENSE = np.array([[0.5, -1], [2, 3]], np.float32)
+VALUES, LENGTHS = np.array([3, 4, 5, 6, 7]), np.array([[2, 1], [0, 2]], np.int32)
+
+
+class Both(torch.nn.Module):
+    def forward(self, dense: Tensor, item: Tensor, user: Tensor) -> Tensor:
+        return torch.cat([dense, item * 2, user], 1).cumsum(1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "both.pt2"
+    return save(Both(), path, torch.zeros(2, 2), torch.zeros(2, 6), torch.zeros(2, 5))
+
+
+@pytest.fixture
+def served(tmp_path: Path, program: Path) -> Iterator[InThread]:
+    change(tmp_path / "store", 1)
+    with serving(tmp_path / "store", model=str(program)) as server:
+        yield server
+
+
+def by_hand(server: InThread, program: Path) -> Any:
+    with tierstore.open(server.config.store, mode="r", **SMALL) as store:
+        item = store["item"].pooled(torch.tensor([3, 4, 5]), torch.tensor([0, 2, 3]))
+        user = store["user"].pooled(torch.tensor([6, 7]), torch.tensor([0, 0, 2]))
+    with torch.no_grad():
+        return torch.export.load(program).module()(torch.from_numpy(DENSE), item, user).numpy()
+
+
+def inputs_of(triton: Any) -> list[Any]:
+    arrays = {"dense": ("FP32", DENSE), "values": ("INT64", VALUES), "lengths": ("INT32", LENGTHS)}
+    made = []
+    for name, (datatype, array) in arrays.items():
+        made.append(triton.InferInput(name, list(array.shape), datatype))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+def test_clients_get_the_programs_bits_before_and_after_a_commit(served: InThread, program: Path) -> None:
+    for seed in (1, 2):
+        if seed > 1:
+            change(Path(served.config.store), seed)
+            wait_for(lambda: served.engine.version == 2)
+        want = by_hand(served, program)
+        with tritonclient.http.InferenceServerClient(served.url.removeprefix("http://")) as http:
+            assert http.infer("both", inputs_of(tritonclient.http)).as_numpy("output").tobytes() == want.tobytes()
+            names = [each["name"] for each in http.get_model_metadata("both")["inputs"]]
+            assert names == ["dense", "values", "lengths"]
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as grpc:
+            found = grpc.infer("both", inputs_of(tritonclient.grpc))
+            assert found.as_numpy("output").tobytes() == want.tobytes()
+            assert found.get_response().model_version == str(seed)
+
+
+def test_a_version_without_one_of_its_tables_is_served_without_it(
+    tmp_path: Path, program: Path, warm_writer: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a replica that goes back to before its source had the table."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, names=("item",))
+    apply_update(replica, write_update(source, tmp_path / "first").path)
+    change(source, 2)
+    inputs: dict[str, Any] = {"dense": DENSE, "values": VALUES, "lengths": LENGTHS}
+    with serving(replica, updates=True) as server:
+        assert not publish(source, [server.admin])[0].error
+    with serving(replica, updates=True, model=str(program)) as server, Client(server.url) as client:
+        before = client.infer("both", inputs)
+        back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
+        assert back.json() == {"version": 1}
+        with pytest.raises(ServeError, match="no model 'both'"):
+            client.infer("both", inputs)
+        assert "version 1 is served without the model of" in caplog.text
+        assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
+        assert not publish(source, [server.admin])[0].error
+        after = client.infer("both", inputs)
+    assert (before.version, after.version) == ("2", "2")
+    assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()
+
+
+def test_a_program_that_does_not_fit_is_told_before_the_server_is_ready(tmp_path: Path, program: Path) -> None:
+    change(tmp_path / "store", 1, names=("other",))
+    with (
+        pytest.raises(ValueError, match=r"none of its inputs \(dense, item, user\) .* the store's features are other$"),
+        serving(tmp_path / "store", model=str(program)),
+    ):
+        pass
