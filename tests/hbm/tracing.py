@@ -9,12 +9,14 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from torch import Tensor
 
 from tierstore.hbm import build, rows_twin
+from tierstore.hbm.batch import Groups
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.staging import Staging
 
@@ -118,18 +120,28 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int) -> Trace:
     trace = Trace(seed)
     monkeypatch.setattr(build, "open_lane", lambda _: TracingLane(trace))
 
-    def watch(owner: Any, name: str, place: int, *, writes: bool) -> None:
+    def watch(owner: Any, name: str, slots_of: Callable[..., Tensor], *, writes: bool) -> None:
         real = getattr(owner, name)
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            trace.use(name, sorted({slot for slot in arguments[place].tolist() if slot >= 0}), writes=writes)
+            slots = {slot for slot in slots_of(*arguments).tolist() if slot >= 0}
+            trace.use(name, sorted(slots), writes=writes)
             return real(*arguments, **named)
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(rows_twin, "pool_rows", 1, writes=False)
-    watch(rows_twin, "dot_rows", 1, writes=False)
-    watch(rows_twin, "update_rows", 2, writes=True)
-    watch(Staging, "bring", 2, writes=True)
-    watch(Staging, "take", 2, writes=False)
+    def second(_: Any, slots: Tensor, *others: Any) -> Tensor:
+        return slots
+
+    def third(_one: Any, _other: Any, slots: Tensor, *others: Any) -> Tensor:
+        return slots
+
+    def updated(_: Any, groups: Groups, slots: Tensor, first: int) -> Tensor:
+        return slots[: max(int(groups.num_unique) - first, 0)]  # what is behind is undefined
+
+    watch(rows_twin, "pool_rows", second, writes=False)
+    watch(rows_twin, "dot_rows", second, writes=False)
+    watch(rows_twin, "update_rows", updated, writes=True)
+    watch(Staging, "bring", third, writes=True)
+    watch(Staging, "take", third, writes=False)
     return trace
