@@ -51,9 +51,9 @@ class FullCache(HostCache):
     """
 
     def __init__(self, tables: Mapping[int, range], *, weight_words: int, state_words: int) -> None:
-        self.numbering = RowNumbering(tables)
-        capacity = self.numbering.num_rows
+        capacity = sum(len(rows) for rows in tables.values())
         require_capacity(capacity)
+        self.numbering = RowNumbering(tables)
         flags, pins = np.zeros(capacity, np.uint8), np.zeros(capacity, np.int32)
         super().__init__(
             flags, pins, np.zeros(NUM_TALLIES, np.int64), weight_words=weight_words, state_words=state_words

@@ -18,16 +18,12 @@ class RowNumbering:
 
     Args:
         tables: the range of the rows of each table, by table index.
-
-    Attributes:
-        num_rows: of all tables.
     """
 
     def __init__(self, tables: Mapping[int, range]) -> None:
         self._tables: Int64s = np.array(sorted(tables), np.int64)
         rows = [tables[int(index)] for index in self._tables]
         sizes = np.array([len(each) for each in rows], np.int64)
-        self.num_rows: Final = int(sizes.sum())
         self._firsts: Int64s = np.cumsum(sizes) - sizes
         # By table index: the slot that row 0 has or would have, and the range of rows.
         self._first_of, self._low_of, self._high_of = np.zeros((3, int(self._tables[-1]) + 1), np.int64)
