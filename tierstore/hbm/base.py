@@ -5,6 +5,7 @@ Implementations: ``full`` (every row has a slot) and ``pool`` (some rows do, and
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
-from ..errors import ClosedError
+from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Int32s, Int64s
-from ..pool import Pool
+from ..pool import PIN_POLL_SECONDS, Pool
+from ..system.signals import shielded
 from . import rows_twin
 from .batch import Bags, Groups
 from .lanes import Mark
@@ -29,6 +31,8 @@ _INT32_MAX: Final = 2**31 - 1
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 _RULES_KEPT: Final = 64
+_TRANSIENT_SECONDS: Final = 1.0
+"""No read or write of rows takes longer."""
 
 
 class Positions(Protocol):
@@ -306,13 +310,30 @@ class DeviceRows(ABC):
     def flush(self) -> None:
         """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
 
-    @abstractmethod
-    def emptied(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
         """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
 
         Raises:
             TableError: rows are in use, and still after a second.
         """
+        with self.lock:
+            self._empty()
+            yield
+
+    @shielded
+    def _empty(self) -> None:
+        deadline = time.monotonic() + _TRANSIENT_SECONDS
+        while self.num_leased and time.monotonic() < deadline:
+            time.sleep(PIN_POLL_SECONDS / 10)
+        if self.num_leased:
+            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
+        self.flush()
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget all rows; none is in use, or newer than below."""
 
     # State
 

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache.numbering import RowNumbering
-from ..errors import TableError
 from ..kernels.arrays import Int32s, Int64s
-from ..pool import PIN_POLL_SECONDS, Pool
+from ..pool import Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
@@ -36,8 +35,6 @@ DIRTY_BYTES: Final = 1
 """Of each row."""
 _LOAD_BUFFERS: Final = 64
 """Rows are loaded by so many staging buffers at a time: what is announced to the pool below at once."""
-_TRANSIENT_SECONDS: Final = 1.0
-"""No read or write of rows takes longer."""
 
 
 class FullSize(NamedTuple):
@@ -255,21 +252,8 @@ class FullRows(DeviceRows):
             finally:
                 self.fill_seconds += time.perf_counter() - started
 
-    @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
+    def _forget(self) -> None:
         """See ``DeviceRows``; the next use brings all rows in again."""
-        with self.lock:
-            self._empty()
-            yield
-
-    @shielded
-    def _empty(self) -> None:
-        deadline = time.monotonic() + _TRANSIENT_SECONDS
-        while self.num_leased and time.monotonic() < deadline:
-            time.sleep(PIN_POLL_SECONDS / 10)
-        if self.num_leased:
-            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
-        self.flush()
         self._loaded = None
 
     # Whole rows, for their owner

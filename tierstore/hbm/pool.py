@@ -38,7 +38,7 @@ from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
 from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
-from ..errors import BudgetError, TableError
+from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
@@ -53,8 +53,6 @@ from .sending import Sender
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
-_TRANSIENT_SECONDS: Final = 1.0
-"""No read or write of rows takes longer."""
 
 
 class HbmSize(NamedTuple):
@@ -472,21 +470,8 @@ class HbmPool(DeviceRows):
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
 
-    @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
+    def _forget(self) -> None:
         """See ``DeviceRows``."""
-        with self.lock:
-            self._empty()
-            yield
-
-    @shielded
-    def _empty(self) -> None:
-        deadline = time.monotonic() + _TRANSIENT_SECONDS
-        while self.num_leased and time.monotonic() < deadline:
-            time.sleep(PIN_POLL_SECONDS / 10)
-        if self.num_leased:
-            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
-        self.flush()
         with self.lane.side():
             self.cache.clear()
             self.overflow.forget()
