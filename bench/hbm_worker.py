@@ -87,8 +87,9 @@ def _read_all(store: Any) -> None:
     import torch
 
     for table in store.tables.values():
-        for ids in torch.arange(table.config.num_embeddings).split(CHUNK_ROWS):
-            table.read(ids)
+        rows = table.config.num_embeddings
+        for start in range(0, rows, CHUNK_ROWS):
+            table.read(torch.arange(start, min(start + CHUNK_ROWS, rows)))
 
 
 @contextlib.contextmanager
