@@ -22,7 +22,7 @@ _WORKER: Final = ROOT / "bench" / "hbm_worker.py"
 _NOW, _BEFORE = "now", "before"
 _KINDS: Final = {
     "all": "all rows",
-    "hits": "some rows, all of the batch among them",
+    "hits": "some rows, those of the batch among them",
     "misses": "some rows, new batches",
 }
 _LAUNCHES_MAX: Final = {"all": 10, "hits": 15}
