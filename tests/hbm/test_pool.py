@@ -408,6 +408,15 @@ def test_held_overflow_slots_leave_half_of_them(hot: HbmPool) -> None:
     leases.clear()
 
 
+def test_rows_in_overflow_are_counted_as_dirty(hot: HbmPool) -> None:
+    outer = acquire(hot, range(CACHED))
+    write(hot, [100], 5.0)
+    assert hot.num_dirty == 1
+    outer.release()
+    hot.flush()
+    assert hot.num_dirty == 0
+
+
 def test_waiting_for_room_ends_in_an_error(hot: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hbm_pool, "PIN_WAIT_SECONDS", 0.1)
     lease = acquire(hot, range(ROOM))

@@ -27,7 +27,8 @@ from .batch import Bags, Groups
 from .lanes import Mark
 from .sending import Field, Sender
 
-_INT32_MAX: Final = 2**31 - 1
+_POSITIONS_MAX: Final = 2**30
+"""Of a batch: kernels number them by int32, and add two such numbers."""
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 _RULES_KEPT: Final = 64
@@ -82,16 +83,17 @@ class DeviceBatch:
     Attributes:
         bags: where its positions lie.
         rows: int32 [N], the slot of each position, or int64 [N], its key.
-        ready: when all of it is there.
+        ready: when bags are there; rows_ready: when rows are.
         grouping: its positions by row, as its pool groups them; None until it did.
     """
 
-    __slots__ = ("bags", "grouping", "ready", "rows")
+    __slots__ = ("bags", "grouping", "ready", "rows", "rows_ready")
 
-    def __init__(self, bags: Bags, rows: Tensor, ready: Mark) -> None:
+    def __init__(self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark) -> None:
         self.bags = bags
         self.rows = rows
         self.ready = ready
+        self.rows_ready = rows_ready
         self.grouping: Any = None
 
     def __len__(self) -> int:
@@ -184,15 +186,16 @@ class DeviceRows(ABC):
         """A batch, on its way by one copy on the side stream.
 
         Args:
-            rows: the batch's ``DeviceBatch.rows``, if they are on the device already.
+            rows: the batch's ``DeviceBatch.rows``, if they are on the device already, made on the calling thread's
+                current stream.
 
         Raises:
-            ValueError: an id outside its table; or over 2**31 - 1 positions.
+            ValueError: an id outside its table; or over 2**30 positions.
         """
         self.require_open()
         count, features = len(positions), len(positions.columns)
-        if count > _INT32_MAX:
-            raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {_INT32_MAX}")
+        if count > _POSITIONS_MAX:
+            raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {_POSITIONS_MAX}")
         own_rows = count if rows is None else 0
         columns = positions.columns
         fields: list[Field] = [
@@ -216,8 +219,6 @@ class DeviceRows(ABC):
         given = None if rows is None else self.lane.mark()
         (sent, starts, sent_columns, table_of, scale), _ = self._sender.send(fields, fill)
         with self.lane.side():
-            if given is not None:
-                self.lane.follow(given)
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
             ready = self.lane.mark()
@@ -225,7 +226,7 @@ class DeviceRows(ABC):
             starts, bag_of, sent_columns, table_of, positions.batch, scale if len(scale) else None,
             int(np.gcd.reduce(columns, initial=_WIDE)),
         )  # fmt: skip
-        return DeviceBatch(bags, sent if rows is None else rows, ready)
+        return DeviceBatch(bags, sent if rows is None else rows, ready, ready if given is None else given)
 
     @abstractmethod
     def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
@@ -261,6 +262,10 @@ class DeviceRows(ABC):
         """int64 [U], on the device: the keys of the distinct rows of a grouped batch. Waits for the device."""
 
     @abstractmethod
+    def position_keys(self, batch: DeviceBatch) -> Int64s:
+        """Numpy int64 [N]: the key of each position. Waits for the device; also after ``close``."""
+
+    @abstractmethod
     def hold(self, lease: DeviceLease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
 
@@ -272,7 +277,8 @@ class DeviceRows(ABC):
             self._retained.append((self.lane.mark(), objects))
 
     def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
-        """Rules on the device, sent again only when they changed, for the calling thread's current stream.
+        """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
+        retains them.
 
         Args:
             indices: of the tables; codes: their optimizers; hyper: float32 [T, NUM_HYPER].
@@ -293,7 +299,6 @@ class DeviceRows(ABC):
                 self._rules.clear()
             self._rules[indices] = known
         self.lane.follow(known.ready)
-        self.retain(known.rules)
         return known.rules
 
     # Whole rows, for their owner
@@ -371,9 +376,13 @@ class DeviceRows(ABC):
     def check_integrity(self) -> None:
         """AssertionError unless the books are whole."""
 
+    def refuse(self) -> None:
+        """Refuse further use, by ClosedError."""
+        self._closed = True
+
     def close(self) -> None:
         """Refuse further use, and wait until no work that was given to the device uses the rows."""
-        self._closed = True
+        self.refuse()
         with self.lock, self.lane.side():
             self._follow_users()
             self.lane.mark().synchronize()

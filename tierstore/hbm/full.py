@@ -33,8 +33,8 @@ from .staging import Staging, staging_bytes
 
 DIRTY_BYTES: Final = 1
 """Of each row."""
-_LOAD_BUFFERS: Final = 64
-"""Rows are loaded by so many staging buffers at a time: what is announced to the pool below at once."""
+_BUFFERS_AT_ONCE: Final = 64
+"""Rows are moved by so many staging buffers at a time: so many keys and slots are in memory at once."""
 
 
 class FullSize(NamedTuple):
@@ -61,7 +61,7 @@ class _Grouping(NamedTuple):
 
 
 class FullLease:
-    """A batch between its first use and its last; its rows stay where they are anyway."""
+    """A batch between its first use and its last, counted while it is held; its rows stay where they are anyway."""
 
     __slots__ = ("_batch", "_rows", "held")
 
@@ -73,16 +73,14 @@ class FullLease:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """See ``DeviceLease``."""
-        if self._rows is None:
+        assert self._rows is not None, "rows are used after their release"
+        with self._rows.in_use(self._batch.ready):
             yield
-        else:
-            with self._rows.in_use(self._batch.ready):
-                yield
 
     def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
         """See ``DeviceLease``."""
         rows, self._rows = self._rows, None
-        if rows is not None:
+        if rows is not None and self.held:
             rows.released.append(None)
 
     def __del__(self) -> None:
@@ -130,24 +128,20 @@ class FullRows(DeviceRows):
 
     def stage(self, batch: DeviceBatch) -> FullLease:
         """See ``DeviceRows``; a batch that may be trained is grouped ahead, on the side stream."""
-        self._load()
+        with self.lock:
+            self.require_open()
+            self._load()
         if self._is_trained:
             with self.lane.side():
-                batch.grouping = self._grouped(batch)
-        lease = self._lease(batch)
-        lease.held = True
+                self._grouped(batch)
+        lease = FullLease(self, batch)
+        self.hold(lease)
         return lease
-
-    def _lease(self, batch: DeviceBatch) -> FullLease:
-        with self._count_lock:
-            self._num_leased += 1
-        return FullLease(self, batch)
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
-        self._load()
-        own = self._lease(batch) if lease is None else lease
         self._note_hits(len(batch))
+        own = FullLease(self, batch) if lease is None else lease
         try:
             yield Part(0, len(batch), batch.rows, None, own)
         finally:
@@ -161,8 +155,7 @@ class FullRows(DeviceRows):
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
         """See ``DeviceRows``: one part."""
-        self._load()
-        yield RowPart(0, self._grouped(batch).slots, self._lease(batch) if lease is None else lease)
+        yield RowPart(0, self._grouped(batch).slots, FullLease(self, batch) if lease is None else lease)
 
     def groups(self, batch: DeviceBatch) -> Groups:
         """See ``DeviceRows``."""
@@ -173,7 +166,7 @@ class FullRows(DeviceRows):
     def _grouped(self, batch: DeviceBatch) -> _Grouping:
         """Group on the calling thread's current stream, if that was not done."""
         if batch.grouping is None:
-            self.lane.follow(batch.ready)
+            self.lane.follow(batch.rows_ready)
             slots, groups = group_slots(batch.rows)
             batch.grouping = _Grouping(slots, groups, self.lane.mark())
         made: _Grouping = batch.grouping
@@ -181,12 +174,19 @@ class FullRows(DeviceRows):
 
     def keys(self, batch: DeviceBatch) -> Tensor:
         """See ``DeviceRows``."""
-        grouping = self._grouped(batch)
-        slots = grouping.slots[: int(grouping.groups.num_unique)].cpu().numpy()
-        return torch.from_numpy(self._numbering.keys_at(slots)).to(self.device)
+        groups = self.groups(batch)
+        slots = self._grouped(batch).slots[: int(groups.num_unique)].cpu().numpy()
+        return torch.from_numpy(self._keys_at(slots)).to(self.device)
+
+    def position_keys(self, batch: DeviceBatch) -> Int64s:
+        """See ``DeviceRows``."""
+        self.lane.follow(batch.rows_ready)
+        return self._keys_at(batch.rows.cpu().numpy())
 
     def hold(self, lease: Any) -> bool:
         """See ``DeviceRows``; there always is room."""
+        with self._count_lock:
+            self._num_leased += 1
         lease.held = True
         return True
 
@@ -195,8 +195,7 @@ class FullRows(DeviceRows):
         """What the calling thread's current stream is given within uses the rows, after these marks."""
         with self.lock:
             self.require_open()
-            loaded = self._loaded
-            for mark in (*marks, *(() if loaded is None else (loaded,))):
+            for mark in (*marks, self._load()):
                 self.lane.follow(mark)
             try:
                 yield
@@ -211,22 +210,24 @@ class FullRows(DeviceRows):
 
     # Rows from and to the pool below
 
-    def _load(self) -> None:
-        """Bring every row in, unless they are."""
+    def _load(self) -> Mark:
+        """Bring every row in, unless they are; when they are. The caller holds ``lock``."""
         if self._loaded is None:
-            with self.lock:
-                if self._loaded is None:
-                    self.require_open()
-                    started = time.perf_counter()
-                    with self.lane.side():
-                        self._loaded = self._bring_all()
-                    self.fill_seconds += time.perf_counter() - started
+            started = time.perf_counter()
+            with self.lane.side():
+                self._loaded = self._bring_all()
+            self.fill_seconds += time.perf_counter() - started
+        return self._loaded
+
+    @property
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """All slots, some at a time."""
+        step = self._staging.rows * _BUFFERS_AT_ONCE
+        return ((first, min(first + step, self.capacity_rows)) for first in range(0, self.capacity_rows, step))
 
     def _bring_all(self) -> Mark:
         self._follow_users()
-        step = self._staging.rows * _LOAD_BUFFERS
-        for first in range(0, self.capacity_rows, step):
-            last = min(first + step, self.capacity_rows)
+        for first, last in self._ranges:
             slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
             self._staging.bring(self._keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
         return self.lane.mark()
@@ -239,18 +240,22 @@ class FullRows(DeviceRows):
         """See ``DeviceRows``. Whoever is about to use rows waits for it."""
         with self.lock, self.lane.side():
             self._follow_users()
-            slots = torch.nonzero(self._marks).flatten().to(torch.int32)
-            if not len(slots):
-                return
-            self._marks.zero_()
             started = time.perf_counter()
+            for first, last in self._ranges:
+                self._flush_some(first, last)
+            self.fill_seconds += time.perf_counter() - started
+
+    def _flush_some(self, first: int, last: int) -> None:
+        """Those of the slots ``[first, last)``."""
+        slots = torch.nonzero(self._marks[first:last]).flatten() + first
+        if len(slots):
+            self._marks[slots] = 0
+            slots = slots.to(torch.int32)
             try:
                 self._staging.take(self._keys_at(slots.cpu().numpy()), slots, self._below.put)
             except BaseException:
                 self._marks[slots.long()] = 1
                 raise
-            finally:
-                self.fill_seconds += time.perf_counter() - started
 
     def _forget(self) -> None:
         """See ``DeviceRows``; the next use brings all rows in again."""
@@ -261,7 +266,6 @@ class FullRows(DeviceRows):
     @shielded
     def read(self, keys: Int64s) -> Tensor:
         """See ``DeviceRows``."""
-        self._load()
         slots, sent = self._send_slots(keys)
         self._note_hits(len(keys))
         with self.in_use(sent):
@@ -272,7 +276,6 @@ class FullRows(DeviceRows):
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
         """See ``DeviceRows``."""
-        self._load()
         distinct, place = np.unique(keys[::-1], return_index=True)
         last = torch.from_numpy(len(keys) - 1 - place)
         slots, sent = self._send_slots(distinct)

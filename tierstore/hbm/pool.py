@@ -151,7 +151,7 @@ class HbmPool(DeviceRows):
     def _grouped(self, batch: DeviceBatch) -> _Grouped:
         if batch.grouping is None:
             with self.lane.side():
-                self.lane.follow(batch.ready)
+                self.lane.follow(batch.rows_ready)
                 batch.grouping = _Grouped(group_keys(batch.rows), self.lane.mark())
         made: _Grouped = batch.grouping
         return made
@@ -187,6 +187,12 @@ class HbmPool(DeviceRows):
         """See ``DeviceRows``."""
         groups = self.groups(batch)
         return self._grouped(batch).grouping.keys[: int(groups.num_unique)]
+
+    def position_keys(self, batch: DeviceBatch) -> Int64s:
+        """See ``DeviceRows``."""
+        self.lane.follow(batch.rows_ready)
+        keys: Int64s = batch.rows.cpu().numpy()
+        return keys
 
     # Leases
 
@@ -521,8 +527,10 @@ class HbmPool(DeviceRows):
 
     @property
     def num_dirty(self) -> int:
-        """See ``DeviceRows``; of those in the cache."""
-        return len(self.cache.slots_with(DIRTY))
+        """See ``DeviceRows``."""
+        with self.lock, self.lane.side():
+            self._reclaim(wait=True)
+            return len(self.cache.slots_with(DIRTY)) + self.overflow.num_dirty
 
     @property
     def capacity_rows(self) -> int:

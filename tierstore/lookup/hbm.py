@@ -4,14 +4,15 @@ The host joins and checks the ids while it writes them to page-locked memory, an
 one copy on the side stream. Forward and backward run on the caller's current stream.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows
+from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules
 from ..kernels.arrays import Floats, Int64s
 from ..optim.configs import adding
 from ..pool import Pool
@@ -37,6 +38,7 @@ class HbmLookup(OverJoined):
         self._batch: DeviceBatch | None = None
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
+        self._rules: Rules | None = None
 
     @classmethod
     def merged(cls, lookups: "Sequence[HbmLookup]", widths: Sequence[int]) -> "HbmLookup":
@@ -72,6 +74,8 @@ class HbmLookup(OverJoined):
         assert isinstance(rows, DeviceRows), "a lookup in device memory over a pool without"
         rows.lane.require_no_capture()
         if rows is not self._rows or self._batch is None:
+            if self._rows is not None and self._batch is not None:
+                self.joined.note_keys(self._rows.position_keys(self._batch))
             known = self._known_rows(rows)
             self._rows, self._batch = rows, rows.send(self.joined, known)
         return rows, self._batch
@@ -84,8 +88,10 @@ class HbmLookup(OverJoined):
         empty = torch.empty(0, dtype=rows.row_dtype, device=rows.device)
         for piece in pieces:
             if piece is not None:
-                rows.lane.follow(piece.ready)
-        return torch.cat(self.joined.over_positions([empty if piece is None else piece.rows for piece in pieces]))
+                rows.lane.follow(piece.rows_ready)
+        known = torch.cat(self.joined.over_positions([empty if piece is None else piece.rows for piece in pieces]))
+        rows.retain(*pieces)
+        return known
 
     @shielded
     def stage(self) -> None:
@@ -100,6 +106,15 @@ class HbmLookup(OverJoined):
         if lease is not None:
             lease.release()
 
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[tuple[DeviceRows, DeviceBatch]]:
+        """The pool and the batch there; what kernels read is kept until the work given within is done."""
+        rows, batch = self._sent()
+        try:
+            yield rows, batch
+        finally:
+            rows.retain(batch, self._arg_max, self._rules)
+
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
@@ -107,37 +122,35 @@ class HbmLookup(OverJoined):
             for column in self.joined.columns.tolist():
                 out[:, column : column + self.joined.tables[0].layout.dim] = 0
             return
-        rows, batch = self._sent()
-        if self._mode == kernels.MAX:
-            shape = len(self.joined.bag_starts) - 1, rows.layout.dim
-            self._arg_max = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        for part in rows.parts(batch, self._lease):
-            with part.lease.in_use():
-                rows.kernels.pool_rows(
-                    batch.bags, part.slots, part.inverse, part.first, part.last, mode=self._mode, weights=rows.weights,
-                    dim=rows.layout.dim, out=out, arg_max=self._arg_max,
-                )  # fmt: skip
-            is_whole = part.last - part.first == len(batch)
-            if keep and is_whole and not part.lease.held and rows.hold(part.lease):
-                self._lease = part.lease
-        if not keep:
-            self.release()
-        rows.retain(batch)
+        with self._on_device() as (rows, batch):
+            if self._mode == kernels.MAX:
+                shape = len(self.joined.bag_starts) - 1, rows.layout.dim
+                self._arg_max = torch.empty(shape, dtype=torch.int32, device=rows.device)
+            for part in rows.parts(batch, self._lease):
+                with part.lease.in_use():
+                    rows.kernels.pool_rows(
+                        batch.bags, part.slots, part.inverse, part.first, part.last, mode=self._mode,
+                        weights=rows.weights, dim=rows.layout.dim, out=out, arg_max=self._arg_max,
+                    )  # fmt: skip
+                is_whole = part.last - part.first == len(batch)
+                if keep and is_whole and not part.lease.held and rows.hold(part.lease):
+                    self._lease = part.lease
+            if not keep:
+                self.release()
 
     @shielded
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """See ``Lookup.scale_gradient``; waits for the device."""
         if self._is_empty:
             return
-        rows, batch = self._sent()
-        own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
-        for part in rows.parts(batch, self._lease):
-            with part.lease.in_use():
-                rows.kernels.dot_rows(
-                    batch.bags, part.slots, part.inverse, part.first, part.last, weights=rows.weights,
-                    dim=rows.layout.dim, grad_out=grad_out, grad_scale=own,
-                )  # fmt: skip
-        rows.retain(batch)
+        with self._on_device() as (rows, batch):
+            own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
+            for part in rows.parts(batch, self._lease):
+                with part.lease.in_use():
+                    rows.kernels.dot_rows(
+                        batch.bags, part.slots, part.inverse, part.first, part.last, weights=rows.weights,
+                        dim=rows.layout.dim, grad_out=grad_out, grad_scale=own,
+                    )  # fmt: skip
         self.joined.scatter(own.cpu().numpy(), grad_scale)
 
     @shielded
@@ -147,23 +160,22 @@ class HbmLookup(OverJoined):
         hyper = joined.next_hyper()
         if self._is_empty:
             return
-        rows, batch = self._sent()
-        codes = tuple(table.config.optimizer.code for table in joined.tables)
-        rules = rows.rules(tuple(table.index for table in joined.tables), codes, hyper)
-        groups = rows.groups(batch)
-        held, self._lease = self._lease, None
-        for part in rows.row_parts(batch, held):
-            try:
-                with part.lease.in_use():
-                    rows.kernels.update_rows(
-                        batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
-                        mean=self._mode == kernels.MEAN, **rules._asdict(), weights=rows.weights, state=rows.state,
-                        dim=rows.layout.dim, dirty=rows.dirty,
-                    )  # fmt: skip
-            finally:
-                # Also where it failed half way: some rows may have changed.
-                part.lease.release(changed=True)
-        rows.retain(batch)
+        with self._on_device() as (rows, batch):
+            codes = tuple(table.config.optimizer.code for table in joined.tables)
+            self._rules = rules = rows.rules(tuple(table.index for table in joined.tables), codes, hyper)
+            groups = rows.groups(batch)
+            held, self._lease = self._lease, None
+            for part in rows.row_parts(batch, held):
+                try:
+                    with part.lease.in_use():
+                        rows.kernels.update_rows(
+                            batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
+                            mean=self._mode == kernels.MEAN, **rules._asdict(), weights=rows.weights,
+                            state=rows.state, dim=rows.layout.dim, dirty=rows.dirty,
+                        )  # fmt: skip
+                finally:
+                    # Also where it failed half way: some rows may have changed.
+                    part.lease.release(changed=True)
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
@@ -172,18 +184,17 @@ class HbmLookup(OverJoined):
         dim = tables[0].layout.dim
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
-        rows, batch = self._sent()
-        groups = rows.groups(batch)
-        keys = rows.keys(batch)
-        values = torch.zeros((len(keys), dim), dtype=torch.float32, device=rows.device)
-        codes, hyper = adding(len(tables))
-        rows.kernels.update_rows(
-            batch.bags, groups, torch.arange(len(keys), dtype=torch.int32, device=rows.device), 0, grad_out=grad_out,
-            arg_max=self._arg_max, mean=self._mode == kernels.MEAN, codes=tuple(codes.tolist()),
-            code_of=torch.from_numpy(codes.astype(np.int32)).to(rows.device),
-            hyper=torch.from_numpy(hyper).to(rows.device), weights=values, state=values.new_zeros((len(keys), 1)),
-            dim=dim, dirty=None,
-        )  # fmt: skip
-        self.release()
-        rows.retain(batch)
+        with self._on_device() as (rows, batch):
+            groups = rows.groups(batch)
+            keys = rows.keys(batch)
+            values = torch.zeros((len(keys), dim), dtype=torch.float32, device=rows.device)
+            codes, hyper = adding(len(tables))
+            rows.kernels.update_rows(
+                batch.bags, groups, torch.arange(len(keys), dtype=torch.int32, device=rows.device), 0,
+                grad_out=grad_out, arg_max=self._arg_max, mean=self._mode == kernels.MEAN, codes=tuple(codes.tolist()),
+                code_of=torch.from_numpy(codes.astype(np.int32)).to(rows.device),
+                hyper=torch.from_numpy(hyper).to(rows.device), weights=values, state=values.new_zeros((len(keys), 1)),
+                dim=dim, dirty=None,
+            )  # fmt: skip
+            self.release()
         return by_table(tables, keys, values)

@@ -145,6 +145,10 @@ class Joined:
         else:
             np.subtract(self.keys, self.shifts(numbering), out=out, casting="same_kind")
 
+    def note_keys(self, keys: Int64s) -> None:
+        """Take over what ``keys`` would find: the caller's ids may have changed since they were read."""
+        self._keys = keys
+
     def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
         """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering

@@ -121,6 +121,17 @@ class Pool:
         """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
         return contextlib.nullcontext() if self.hot is None else self.hot.emptied()
 
+    @property
+    def lock_above(self) -> AbstractContextManager[Any]:
+        """The lock of the tier above, if there is one; to be taken before those of this one."""
+        return contextlib.nullcontext() if self.hot is None else self.hot.lock
+
+    def refuse(self) -> None:
+        """Refuse further use, here and in the tier above; waiters are told."""
+        if self.hot is not None:
+            self.hot.refuse()
+        self.arena.refuse()
+
     def settle(self) -> None:
         """Have the tier above, if there is one, copy its newer rows into this one."""
         if self.hot is not None:

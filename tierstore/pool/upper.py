@@ -12,6 +12,11 @@ class UpperTier(Protocol):
     """A faster tier that may hold newer values of a pool's rows."""
 
     @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while rows come in or go down; taken before the locks of the pool."""
+        ...
+
+    @property
     def has_room(self) -> bool:
         """Whether one more lease could be held."""
         ...
@@ -47,6 +52,10 @@ class UpperTier(Protocol):
         """Within it, no row is in this tier."""
         ...
 
+    def refuse(self) -> None:
+        """Refuse further use, by ClosedError."""
+        ...
+
     def close(self) -> None:
-        """Refuse further use."""
+        """Refuse further use, and let nothing use the rows when it returns."""
         ...

@@ -33,6 +33,8 @@ OVERFLOW_SHARE: Final = 1 / 16
 """Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
 MIN_OVERFLOW_ROWS: Final = 64
 _MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
+_NEVER_BYTES: Final = 2**62
+"""Of a tier whose slots int32 cannot number."""
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
 MAX_STAGING_BYTES: Final = 8 * 2**20
@@ -91,7 +93,10 @@ def divide_hbm(
     budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object
 ) -> dict[RowLayout, HbmSize | FullSize]:
     """The same of device memory; arguments and errors as of ``divide``."""
-    full = {layout: full_hbm_bytes_of(layout, count) for layout, count in rows.items()}
+    full = {
+        layout: full_hbm_bytes_of(layout, count) if count <= CAPACITY_MAX else _NEVER_BYTES
+        for layout, count in rows.items()
+    }
     if budget >= sum(full.values()):
         return {layout: _full_hbm_size(layout, count) for layout, count in rows.items()}
     wanted = {layout: min(count, _MOST_SLOTS) for layout, count in rows.items()}

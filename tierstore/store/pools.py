@@ -110,11 +110,13 @@ class Pools:
         """Have all pools refuse further use, if no row is in use or dirty."""
         with contextlib.ExitStack() as stack:
             for pool in self:
+                stack.enter_context(pool.lock_above)
+            for pool in self:
                 stack.enter_context(pool.arena.lock)
             if any(pool.in_use or not pool.is_clean for pool in self):
                 return False
             for pool in self:
-                pool.arena.refuse()
+                pool.refuse()
             return True
 
     def close(self) -> None:
