@@ -50,15 +50,22 @@ def join_ids(
     Returns:
         -1, or the position in ``ids`` of the first id outside its table.
     """
-    for bag in range(begin, end):
-        feature = bag // batch
+    if begin == end:
+        return np.int64(-1)
+    for feature in range(begin // batch, (end - 1) // batch + 1):
         first, limit = firsts[feature], num_rows[feature]
         shift = starts[feature] - bag_starts[feature * batch]
-        for position in range(bag_starts[bag], bag_starts[bag + 1]):
+        low, high = bag_starts[max(begin, feature * batch)], bag_starts[min(end, feature * batch + batch)]
+        is_outside = False  # looked at once, so that the loop is vector code
+        for position in range(low, high):
             row = np.int64(item(ids, position + shift))
-            if row < 0 or row >= limit:
-                return position + shift
+            is_outside |= (row < 0) | (row >= limit)
             put(joined, position, first + row)
+        if is_outside:
+            for position in range(low, high):
+                row = np.int64(item(ids, position + shift))
+                if row < 0 or row >= limit:
+                    return position + shift
     return np.int64(-1)
 
 

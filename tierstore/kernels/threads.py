@@ -125,7 +125,8 @@ class Workers:
         items, total = len(starts) - 1, int(starts[-1] - starts[0])
         parts = min(self.parts(total), items)
         if parts > 1:
-            targets = starts[0] + np.arange(1, parts) * (total / parts)
+            # Of whole numbers: for others, numpy would convert all of starts.
+            targets = starts[0] + np.arange(1, parts) * total // parts
             self.run(work, [0, *np.searchsorted(starts, targets).tolist(), items])
         elif items:
             work(0, items)
