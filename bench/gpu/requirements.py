@@ -84,11 +84,6 @@ def told(missing: list[Lack]) -> str:
     wanted = [shlex.quote(lack.requirement) for lack in missing if lack.requirement]
     if wanted:
         lines += ["", f"    {sys.executable} -m pip install {' '.join(wanted)}"]
-        lines += [
-            "",
-            "Without a network: the same with `pip download --dest wheels` on a machine of this kind that has one,",
-        ]
-        lines += ["then here `pip install --no-index --find-links wheels` of the same."]
     return "\n".join(lines)
 
 

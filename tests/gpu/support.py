@@ -105,7 +105,7 @@ def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
     assert torch.equal(ended.rows, expected.rows), told
 
 
-class LateLane:
+class LateLane(Lane):
     """A lane whose streams are idle for random times before and after every step; on the CPU, the thread is."""
 
     def __init__(self, inner: Lane, delays: "Delays", *, waits: bool = True) -> None:

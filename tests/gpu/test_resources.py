@@ -35,7 +35,7 @@ def in_use(store: tierstore.Store) -> dict[str, int]:
     if store.device.type == "cuda":
         torch.cuda.synchronize()
     assert hot.num_leased == 0  # which also lets go of what is no longer used
-    found = {"released": len(hot.released), "retained": len(hot._retained), "tier": hot.size_bytes + hot.host_bytes}
+    found = {"released": len(hot.released), "retained": hot.num_retained, "tier": hot.size_bytes + hot.host_bytes}
     if store.device.type == "cuda":
         found |= {"device": torch.cuda.memory_allocated()}
         if hasattr(torch.cuda, "host_memory_stats"):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hbm.counting import counting
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.cache.flags import RESIDENT
@@ -475,41 +474,6 @@ def test_staging_takes_as_much_as_it_says(hot: HbmPool) -> None:
     assert hot.host_bytes == size.host_bytes(layout)
     assert isinstance(hot._staging, Staging)
     assert hot._staging.host_bytes == 3 * STAGED * layout.row_bytes
-
-
-# What a GPU would be given, and where the host would wait for it
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    hot = make(below, policy)
-    read(hot, range(20))
-    resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
-
-    def step(keys: torch.Tensor) -> None:
-        lease = hot.acquire(hot.group(keys), len(keys))
-        assert lease is not None
-        lease.release(changed=True)
-        count.catch_up()
-
-    with counting(monkeypatch) as count:
-        step(resident)
-        count.clear()
-        step(resident)
-        step(resident)
-        estimating = ["sketch_estimate", "sketch_count"] if policy == "lfu" else []
-        expected = ["mix_keys", "sort", "count_starts", "place_starts", "edit_flags", "plan", "copy_", "commit"]
-        assert sorted(count.launches) == sorted((expected + estimating) * 2)
-        assert count.waits == ["synchronize"] * 2
-        count.clear()
-        step(new)
-        assert count.waits == ["synchronize"] * 2
-        count.clear()
-        step(torch.arange(30, 40))  # over dirty victims
-        # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
-        assert hot.counters.evictions == 6
-        assert count.waits == ["synchronize"] * (1 + 2 + 1)
-    hot.check_integrity()
 
 
 # At random

@@ -272,9 +272,19 @@ class DeviceRows(ABC):
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
         with self._retain_lock:
-            while self._retained and self._retained[0][0].query():
-                self._retained.popleft()
+            self._let_go()
             self._retained.append((self.lane.mark(), objects))
+
+    @property
+    def num_retained(self) -> int:
+        """How many calls of ``retain`` still keep their objects."""
+        with self._retain_lock:
+            self._let_go()
+            return len(self._retained)
+
+    def _let_go(self) -> None:
+        while self._retained and self._retained[0][0].query():
+            self._retained.popleft()
 
     def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
