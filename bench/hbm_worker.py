@@ -148,10 +148,12 @@ class _Count:
         self.launches: list[str] = []
         self.waits: list[str] = []
         self.sent_bytes = 0
-        self._depth = self._made = self._done = 0
+        self._depth = self._made = self._done = self._step = 0
 
     def clear(self) -> None:
+        """A step begins; the device is at most one step behind the host."""
         self.launches, self.waits, self.sent_bytes = [], [], 0
+        self._done, self._step = max(self._done, self._step), self._made
 
     def launch(self, name: str) -> None:
         if not self._depth:
@@ -168,7 +170,7 @@ class _Count:
             self.sent_bytes += size_bytes
 
     def mark(self) -> Any:
-        """A ``Mark``: done once the host has waited for something later."""
+        """A ``Mark``: done once the host has waited for something later, or the device is a step further."""
         self._made += 1
         number = self._made
 
