@@ -22,7 +22,6 @@ from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined, OfKeys
-from ..lookup.lookup import new_output
 from ..lookup.merging import Merged
 from ..lookup.tables import RowGradients
 from ..optim.configs import RowWiseAdagradOfColumns
@@ -107,7 +106,6 @@ class ShardedLookup(SendsGradients):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         tables: list[Any] = joined.tables
         super().__init__([table.local for table in tables])
-        self.wants_zeros = False
         self.joined = joined
         self.mode = mode
         self._owners = owners
@@ -189,7 +187,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def _from_owners(self, given: Sequence[int], asked: Sequence[int], *, keep: bool) -> Tensor:
         """float32 [sum of asked, width]: results of the owners' lookups, in order of the owners."""
         with self._ranks.together():
-            out = new_output([self.own], (1, sum(given) * self._width), torch.device("cpu"))
+            out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device="cpu")
             self.own.forward(out, keep=keep)
         return self._ranks.exchange_rows(out.view(-1, self._width), given, asked, self._owners.wire.forward)
 

@@ -27,7 +27,6 @@ class ReplicatedLookup(ShardedLookup):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners, own: Any = None) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self.own = make_lookup(joined, mode=mode) if own is None else own
-        self.wants_zeros = self.own.wants_zeros
 
     @classmethod
     def merged(cls, lookups: Sequence["ReplicatedLookup"], widths: Sequence[int]) -> Self:

@@ -8,10 +8,10 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
 from .joined import Joined
-from .tables import FillsOutput, TrainsRows
+from .tables import TrainsRows
 
 
-class AnyLookup(FillsOutput, TrainsRows, Protocol):
+class AnyLookup(TrainsRows, Protocol):
     """See ``lookup.Lookup``."""
 
     joined: Joined

@@ -29,7 +29,6 @@ class HbmLookup(OverJoined):
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
-        self.wants_zeros = False
         self.joined = joined
         self.mode = mode
         self._mode = kernels.MODES[mode]

@@ -21,13 +21,7 @@ from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import ROW_MASK, FillsOutput, RowGradients, in_pool_of
-
-
-def new_output(lookups: Sequence[FillsOutput], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """float32, of such content as the lookups that will fill it ask for."""
-    make = torch.zeros if any(lookup.wants_zeros for lookup in lookups) else torch.empty
-    return make(shape, dtype=torch.float32, device=device)
+from .tables import ROW_MASK, RowGradients, in_pool_of
 
 
 class Lookup(OverJoined):
@@ -40,7 +34,6 @@ class Lookup(OverJoined):
     Attributes:
         joined: its ids.
         mode: as given.
-        wants_zeros: ``forward`` adds to what it is given, and so wants zeros.
 
     Raises:
         ValueError: an id outside its table; names the table and the id. Where each row has a slot of its own,
@@ -48,7 +41,6 @@ class Lookup(OverJoined):
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
-        self.wants_zeros = False
         self.joined = joined
         self.mode = mode
         self._mode = kernels.MODES[mode]

@@ -17,13 +17,6 @@ _T = TypeVar("_T")
 ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
-class FillsOutput(Protocol):
-    """A lookup, to whoever makes its output."""
-
-    wants_zeros: bool
-    """It adds to what it is given."""
-
-
 class RowGradients(NamedTuple):
     """Merged gradients of a table's rows.
 

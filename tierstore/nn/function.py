@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from ..lookup.contract import AnyLookup
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
-from ..lookup.lookup import new_output
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
@@ -206,7 +205,7 @@ def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tenso
 
 def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
     lookups, store = prepared.lookups, prepared.store
-    out = new_output(lookups, prepared.shape, store.device)
+    out = torch.empty(prepared.shape, dtype=torch.float32, device=store.device)
     try:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
             lookup.forward(part, keep=keep)

@@ -18,7 +18,6 @@ from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Jagged, Joined
-from ..lookup.lookup import new_output
 from ..lookup.tables import in_pool_of
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
@@ -277,7 +276,7 @@ class Table(Unpicklable):
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
-        out = new_output([lookup], (jagged.batch, self.layout.dim), self.store.device)
+        out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
         lookup.forward(out, keep=False)
         if self.store.recorder is not None:
             self.store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
