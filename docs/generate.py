@@ -1,8 +1,9 @@
 """Write the benchmark tables of the pages from the JSON in bench/results.
 
 ``python -m docs.generate`` writes docs/benchmarks.md, and in README.md and some other pages what stands between
-``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (tables), and between ``<!-- plot:FILE what it shows -->`` and
-``<!-- /plot -->`` (a plot). ``--check`` only says whether they are up to date.
+``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (its tables; with ``bench:NAME TITLE; TITLE`` those with titles that begin
+so), and between ``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->`` (a plot). ``--check`` only says whether they
+are up to date.
 """
 
 import argparse
@@ -48,7 +49,7 @@ ORDER: Final = (
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
-_BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
+_BLOCK: Final = re.compile(r"<!-- bench:(\w+)(?: ([^\n]+))? -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
 _RENEWED: Final = ("README.md", "docs/data.md", "docs/gpu.md", "docs/performance.md", "docs/planning.md")
 
@@ -93,11 +94,27 @@ def _table(table: dict[str, Any]) -> list[str]:
     return [_line(columns), _line(rule), *map(_line, table["rows"])]
 
 
-def _short(result: dict[str, Any]) -> list[str]:
-    """What README shows: the tables and where they were measured."""
-    lines: list[str] = []
-    for table in result["tables"]:
-        lines += [f"{table['title'][:1].upper()}{table['title'][1:]}:", "", *_table(table), ""]
+def _titled(table: dict[str, Any]) -> list[str]:
+    return [f"{table['title'][:1].upper()}{table['title'][1:]}:", "", *_table(table), ""]
+
+
+def _chosen(result: dict[str, Any], titles: str | None) -> list[dict[str, Any]]:
+    """The tables whose titles begin with one of these, in that order; all without any."""
+    if titles is None:
+        return list(result["tables"])
+    found: list[dict[str, Any]] = []
+    for beginning in titles.split("; "):
+        matching = [table for table in result["tables"] if table["title"].startswith(beginning)]
+        if not matching:
+            known = "; ".join(table["title"] for table in result["tables"])
+            raise ValueError(f"no table of {result['benchmark']}.json begins with {beginning!r}: {known}")
+        found += matching
+    return found
+
+
+def _short(result: dict[str, Any], titles: str | None) -> list[str]:
+    """What a page shows: tables and where they were measured."""
+    lines = [line for table in _chosen(result, titles) for line in _titled(table)]
     name = result["benchmark"]
     machine = result["machine"]
     return [
@@ -114,8 +131,7 @@ def _goal(goal: dict[str, Any]) -> str:
 
 def _section(name: str, result: dict[str, Any]) -> list[str]:
     lines = [f"## {name}", "", result["question"], ""]
-    for table in result["tables"]:
-        lines += [f"{table['title'][:1].upper()}{table['title'][1:]}:", "", *_table(table), ""]
+    lines += [line for table in result["tables"] for line in _titled(table)]
     lines += [text for note in result["notes"] for text in (note, "")]
     if result["goals"]:
         lines += [*map(_goal, result["goals"]), ""]
@@ -145,13 +161,14 @@ def renewed(text: str, results: dict[str, dict[str, Any]]) -> str:
     """A page's text with its tables and plots renewed."""
 
     def tables(block: re.Match[str]) -> str:
-        name = block[1]
+        name, titles = block[1], block[2]
         if name == "headline":
             columns, *rows = headline(results)
             lines = _table({"columns": columns, "rows": rows})
         else:
-            lines = _short(results[name]) if name in results else _not_yet(name)
-        return "\n".join([f"<!-- bench:{name} -->", *lines, "<!-- /bench -->"])
+            lines = _short(results[name], titles) if name in results else _not_yet(name)
+        marker = f"bench:{name}" if titles is None else f"bench:{name} {titles}"
+        return "\n".join([f"<!-- {marker} -->", *lines, "<!-- /bench -->"])
 
     def plot(block: re.Match[str]) -> str:
         name, shows = block[1], block[2]

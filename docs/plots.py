@@ -27,6 +27,37 @@ def _growth(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend(loc="lower right")
 
 
+def _bars(axes: Any, rates: dict[str, dict[str, float]], scale: float) -> None:
+    """A bar a name, the fastest first, with a whisker from the lowest to the highest repetition."""
+    names = sorted(rates, key=lambda name: rates[name]["median"])
+    values = [rates[name]["median"] * scale for name in names]
+    spread = [
+        [(rates[name]["median"] - rates[name]["lowest"]) * scale for name in names],
+        [(rates[name]["highest"] - rates[name]["median"]) * scale for name in names],
+    ]
+    colors = ["C0" if name.startswith("tierstore") else "0.7" for name in names]
+    axes.barh(names, values, xerr=spread, color=colors, ecolor="0.4")
+
+
+def _training(axes: Any, figures: dict[str, Any]) -> None:
+    labels = {
+        "tierstore": "tierstore, rows updated in backward",
+        "tierstore, backward and then store.optimizer().step()": "tierstore, store.optimizer().step()",
+        "the same with clip_grad_norm_ between": "tierstore, gradients clipped, then step()",
+        "torch.nn.EmbeddingBag, sparse": "torch.nn.EmbeddingBag, sparse",
+        "FBGEMM, table-batched": "FBGEMM, table-batched",
+    }
+    rates = figures["lookups_per_s"]["row-wise Adagrad"]
+    _bars(axes, {label: rates[name] for name, label in labels.items()}, 1e-6)
+    axes.set(xlabel="million lookups/s, row-wise Adagrad")
+
+
+def _cold_reads(axes: Any, figures: dict[str, Any]) -> None:
+    case = figures["cases"][0]
+    _bars(axes, case["rates"] | {"device limit, reads of 4 KiB": case["limit"]}, 1e-3)
+    axes.set(xlabel=f"thousand rows/s from SSD, {case['dim']} float32 a row")
+
+
 def _of_tiers(axes: Any, figures: dict[str, Any], quantity: str, scale: float) -> None:
     """A line for each workload of bench.tiers, over the share of its tables in DDR."""
     points = [point for part in ("zipf", "criteo") if part in figures for point in figures[part]["points"]]
@@ -71,6 +102,8 @@ def _served(axes: Any, figures: dict[str, Any]) -> None:
 
 PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "commit_growth.svg": ("commit", _growth),
+    "train.svg": ("train", _training),
+    "cold.svg": ("cold", _cold_reads),
     "tiers_step.svg": ("tiers", _step_time),
     "tiers_hits.svg": ("tiers", _hit_rate),
     "serve_load.svg": ("serve", _served),

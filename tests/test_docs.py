@@ -84,6 +84,19 @@ def test_a_page_keeps_everything_outside_the_markers() -> None:
     assert renewed(found, {"cold": result()}) == found
 
 
+def test_a_page_may_show_some_tables_only() -> None:
+    tables = [{"title": title, "columns": ["what"], "rows": [["12"]]} for title in ("reads, cold", "writes")]
+    results = {"cold": result() | {"tables": tables}}
+    block = "<!-- bench:cold {} -->\n<!-- /bench -->"
+    found = renewed(block.format("writes"), results)
+    assert "Writes:" in found
+    assert "Reads" not in found
+    assert renewed(found, results) == found
+    assert re.search(r"Writes:.*Reads, cold:", renewed(block.format("writes; reads"), results), re.DOTALL)
+    with pytest.raises(ValueError, match="'erases': reads, cold; writes"):
+        renewed(block.format("erases"), results)
+
+
 def test_a_page_says_what_was_not_measured() -> None:
     assert "Not measured yet" in renewed("<!-- bench:cold -->\n<!-- /bench -->", {})
     assert renewed("<!-- bench:nothing -->\n<!-- /bench -->", {}) == "<!-- bench:nothing -->\n<!-- /bench -->"
