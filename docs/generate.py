@@ -1,9 +1,9 @@
 """Write the benchmark tables of the pages from the JSON in bench/results.
 
 ``python -m docs.generate`` writes docs/benchmarks.md, and in README.md and some other pages what stands between
-``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (its tables; with ``bench:NAME TITLE; TITLE`` those with titles that begin
-so), and between ``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->`` (a plot). ``--check`` only says whether they
-are up to date.
+``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (its tables; with ``bench:NAME TITLE; TITLE`` those whose titles begin
+so), and between ``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->`` (a plot). ``--check`` only tells whether
+they are up to date.
 """
 
 import argparse
