@@ -89,7 +89,7 @@ class Follower:
         rows = None
         if self._catalog.has_tables_of(manifest):
             read = self._catalog.source(found.read)
-            rows = changed_rows(list(self._pools), found.is_changed, read, self._pools.reserved_bytes)
+            rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
         return Newer(self, found, version, manifest, rows)
 
     def give_up(self, found: NewerVersion | None) -> None:
@@ -99,9 +99,6 @@ class Follower:
         with self.lock:
             if found is not None and found is self._found:
                 self._found = None
-                for pool in self._pools:
-                    with pool.arena.lock:
-                        pool.filler.arrivals = None
                 found.close()
 
     @shielded
