@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..cache import Listable, Listing
 from ..kernels.arrays import Int64s, Words
 from ..pool import Pool
 from ..pool.converting import RowSource
@@ -92,3 +93,13 @@ def changed_rows(
         rows.append(CachedRows.read(pool, changed, read, room_bytes))
         room_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
     return rows
+
+
+def rehearse(pool: Pool, read: RowSource) -> None:
+    """Read a cached row again, of the version that is shown, and list some: what following uses is compiled then."""
+    cache = pool.cache
+    with pool.arena.lock:
+        if isinstance(cache, Listable):
+            cache.list_more(Listing(), 1)
+        keys = cache.keys_of(cache.resident_slots()[-1:])
+    CachedRows.read(pool, keys, read, pool.layout.row_bytes).show()

@@ -10,7 +10,7 @@ from ..errors import ClosedError
 from ..io import ColdTier, NewerVersion
 from ..system.signals import shielded
 from .catalog import Catalog
-from .changed import CachedRows, changed_rows
+from .changed import CachedRows, changed_rows, rehearse
 from .lifetime import Lifetime
 from .manifest import Manifest
 from .pools import Pools
@@ -91,6 +91,19 @@ class Follower:
             read = self._catalog.source(found.read)
             rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
         return Newer(self, found, version, manifest, rows)
+
+    @shielded
+    def rehearse(self) -> None:
+        """See ``Store.rehearse_newer``."""
+        with self.lock:
+            self._lifetime.require_open()
+            self.give_up(self._found)
+            self._found = self._cold.find_newer()
+            self.give_up(self._found)
+            self._pools.require_unused("rehearse")
+            for pool in self._pools:
+                if pool.hot is None:
+                    rehearse(pool, self._catalog.source(self._cold.read))
 
     def give_up(self, found: NewerVersion | None) -> None:
         """Drop what was made ready, if it is still there."""
