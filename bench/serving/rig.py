@@ -16,6 +16,7 @@ from .clients import Answer, Client, GrpcClient, RestClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
 from .server import HOST, ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
+from .trainer import TrainerProcess
 
 __all__ = ["HitRate", "Rig", "canary_request", "rate_of", "version_of"]
 
@@ -114,9 +115,13 @@ class Rig:
     def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
         return open_loop([self.stream(server, protocol, rate, seconds)])[0]
 
-    def warm(self, server: ServerProcess) -> None:
-        """Ask until memory holds the hot rows and every kernel is compiled: as fast as the server answers."""
-        end = time.monotonic() + self.config["warm_seconds"]
+    def trainer(self) -> TrainerProcess:
+        """One that goes on with the store."""
+        return TrainerProcess(self.store, self.config["update_rows"], nice=self.config["trainer_nice"], log=self.log)
+
+    def warm(self, server: ServerProcess, seconds: float | None = None) -> None:
+        """Ask as fast as the server answers: ``warm_seconds``, until memory holds the hot rows, or as given."""
+        end = time.monotonic() + (self.config["warm_seconds"] if seconds is None else seconds)
         while (left := end - time.monotonic()) > 0:
             # Fresh requests every few seconds: asked again, the same ones would only hit.
             requests = self.requests(400, "rest")

@@ -1,6 +1,6 @@
 """The training process beside a server: at each line on its input it changes rows and weights, and commits.
 
-``python -m bench.serving.trainer STORE ROWS`` answers each line with one of JSON, once the commit is durable.
+``python -m bench.serving.trainer STORE ROWS NICE`` answers each line with one of JSON, once the commit is durable.
 """
 
 import json
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
 import tierstore
@@ -44,12 +45,17 @@ class Commit(NamedTuple):
 
 
 class TrainerProcess:
-    """The process; ready to commit when this returns."""
+    """The process; ready to commit when this returns.
 
-    def __init__(self, store: Path, rows: int, *, log: Path) -> None:
+    Args:
+        rows: that each commit changes.
+        nice: its niceness; its class of input and output is "idle".
+    """
+
+    def __init__(self, store: Path, rows: int, *, nice: int, log: Path) -> None:
         with log.open("a") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.serving.trainer", str(store), str(rows)],
+                [sys.executable, "-m", "bench.serving.trainer", str(store), str(rows), str(nice)],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
         if self._line() != _READY:
@@ -141,6 +147,9 @@ class _Trainer:
 
 def _main(arguments: list[str]) -> int:
     path, rows = Path(arguments[0]), int(arguments[1])
+    process = psutil.Process()
+    process.nice(int(arguments[2]))
+    process.ionice(psutil.IOPRIO_CLASS_IDLE)
     with tierstore.open(path, mode="w", ddr=_DDR) as store:
         config = saved_config(store.extra, str(path))
         if config is None:

@@ -195,6 +195,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quick_run_of_what_is_served(tmp_path: Path) -> None:
     figures = _quick(tmp_path, "fresh")
     assert len(figures["fresh"]["seconds"]) == 5
+    assert len(figures["fresh"]["first_seconds"]) == 2
     assert figures["fresh"]["failures"] == 0
 
 
@@ -226,6 +227,7 @@ def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
     figures = _quick(tmp_path, "soak,restart")
     assert figures["soak"]["failed"] == figures["soak"]["mixed"] == 0
     assert figures["soak"]["commits"] >= 1
+    assert {name: len(turns) for name, turns in figures["soak"]["turns"].items()} == {"without": 1, "with": 1}
     assert figures["soak"]["canaries"] >= 1
     (way,) = figures["restart"]["ways"]
     assert way["lost"] >= 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, check_rows, keys_of, words_of, write_rows
 from tests.io.support import open_tier
-from tierstore.io import row_map
+from tierstore.io import tail
 from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.opened import OpenFile
@@ -53,7 +53,7 @@ def test_a_row_that_was_rolled_back_and_then_moved(writer: LmdbColdTier, followe
     writer.commit(b"", 3)
     found = follower.find_newer()
     assert found is not None
-    assert found.is_changed(keys_of(0, [0, 1, 200])).tolist() == [True, True, False]
+    assert found.changed.tolist() == keys_of(0, np.arange(151)).tolist()
     found.show()
     check_rows(follower, WIDE, FIRST, 1)
 
@@ -68,7 +68,7 @@ def test_a_rollback_that_has_not_deleted_its_segments(
         found = follower.find_newer()
         assert found is not None
         assert found.version == 1
-        assert found.is_changed(FIRST).all()
+        assert FIRST in found.changed
         found.show()
         check_rows(follower, WIDE, FIRST, 1)
 
@@ -79,13 +79,13 @@ def test_a_rollback_that_has_not_deleted_its_segments(
     check_rows(follower, WIDE, FIRST, 1)
 
 
-def test_polls_beside_a_writer_copy_nothing_and_read_new_indexes_only(
+def test_following_copies_no_map_and_reads_new_indexes_only(
     writer: LmdbColdTier, follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies, num_read = [], []
-    copied, read = RowMap.copied, row_map.read_indexes
+    copied, read = RowMap.copied, tail.read_indexes
     monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
-    monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
+    monkeypatch.setattr(tail, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
     for poll in range(40):
         write_rows(writer, WIDE, keys_of(0, np.arange(poll, poll + 30)), 3, epoch=3)
         num_read.clear()
@@ -97,11 +97,45 @@ def test_polls_beside_a_writer_copy_nothing_and_read_new_indexes_only(
     writer.commit(b"", 3, keep=3)  # rows of before and after version 2 are not put together
     found = follower.find_newer()
     assert found is not None
-    assert found.is_changed(keys_of(0, np.arange(210))).tolist() == [row < 69 for row in range(210)]
+    assert found.changed.tolist() == keys_of(0, np.arange(69)).tolist()
     found.show()
     check_rows(follower, WIDE, keys_of(0, np.arange(69)), 3)
     check_rows(follower, WIDE, keys_of(0, np.arange(69, 210)), 1)
+    assert not copies
+
+
+def test_a_lease_goes_on_to_show_the_version_that_it_began_with(
+    writer: LmdbColdTier, follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, copied = [], RowMap.copied
+    monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
+    reader = follower.reader
+    with follower.lease() as (snapshot, rows):
+        write_rows(writer, WIDE, FIRST, 3)
+        writer.commit(b"", 3)
+        found = follower.find_newer()
+        assert found is not None
+        found.show()
+        leased = reader.stored(snapshot, rows, FIRST)
+        words = np.concatenate([leased.weights, leased.state], axis=1)
+        np.testing.assert_array_equal(words, words_of(FIRST, 2, words.shape[1]))
+        check_rows(follower, WIDE, FIRST, 3)
     assert len(copies) == 1
+    check_rows(follower, WIDE, keys_of(0, np.arange(1, 210)), 1)
+
+
+def test_a_newer_version_is_read_before_it_is_shown(writer: LmdbColdTier, follower: LmdbColdTier) -> None:
+    """Rows that it wrote, more than once, and rows that it did not, as a sharded store reads them."""
+    for generation in (3, 4):
+        write_rows(writer, WIDE, keys_of(0, np.arange(5)), generation, epoch=3)
+    writer.commit(b"", 3)
+    found = follower.find_newer()
+    assert found is not None
+    check_rows(found, WIDE, keys_of(0, np.arange(5)), 4)
+    check_rows(found, WIDE, keys_of(0, np.arange(5, 210)), 1)
+    check_rows(follower, WIDE, FIRST, 2)
+    found.close()
+    check_rows(follower, WIDE, FIRST, 2)
 
 
 def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 import tierstore
-from tests.following import Writer
+from tests.following import Child, Writer
 from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
@@ -46,6 +47,46 @@ def number(writer: Writer, version: int, *tables: str) -> None:
     for table in tables or ("t",):
         writer("write", table, list(range(ROWS)), version)
     assert writer("commit", version) == version
+
+
+NOTED = """
+import json, sys
+from pathlib import Path
+from tests.serve.whole import serving, wait_for
+from tierstore.kernels import jit
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.serve.client import Client
+
+compiled = []
+compile_kernel = jit._Kernel.compile
+
+def note(kernel, types):
+    compiled.append(f"{kernel.py_func.__module__}.{kernel.py_func.__name__}")
+    return compile_kernel(kernel, types)
+
+jit._Kernel.compile = note
+with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) as client:
+    for line in sys.stdin:
+        version = int(line)
+        wait_for(lambda: server.engine.version == version)
+        rows = client.rows(list(range(100)), table="t")
+        print(json.dumps([rows.min().item(), rows.max().item(), len(compiled), compiled[-20:]]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
+@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
+def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path, ddr: str) -> None:
+    """Not even rows that came in meanwhile, or did not fit, do."""
+    child = Child(NOTED, str(store_dir), ddr)
+    low, high, before, _ = json.loads(child.ask("1"))
+    assert (low, high) == (1, 1)
+    assert before
+    number(writer, 2)
+    low, high, after, last = json.loads(child.ask("2"))
+    assert (low, high) == (2, 2)
+    assert after == before, last
+    child.end()
 
 
 @pytest.fixture

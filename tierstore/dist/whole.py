@@ -231,9 +231,9 @@ class _NewerWhole:
     def payload(self) -> bytes:
         return repack(self._joined.version, self._joined.version.lineage)
 
-    def is_changed(self, keys: Int64s) -> Bools:
-        changed: Bools = np.logical_or.reduce([each.is_changed(keys) for each in self._found])
-        return changed
+    @property
+    def changed(self) -> Int64s:
+        return np.unique(np.concatenate([each.changed for each in self._found]))
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         self._tier.read_by([each.read for each in self._found], keys, slots, weights, state, present)

@@ -61,14 +61,15 @@ class NewerVersion(Protocol):
     def payload(self) -> bytes:
         """See ``ColdTier.payload``."""
 
-    def is_changed(self, keys: Int64s) -> Bools:
-        """bool [n]: whether rows were written since the version that the tier shows."""
+    @property
+    def changed(self) -> Int64s:
+        """int64 [n], ascending: keys of the rows that may be others than the tier shows; no other row is."""
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """``ColdTier.read``, of this version."""
 
     def show(self) -> None:
-        """Have the tier show it. Reads in progress finish where they are."""
+        """Have the tier show it, in time that goes with ``changed``. Reads in progress finish where they are."""
 
     def close(self) -> None:
         """Give it up, unless it was shown. Again is fine."""

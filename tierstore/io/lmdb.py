@@ -25,7 +25,7 @@ from .newer import Follower, NewerCommit
 from .opened import OpenFile
 from .reads import RowReader, Rows
 from .records import MAX_VERSION
-from .row_map import RowMap, new_places
+from .row_map import RowPlaces, new_places
 from .snapshot import Snapshot
 from .stored_records import read_payload
 from .verify import verify_segments
@@ -125,7 +125,7 @@ class LmdbColdTier:
             self._read_from(snapshot, rows, keys, slots, weights, state, present)
 
     def _read_from(
-        self, snapshot: Snapshot, rows: RowMap, keys: Int64s, slots: Int32s, weights: Words, state: Words,
+        self, snapshot: Snapshot, rows: RowPlaces, keys: Int64s, slots: Int32s, weights: Words, state: Words,
         present: Bools,
     ) -> None:  # fmt: skip
         check_arrays(keys, slots, weights, state, present)

@@ -1,4 +1,4 @@
-"""Following a writer: a commit that a tier open for reading does not show yet, with a map of its own."""
+"""Following a writer: a commit that a tier open for reading does not show yet, and the tail of the log that it adds."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,12 @@ from .btree import META_KEY
 from .indexes import read_indexes, stored_segments
 from .opened import OpenFile
 from .records import CommitRecord, Head
-from .row_map import RowMap
+from .row_map import RowMap, RowPlaces
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record, require_logged
+from .tail import Tail
 
-ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Bools], None]
+ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
 
 
@@ -20,15 +21,20 @@ class NewerCommit:
     """See ``base.NewerVersion``; made by ``Follower.find``."""
 
     def __init__(
-        self, follower: "Follower", snapshot: Snapshot, head: Head, record: CommitRecord, rows: RowMap, *, shown: int
+        self,
+        follower: "Follower",
+        snapshot: Snapshot,
+        head: Head,
+        record: CommitRecord,
+        rows: RowMap | Tail,
+        changed: Int64s,
     ) -> None:
         self._follower = follower
-        self._before = follower.file.make_map()
-        self._shown = shown
         self.snapshot = snapshot
         self.head = head
         self.record = record
-        self.rows = rows
+        self.rows: RowMap | Tail = rows
+        self.changed = changed
 
     @property
     def version(self) -> int:
@@ -37,10 +43,6 @@ class NewerCommit:
     @property
     def payload(self) -> bytes:
         return read_payload(self.snapshot, self.record)
-
-    def is_changed(self, keys: Int64s) -> Bools:
-        """See ``NewerVersion.is_changed``; all rows that lie elsewhere, if the map was not made from the tier's."""
-        return self.rows.is_changed(self._before, keys, self._shown)
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         self._follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
@@ -63,8 +65,8 @@ class NewerCommit:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of the maps, whoever keeps this."""
-        self.rows = self._before = RowMap({})
+        """Let go of the map, whoever keeps this."""
+        self.rows = RowMap({})
 
 
 class Follower:
@@ -113,8 +115,7 @@ class Follower:
         """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds:
         rows that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
 
-        Costs a walk of the tree and the indexes of new segments, and a copy of the map for another version. After a
-        rollback, all indexes.
+        Costs a walk of the tree and the indexes of new segments. After a rollback, all indexes and another map.
         """
         shown, view = self.file.record, self.file.view
         snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
@@ -127,16 +128,20 @@ class Follower:
                 "other files were copied over it: open the store again"
             )
         require_logged(snapshot, stored)
-        is_same = head.current == shown.version  # then rows are what they were, if elsewhere: no copy is needed
-        rows = before if is_same else before.copied()
-        is_followed = rows.follow(snapshot, stored, record.version, view.oldest())
-        if is_same and is_followed:
+        is_same = head.current == shown.version  # then rows are what they were, if elsewhere, and enter the map at once
+        segments = before.segments if is_same else {layout: each.copied() for layout, each in before.segments.items()}
+        tail = Tail.read(
+            before, segments, snapshot, stored, shown=shown.version, last=record.version, oldest=view.oldest()
+        )
+        if is_same and tail is not None:
+            before.advance(tail)
             view.move(snapshot)
             return None
-        if not is_followed:
-            rows = RowMap(before.shapes)
-            rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
-        return NewerCommit(self, snapshot, head, record, rows, shown=shown.version if is_followed else -1)
+        if tail is not None:
+            return NewerCommit(self, snapshot, head, record, tail, tail.changed)
+        rows = RowMap(before.shapes)
+        rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
+        return NewerCommit(self, snapshot, head, record, rows, rows.differing(before))
 
     def close(self) -> None:
         """Drop what was found."""

@@ -18,9 +18,10 @@ from .indexes import read_indexes, stored_segments
 from .mapped import FileMap
 from .records import MAX_VERSION, CommitRecord, Head, first_records
 from .recovery import recover
-from .row_map import RowMap
+from .row_map import RowMap, RowPlaces
 from .snapshot import Snapshot
 from .stored_records import check_store, chosen_version, read_head, read_record
+from .tail import Tail
 from .writer_lock import WriterLock
 
 
@@ -56,11 +57,18 @@ class View:
                 if not self._leased:
                     self._idle.notify_all()
 
-    def move(self, snapshot: Snapshot, rows: RowMap | None = None) -> None:
-        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease."""
+    def move(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
+        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
+
+        The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
+        """
         with self.lock:
             old, self.snapshot = self.snapshot, snapshot
-            self.rows = self.rows if rows is None else rows
+            if isinstance(rows, Tail):
+                self.rows = rows.base.copied() if self._leased else rows.base
+                self.rows.advance(rows)
+            elif rows is not None:
+                self.rows = rows
             if old not in self._leased:
                 old.close()
 
@@ -185,7 +193,7 @@ class OpenFile:
                 self.view.rows = rows
             return rows
 
-    def layout_of(self, rows: RowMap, keys: Int64s) -> RowLayout:
+    def layout_of(self, rows: RowPlaces, keys: Int64s) -> RowLayout:
         """Of the rows of some keys, by the first; ValueError if there is no such table, or not all tables are known."""
         layout = rows.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
         if layout is None:

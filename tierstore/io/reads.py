@@ -9,7 +9,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, RowLayout
 from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .mapped import FileMap
-from .row_map import RowMap
+from .row_map import RowMap, RowPlaces
 from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
 
@@ -73,12 +73,13 @@ class RowReader:
         return Rows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
 
     def gather(
-        self, snapshot: Snapshot, rows: RowMap, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
+        self, snapshot: Snapshot, rows: RowPlaces, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
         state: Words, present: Bools,
     ) -> Int64s:  # fmt: skip
         """Copy rows of one layout as ``ColdTier.read`` does; the result of ``gather.gather``."""
         file_map, segments = self._file_map, rows.segments[layout]
-        wanted = Wanted(keys, rows.positions(layout, keys))
+        positions, places = rows.find(layout, keys)
+        wanted = Wanted(keys, positions)
         target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
         geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()
         since = file_map.guard.begin()
@@ -86,7 +87,7 @@ class RowReader:
             source = Source(file_map.words, file_map.address, limit)
             how = How(self._verify, self.is_cold, self._can_sample)
             scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(4, np.int64)
-            gather(geo, source, rows.places, arrays, wanted, target, how, scratch, result)
+            gather(geo, source, places, arrays, wanted, target, how, scratch, result)
             if result[0] != SegmentStatus.OUT_OF_FILE:
                 self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since):

@@ -19,14 +19,14 @@ that tree, and of any later one, stay as they are (``pins.py``). The writer ente
 wrote it is visible and before the next snapshot is shown. So a reader at t finds an old place or a new one, and both
 stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
 when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
-A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.follow``).
+A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.advance``).
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,15 @@ from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
 
+if TYPE_CHECKING:
+    from .tail import Tail
+
 Places = NDArray[np.uint32]
 
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _COPY_STEP: Final = 1024
+_LIST_STEP: Final = 1 << 20
 _AHEAD: Final = 16
 _SPARSE_ROWS: Final = 256
 """A region with a stored row among so many is to be in huge pages."""
@@ -85,7 +89,7 @@ def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions:
 
 
 @inline
-def _is_known(table: int | np.int64, tables: TableArrays) -> bool:
+def is_known(table: int | np.int64, tables: TableArrays) -> bool:
     """Whether there is a table with this index, which may be any number."""
     return 0 <= table < len(tables.bases) and tables.bases[table] >= 0  # type: ignore[return-value]
 
@@ -94,7 +98,7 @@ def _is_known(table: int | np.int64, tables: TableArrays) -> bool:
 def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
     """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
     table = key >> _ROW_BITS
-    if not _is_known(table, tables):
+    if not is_known(table, tables):
         return bool(table >= 0)
     return bool(tables.layout_ids[table] == layout_id and (key & _ROW_MASK) < tables.num_rows[table])
 
@@ -169,7 +173,7 @@ def _enter(
         for i in range(num):
             if i + _AHEAD < num:
                 ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                if _is_known(ahead >> _ROW_BITS, tables):
+                if is_known(ahead >> _ROW_BITS, tables):
                     prefetch_word(places, tables.bases[ahead >> _ROW_BITS] + (ahead & _ROW_MASK))
             key = np.int64(words[at + KEYS + i])
             table = key >> _ROW_BITS
@@ -178,7 +182,7 @@ def _enter(
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
             if epoch > last:
                 continue
-            if not _is_known(table, tables):
+            if not is_known(table, tables):
                 segments.held[slot] += 1
                 unknown += 1
                 continue
@@ -217,7 +221,7 @@ def _list_live(
             key = np.int64(words[at + KEYS + i])
             table = key >> _ROW_BITS
             epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
-            if epoch <= np.uint64(since) or not _is_known(table, tables):
+            if epoch <= np.uint64(since) or not is_known(table, tables):
                 continue
             if places[tables.bases[table] + (key & _ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
                 keys[count] = key
@@ -255,15 +259,40 @@ def new_places(total: int) -> Places:
         ) from error
 
 
-class _Found(NamedTuple):
-    """Where some rows lie, each [n]; 0 for rows that were never written."""
+class RowPlaces(Protocol):
+    """Where the rows of some tables lie.
 
-    numbers: Words
-    indexes: Int64s
-    """In the segment."""
-    newest: Int64s
-    oldest: Int64s
-    """Epochs of the segment."""
+    Attributes:
+        layouts: by table index.
+        segments: by layout.
+        unknown: stored rows of tables that are not known.
+    """
+
+    @property
+    def layouts(self) -> Mapping[int, RowLayout]: ...
+    @property
+    def segments(self) -> Mapping[RowLayout, Segments]: ...
+    @property
+    def unknown(self) -> int: ...
+
+    def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
+        """Positions (int64 [n]) of rows of one layout in places; ValueError as ``RowMap.positions``."""
+
+
+@kernel
+def _list_differing(
+    now: Places, numbers_now: Words, then: Places, numbers_then: Words, place_bits: int, rows: Int64s
+) -> int:
+    """List the positions that differ in two maps' places; returns how many. Maps give slots to segments as they like,
+    and a segment's number is the same in all."""
+    mask = (1 << place_bits) - 1
+    count = 0
+    for i in range(len(now)):
+        a, b = np.int64(now[i]), np.int64(then[i])
+        if (a & mask) != (b & mask) or numbers_now[a >> place_bits] != numbers_then[b >> place_bits]:
+            rows[count] = i
+            count += 1
+    return count
 
 
 _NONE: Final[Mapping[RowLayout, Segments]] = {}
@@ -357,58 +386,36 @@ class RowMap:
             own = stored[(layout_ids == segments.geo.layout_id) & shown]
             self._enter_own(tree, segments, own, last, np.array(sorted(kept), np.int64))
 
-    def follow(self, tree: Tree, stored: Stored, last: int, oldest: int) -> bool:
-        """For a reader: enter what a later tree has, up to version ``last``. Reads only indexes that are new.
+    def advance(self, tail: "Tail") -> None:
+        """For a reader: enter the tail of the log. Rows may be read through the map meanwhile if the tail is of the
+        same version, and has the map's own segments; show readers the tree next."""
+        self.segments, self.unknown, self.later = dict(tail.segments), tail.unknown, tail.later
+        for layout, (keys, places) in tail.rows.items():
+            positions = self.positions(layout, keys)
+            is_first = self.places[positions] == 0
+            self.places[positions] = places
+            np.add.at(self._regions.stored, positions[is_first] >> self._regions.row_bits, 1)
+        self._settle()
 
-        Rows may be read through the map meanwhile if it is of this version; show readers the tree next.
+    def differing(self, before: "RowMap") -> Int64s:
+        """int64 [n], ascending: keys of the rows that lie elsewhere than in another map of the same tables."""
+        parts = [np.empty(0, np.int64)]
+        for table, (layout, num_rows) in self.shapes.items():
+            base, now, then = int(self.tables.bases[table]), self.segments[layout], before.segments[layout]
+            for first in range(0, num_rows, _LIST_STEP):
+                count = min(_LIST_STEP, num_rows - first)
+                own = slice(base + first, base + first + count)
+                rows = np.empty(count, np.int64)
+                count = _list_differing(
+                    self.places[own], now.arrays.numbers, before.places[own], then.arrays.numbers,
+                    now.geo.place_bits, rows,
+                )  # fmt: skip
+                parts.append(rows[:count] + (first | table << KEY_ROW_BITS))
+        return np.concatenate(parts)
 
-        Args:
-            stored: the segments of the tree.
-            oldest: transaction of the oldest tree that is in use.
-
-        Returns:
-            False if a segment that shows rows is gone, or of a later version, and has no successor: versions were
-            rolled back, and a new map is to be made.
-
-        Raises: as for ``enter``.
-        """
-        known = [each.arrays.numbers[each.in_use] for each in self.segments.values()]
-        later = self.later[np.isin(self.later["number"], stored["number"])]
-        is_known = np.isin(stored["number"], np.concatenate([later["number"], *known]))
-        came = np.concatenate([later, read_indexes(tree, stored[~is_known])])
-        for segments in self.segments.values():
-            segments.reuse(oldest)
-        self.enter(tree, came, last, ())
-        for segments in self.segments.values():
-            arrays, slots = segments.arrays, segments.in_use
-            gone = slots[~np.isin(arrays.numbers[slots], stored["number"]) | (arrays.oldest[slots] > last)]
-            if arrays.live[gone].any():
-                return False
-            segments.free(gone, tree.txn_id)
-            segments.dead.clear()
-        return True
-
-    def is_changed(self, before: "RowMap", keys: Int64s, since: int) -> NDArray[np.bool_]:
-        """bool [n]: which rows are others than a map of version ``since`` shows.
-
-        A row that lies elsewhere was only moved if its segment is of versions up to ``since``, and not of earlier ones
-        than the one it was in: then ``since`` was rolled back. No segment has rows of before and after a kept version.
-        """
-        changed = np.zeros(len(keys), np.bool_)
-        layout_ids = self.tables.layout_ids[keys >> _ROW_BITS]
-        for layout, segments in self.segments.items():
-            own = np.flatnonzero(layout_ids == segments.geo.layout_id)
-            now, then = self._found(layout, keys[own]), before._found(layout, keys[own])
-            is_other = (now.newest > since) | (now.numbers == 0) | (now.newest < then.oldest)
-            changed[own] = ((now.numbers != then.numbers) | (now.indexes != then.indexes)) & is_other
-        return changed
-
-    def _found(self, layout: RowLayout, keys: Int64s) -> "_Found":
-        segments = self.segments[layout]
-        places = self.places[self.positions(layout, keys)].astype(np.int64)
-        slots = places >> segments.geo.place_bits
-        arrays, indexes = segments.arrays, places & ((1 << segments.geo.place_bits) - 1)
-        return _Found(arrays.numbers[slots], indexes, arrays.newest[slots], arrays.oldest[slots])
+    def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
+        """See ``RowPlaces``."""
+        return self.positions(layout, keys), self.places
 
     def layout_ids(self, stored: Stored) -> Int64s:
         """Of these segments, by the first row of each; -1 if that is of a table that is not known."""
@@ -418,7 +425,7 @@ class RowMap:
 
     def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> None:
         if not (fits := segments.fits(stored)).all():
-            raise _not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
+            raise not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
         stored = stored[np.lexsort((stored["number"], stored["newest"]))]
         slots = segments.take(stored, tree.txn_id)
         at = stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
@@ -431,7 +438,7 @@ class RowMap:
         )  # fmt: skip
         file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
         if bad >= 0:
-            raise _not_of_its_tables(tree, int(stored["number"][bad]))
+            raise not_of_its_tables(tree, int(stored["number"][bad]))
         self.unknown += unknown
         self._settle()
         arrays = segments.arrays
@@ -529,11 +536,13 @@ class RowMap:
 
     def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> NDArray[np.bool_]:
         """bool [n]: which rows of one layout ``stored_rows`` would list."""
-        stored: NDArray[np.bool_] = self._found(layout, keys).newest > since
+        segments = self.segments[layout]
+        slots = self.places[self.positions(layout, keys)] >> segments.geo.place_bits
+        stored: NDArray[np.bool_] = segments.arrays.newest[slots] > since
         return stored
 
 
-def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:
+def not_of_its_tables(tree: Tree, number: int) -> DamagedError:
     return DamagedError(
         f"{tree.path}: segment {number} cannot be one of its tables' rows (wrong number or size: is the manifest "
         f"another store's?). {RESTORE}"

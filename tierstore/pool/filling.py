@@ -11,7 +11,6 @@ from ..kernels import quantized
 from ..kernels.arrays import Int32s, Int64s
 from ..rows import KEY_ROW_BITS
 from .arena import Arena
-from .arrivals import Arrivals
 from .converting import RowSource
 from .pins import Pins
 from .writeback import WriteBack
@@ -25,12 +24,10 @@ class Filler:
 
     Attributes:
         seconds: time spent bringing rows in and writing rows back.
-        arrivals: if not None, told the keys of rows that are read in, under ``lock``.
     """
 
     def __init__(self, arena: Arena, pins: Pins, writeback: WriteBack, read_rows: RowSource) -> None:
         self.seconds = 0.0
-        self.arrivals: Arrivals | None = None
         self._arena = arena
         self._pins = pins
         self._writeback = writeback
@@ -106,8 +103,6 @@ class Filler:
             self._fill_first_values(keys[~present], slots[~present])
         with self._arena.lock:
             cache.filled(slots)
-            if self.arrivals is not None:
-                self.arrivals.add(keys)
         self.seconds += time.perf_counter() - started
 
     def _fill_first_values(self, keys: Int64s, slots: Int32s) -> None:

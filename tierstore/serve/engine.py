@@ -105,6 +105,8 @@ class StoreEngine:
             models = Models(store, pooled_cache=config.pooled_cache, dropped=dropped, program=self._program())
             self._warm_up(store)
             rehearse(models.by_name.values())
+            if config.follow_seconds:
+                store.rehearse_newer()
             if config.record:
                 store.record(config.record, rate=config.record_rate)
         except BaseException:

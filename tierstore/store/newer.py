@@ -10,7 +10,7 @@ from ..errors import ClosedError
 from ..io import ColdTier, NewerVersion
 from ..system.signals import shielded
 from .catalog import Catalog
-from .changed import CachedRows, changed_rows
+from .changed import CachedRows, changed_rows, rehearse
 from .lifetime import Lifetime
 from .manifest import Manifest
 from .pools import Pools
@@ -89,8 +89,21 @@ class Follower:
         rows = None
         if self._catalog.has_tables_of(manifest):
             read = self._catalog.source(found.read)
-            rows = changed_rows(list(self._pools), found.is_changed, read, self._pools.reserved_bytes)
+            rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
         return Newer(self, found, version, manifest, rows)
+
+    @shielded
+    def rehearse(self) -> None:
+        """See ``Store.rehearse_newer``."""
+        with self.lock:
+            self._lifetime.require_open()
+            self.give_up(self._found)
+            self._found = self._cold.find_newer()
+            self.give_up(self._found)
+            self._pools.require_unused("rehearse")
+            for pool in self._pools:
+                if pool.hot is None:
+                    rehearse(pool, self._catalog.source(self._cold.read))
 
     def give_up(self, found: NewerVersion | None) -> None:
         """Drop what was made ready, if it is still there."""
@@ -99,9 +112,6 @@ class Follower:
         with self.lock:
             if found is not None and found is self._found:
                 self._found = None
-                for pool in self._pools:
-                    with pool.arena.lock:
-                        pool.filler.arrivals = None
                 found.close()
 
     @shielded

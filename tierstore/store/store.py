@@ -238,8 +238,8 @@ class Store(Unpicklable):
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
         What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
-        staging has in a store open for writing; a second map of the rows; 8 bytes for each row in
-        memory that changed, and, for a moment, 12 for each that is in memory.
+        staging has in a store open for writing; some 50 bytes for each row that was written since; after a
+        rollback, a second map of the rows.
 
         Raises:
             DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
@@ -248,6 +248,14 @@ class Store(Unpicklable):
             ClosedError.
         """
         return self._follower.find()
+
+    def rehearse_newer(self) -> None:
+        """Compile what ``find_newer`` and ``Newer.show`` use, so that the first newer version comes as fast as later
+        ones. The store goes on to show what it shows. No lookup may be under way in it meanwhile.
+
+        Raises: as ``find_newer`` and ``Newer.show``.
+        """
+        self._follower.rehearse()
 
     @property
     def version(self) -> int:

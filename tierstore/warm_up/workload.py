@@ -100,6 +100,7 @@ def _serve(rows: int, folder: Path) -> None:
         store.commit()
         with open_store(folder, mode="r", ddr=_BUDGET, threads=1) as reader:
             reader["item"].read(_IDS)
+            reader.rehearse_newer()
             store["item"].write(_IDS, torch.zeros(4, _ITEM.embedding_dim))
             store.commit()
             newer = reader.find_newer()
