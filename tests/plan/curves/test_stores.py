@@ -166,3 +166,19 @@ def test_a_store_with_batches_ahead_misses_as_its_curve_says(policy: str) -> Non
     found = looked_up(workload, 900, policy, depth=2, step=wait)
     assert found.misses == misses(accesses, policy, found.capacity, 2)
     assert found.unique == len(accesses.keys)
+
+
+def test_the_largest_batch_is_one_of_the_sizes() -> None:
+    """Below it a batch is looked up in parts, and fewer rows of the batch before are left."""
+    generator = np.random.default_rng(6)
+    ends = np.cumsum(generator.integers(1, 500, 50))
+    keys = generator.zipf(1.3, int(ends[-1])) % 3000
+    accesses = once_a_batch(Accesses(keys, np.append(0, ends), ("all",)))
+    largest = int(np.diff(accesses.starts).max())
+    for policy in ("lfu", "tinylfu"):
+        made = curve(accesses, policy)
+        assert largest in made.sizes
+        sizes = np.unique(np.geomspace(largest, made.num_rows, 12).astype(np.int64))
+        off = [100 * (made.hit_rate(size) - curve(accesses, policy, sizes=[size]).hit_rate(size)) for size in sizes]
+        assert np.abs(off).max() < 2
+        assert np.abs(off).mean() < 0.5

@@ -33,7 +33,7 @@ class CurveOptions(TypedDict, total=False):
 
     Attributes:
         sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24. Up to all rows there are.
+            size: 24, and the largest batch's rows. Up to all rows there are.
         sampling_rate: the share of the rows of the accesses that stands for all (``sampled``); 1, the default: every
             row.
         prefetch_depth: batches whose rows are brought in ahead of the one in use, as ``tierstore.prefetch`` has them
@@ -141,7 +141,11 @@ def curves_of(
         raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
     replay = replay_of(policy, sample, prefetch_depth=prefetch_depth, progress=progress)
     rate = accesses.sampling_rate * sample.rate
-    asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
+    if sizes is None:
+        bends = np.rint(np.array(replay.bends) / rate).astype(np.int64)
+        asked = np.union1d(default_sizes(policy, replay.num_rows, rate), bends)
+    else:
+        asked = _checked(sizes)
     # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
     # SHARDS-adj does: the rows that make the difference are those that any cache has.
     shares = replay.misses(sampled_sizes(policy, asked, rate)) / (lengths * sample.rate)[:, None]

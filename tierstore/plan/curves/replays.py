@@ -5,7 +5,9 @@ Systems Journal 9, 1970). An access hits a cache of c rows if fewer than c other
 access. So one histogram of these distances holds the curve. Accesses are bits of a map, set where no later one is to
 the same row, and a distance is how many are set behind a row's own (B. Bennett, V. Kruskal: LRU stack processing, IBM
 Journal of Research and Development 19, 1975). Counters of 16 words of the map, of 16 such groups and so on are added
-from the bit on upwards, and only towards the present; so near distances, which most are, cost a word or two.
+from the bit on upwards, and only towards the present; so near distances, which most are, cost a word or two. A store
+pins the rows of in-flight batches. They are those used last, so while not all slots are pinned the least recently used
+row is none of them; and where all are, they are let go. So distances hold at every size.
 
 *Caches that know too much*, perfect counts and the future, evict the row of least priority. The priority that each
 access gives its row is known before any cache is simulated; so one kernel replays both. The optimum is that of caches
@@ -236,6 +238,10 @@ class Replay(Protocol):
     def num_rows(self) -> int:
         """Distinct rows."""
 
+    @property
+    def bends(self) -> list[int]:
+        """Sizes at which the curve may change its slope at once, in ascending order."""
+
     def misses(self, sizes: Float64s) -> Float64s:
         """float64 [windows, k]: in each window, at sizes (float64 [k], rows, more than 0).
 
@@ -274,6 +280,7 @@ class _Distances:
             self._nearer.append(np.append(0, np.cumsum(histogram)))
         self._lengths = np.diff(sample.bounds)
         self.num_rows: Final = accesses.num_rows
+        self.bends: list[int] = []
 
     def misses(self, sizes: Float64s) -> Float64s:
         low = np.minimum(np.floor(sizes), self.num_rows).astype(np.int64)
@@ -290,6 +297,7 @@ class _Simulations:
     def __init__(self, sample: Sample, progress: Progress) -> None:
         self._sample, self._progress = sample, progress
         self._accesses = numbered(sample.keys)
+        self.bends: list[int] = []
 
     @property
     def num_rows(self) -> int:
@@ -325,6 +333,7 @@ class _Stores(_Simulations):
         self._is_first = first_uses(self._accesses, sample.starts)
         self._keys = sample.keys[self._is_first]
         self._starts = np.append(0, np.cumsum(self._is_first))[sample.starts]
+        self.bends = [int(np.diff(self._starts).max())]
 
     def _hits(self, capacity: int) -> NDArray[np.bool_]:
         cache = DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy)
