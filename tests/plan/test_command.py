@@ -59,8 +59,8 @@ HELP = {
     """,
     "plan curve": """
         usage: tierstore plan curve [-h] [--policy NAMES] [--sizes ROWS] [--sampling-rate R] [--once-a-batch]
-                                    [--prefetch-depth N] [--by-table] [--windows N] [--json PATH] [--force] [--traceback]
-                                    TRACE
+                                    [--prefetch-depth N] [--by-table] [--windows N] [--json PATH]
+                                    [--force] [--traceback] TRACE
         Miss-ratio curves of a trace, exactly or from a sample of its rows.
         positional arguments:
           TRACE              a trace, of tierstore trace or another that can be read
