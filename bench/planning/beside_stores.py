@@ -158,7 +158,7 @@ def errors_of(workload: StepWorkload, policy: str, depth: int, num_sizes: int) -
     accesses = once_a_batch(accesses_of(trace_of(workload)))
     num_rows, largest = len(np.unique(accesses.keys)), int(np.diff(accesses.starts).max())
     smallest = 2 * largest / HELD_SHARE if depth else largest
-    asked = np.unique(np.geomspace(smallest, _LARGEST * num_rows, num_sizes).astype(np.int64))
+    asked = np.unique(np.geomspace(smallest, max(smallest, _LARGEST * num_rows), num_sizes).astype(np.int64))
     stores = [looked_up(workload, int(rows), policy, depth=depth, step=_slow if depth else None) for rows in asked]
     sizes = [each.capacity for each in stores]
     made = curve(accesses, policy, sizes=sizes, prefetch_depth=depth)
