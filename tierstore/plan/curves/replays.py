@@ -333,7 +333,7 @@ class _Stores(_Simulations):
         self._is_first = first_uses(self._accesses, sample.starts)
         self._keys = sample.keys[self._is_first]
         self._starts = np.append(0, np.cumsum(self._is_first))[sample.starts]
-        self.bends = [int(np.diff(self._starts).max())]
+        self.bends = [int(np.diff(self._starts).max(initial=0))]
 
     def _hits(self, capacity: int) -> NDArray[np.bool_]:
         cache = DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy)
