@@ -14,7 +14,7 @@ from tierstore.kernels.hashing import mix64
 from tierstore.plan import Accesses
 from tierstore.plan.curves import POLICIES, MissRatioCurve, curve
 from tierstore.plan.curves.build import curves_of
-from tierstore.plan.curves.sampled import Sample, sample_of
+from tierstore.plan.curves.sampled import Sample, part_of, sample_of
 from tierstore.trace.sampling import is_sampled
 
 from ..oracles import belady_hits, perfect_count_hits
@@ -26,7 +26,7 @@ __all__ = [
     "SampledError",
     "curve_speeds",
     "exact_hit_rates",
-    "one_batch",
+    "one_by_one",
     "sampled_errors",
 ]
 
@@ -120,14 +120,14 @@ def _timed(action: Callable[[], Any]) -> _Timed:
     return _Timed(result, time.thread_time() - start)
 
 
-def one_batch(keys: Int64s) -> Accesses:
-    """Every key an access of one table."""
-    return Accesses(keys, np.array([0, len(keys)]), ("all",))
+def one_by_one(keys: Int64s) -> Accesses:
+    """Every key an access of one table, and a batch of its own."""
+    return Accesses(keys, np.arange(len(keys) + 1), ("all",))
 
 
 def exact_hit_rates(keys: Int64s) -> list[HitRate]:
     """Of Criteo's lookups (``bench.data.criteo_keys``), at the sizes whose hit rates are known."""
-    accesses, found = one_batch(keys), []
+    accesses, found = one_by_one(keys), []
     for policy in dict.fromkeys(policy for policy, _ in CRITEO_HIT_RATES):
         sizes = [rows for name, rows in CRITEO_HIT_RATES if name == policy]
         made = curve(accesses, policy, sizes=sizes)
@@ -156,13 +156,13 @@ def _sampled_error(
     def estimate(sample: Sample) -> MissRatioCurve:
         return curves_of(accesses, policy, bounds, sizes, sample)[0]
 
-    curve(one_batch(accesses.keys[:1000]), policy, sampling_rate=0.5)  # compiles
+    curve(one_by_one(accesses.keys[:1000]), policy, sampling_rate=0.5)  # compiles
     exact = _timed(lambda: curve(accesses, policy, sizes=sizes))
     ours = [
-        _timed(lambda seed=seed: estimate(sample_of(accesses.keys, bounds, rate, seed)))  # type: ignore[misc]
+        _timed(lambda seed=seed: estimate(sample_of(accesses, bounds, rate, seed)))  # type: ignore[misc]
         for seed in range(num_seeds)
     ]
-    plain = [estimate(_hashed(accesses.keys, rate, seed)) for seed in range(num_seeds)]
+    plain = [estimate(hashed(accesses, rate, seed)) for seed in range(num_seeds)]
     points = np.array([_points(each.result, exact.result) for each in ours])
     return SampledError(
         workload=workload,
@@ -182,17 +182,18 @@ def _points(estimate: MissRatioCurve, exact: MissRatioCurve) -> NDArray[np.float
     return 100 * np.abs(estimate.miss_ratios - exact.miss_ratios)
 
 
-def _hashed(keys: Int64s, rate: float, seed: int) -> Sample:
+def hashed(accesses: Accesses, rate: float, seed: int) -> Sample:
     """The rows that a recording of this rate would have; other seeds are other hashes."""
-    chosen = keys[is_sampled(keys ^ (int(mix64(np.uint64(seed))) >> 1) if seed else keys, rate)]
-    return Sample(chosen, [0, len(chosen)], rate)
+    salt = int(mix64(np.uint64(seed))) >> 1 if seed else 0
+    positions = np.flatnonzero(is_sampled(accesses.keys ^ salt, rate))
+    return part_of(accesses, positions, [0, len(accesses.keys)], rate)
 
 
 def curve_speeds(workload: str, keys: Int64s, *, peer_rows: int, peer_accesses: int = 300_000) -> Iterator[CurveSpeed]:
     """Of each policy, its default sizes; the peer's cache has ``peer_rows``, and sees the first ``peer_accesses``."""
-    accesses = one_batch(keys)
+    accesses = one_by_one(keys)
     for policy in POLICIES:
-        curve(one_batch(keys[:1000]), policy)
+        curve(one_by_one(keys[:1000]), policy)
         whole = _timed(lambda policy=policy: curve(accesses, policy))  # type: ignore[misc]
         single = _timed(lambda policy=policy: curve(accesses, policy, sizes=[peer_rows]))  # type: ignore[misc]
         name, replay_peer = _PEERS[policy]

@@ -59,8 +59,8 @@ HELP = {
     """,
     "plan curve": """
         usage: tierstore plan curve [-h] [--policy NAMES] [--sizes ROWS] [--sampling-rate R] [--once-a-batch]
-                                    [--by-table] [--windows N] [--json PATH] [--force] [--traceback]
-                                    TRACE
+                                    [--prefetch-depth N] [--by-table] [--windows N] [--json PATH]
+                                    [--force] [--traceback] TRACE
         Miss-ratio curves of a trace, exactly or from a sample of its rows.
         positional arguments:
           TRACE              a trace, of tierstore trace or another that can be read
@@ -71,6 +71,8 @@ HELP = {
           --sizes ROWS       sizes of caches, with commas between, as 1000,20000,5%
           --sampling-rate R  let this share of the rows stand for all (default: 1, every row)
           --once-a-batch     count a row once a batch, as the tiers of a store do
+          --prefetch-depth N
+                             batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)
           --by-table         a cache for each table, not one for all
           --windows N        N parts of the trace, to see drift
           --json PATH        also write the curves to a file

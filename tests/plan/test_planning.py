@@ -191,12 +191,22 @@ def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Pat
         *(("window", f"part {number} of 3") for number in (1, 2, 3)),
     ]
     distinct = once_a_batch(accesses_of(generate(shop_workload(), samples=256 * 30, seed=0)))
-    assert plain(result.curves[0].curve) == plain(curve(distinct, "auto"))
+    assert plain(result.curves[0].curve) == plain(curve(distinct, "auto", prefetch_depth=2))
     assert plain(result.curves[1].curve) == plain(curve(distinct, "opt"))
     (ddr,) = result.prediction.tiers[:1]
     assert result.curves[0].chosen_rows == ddr.rows
     assert [line.quantity for line in result.lines] == ["DDR for rows"]
     assert any(text.startswith("accesses: ") and "in 30 batches" in text for text in result.sources)
+
+
+def test_a_plan_warns_of_few_sampled_rows_and_serving_brings_nothing_in_ahead(asked: Asked, folder: Path) -> None:
+    keys = ("setup.ddr=8MiB", f"trace.path={folder}/shop.npz", "trace.sampling_rate=0.01")
+    result = plan(asked(*keys, "curves.policies=['lfu']", "workload.optimizer=none"))
+    (warning,) = [text for text in result.warnings if "sampled rows say little" in text]
+    assert warning in result.to_dict()["warnings"]
+    distinct = once_a_batch(accesses_of(generate(shop_workload(), samples=256 * 30, seed=0)))
+    for shown, policy in zip(result.curves, ("auto", "lfu"), strict=True):
+        assert plain(shown.curve) == plain(curve(distinct, policy, sampling_rate=0.01))
 
 
 def test_serving_has_latencies(asked: Asked) -> None:

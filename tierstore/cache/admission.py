@@ -90,16 +90,16 @@ def _is_resident(state: CacheState, slot: Any) -> Any:
     return 0 <= slot < state.slots.size - 1 and state.slots[slot]["flags"] != 0
 
 
-@kernel
-def admit_keys(
+@inline
+def _admit(
     state: CacheState,
     keys: Int64s,
-    stamp: int,
+    stamp: Any,
     inverse: Int32s,
     unique_slots: Int32s,
     missing: Int32s,
     progress: Int64s,
-) -> int:
+) -> Any:
     """``RowCache.admit``; ``progress`` is int64 [3]: consumed, num_unique, num_missing, brought up to date.
 
     The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
@@ -158,8 +158,23 @@ def admit_keys(
 
 
 @kernel
+def admit_keys(
+    state: CacheState,
+    keys: Int64s,
+    stamp: int,
+    inverse: Int32s,
+    unique_slots: Int32s,
+    missing: Int32s,
+    progress: Int64s,
+) -> int:
+    """``_admit``, for a caller outside."""
+    status: int = _admit(state, keys, stamp, inverse, unique_slots, missing, progress)
+    return status
+
+
+@kernel
 def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
-    """``DdrCache.access``; nothing is pinned or dirty."""
+    """Single accesses; nothing is pinned or dirty. ``is_hit``: bool [n], written."""
     slots, tallies = state.slots, state.tallies
     root = slots.size - 1
     misses, evictions = 0, 0
@@ -183,6 +198,63 @@ def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
     tallies[Tally.HITS] += keys.size - misses
     tallies[Tally.MISSES] += misses
     tallies[Tally.EVICTIONS] += evictions
+
+
+@inline
+def _release(state: CacheState, pinned: Int32s) -> None:
+    """Unpin these slots, if they are not -1 (released before)."""
+    for i in range(pinned.size):
+        if pinned[i] >= 0:
+            _unpin(state, np.int64(pinned[i]))
+            pinned[i] = -1
+
+
+@kernel
+def replay_batches(
+    state: CacheState,
+    keys: Int64s,
+    starts: Int64s,
+    window: Int64s,
+    limits: Int64s,
+    pinned: Int32s,
+    is_hit: Bools,
+    scratch: Int32s,
+) -> None:
+    """``DdrCache.access``, from one batch to another.
+
+    Args:
+        window: int64 [6]: the oldest batch that is pinned; the first and the last (exclusive) to replay; scratch.
+        limits: int64 [2]: ``depth`` and ``held_rows``.
+        pinned: int32 [n], the slot of each key that is pinned, else -1.
+        is_hit: bool [n], written.
+        scratch: int32 [2, keys of the largest batch].
+    """
+    depth, held_rows = limits[0], limits[1]
+    oldest, progress = window[0], window[3:]
+    for batch in range(window[1], window[2]):
+        begin, stop, last = starts[batch], starts[batch + 1], max(batch - 1, 0)
+        wanted = starts[batch] - starts[last]
+        while oldest < batch - depth or (
+            oldest < batch and starts[batch] - starts[oldest] + (wanted if oldest < last else 0) > held_rows
+        ):
+            _release(state, pinned[starts[oldest] : starts[oldest + 1]])
+            oldest += 1
+        while begin < stop:
+            progress[:] = 0
+            state.tallies[Tally.STAMP] += 1
+            stamp = state.tallies[Tally.STAMP]
+            _admit(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
+            consumed, misses = progress[0], progress[2]
+            is_hit[begin : begin + consumed] = True
+            for i in range(misses):
+                place = begin + scratch[1, i]
+                is_hit[place] = False
+                state.slots[pinned[place]]["flags"] ^= LOADING
+            begin += consumed
+            if begin < stop:  # every slot is pinned
+                _release(state, pinned[starts[oldest] : begin])
+                oldest = batch
+    window[0] = oldest
 
 
 @kernel

@@ -106,12 +106,15 @@ class DdrCache(HostCache):
         return AdmitStatus(status)
 
     def _next_stamp(self) -> int:
-        tallies = self._books.tallies
-        if tallies[Tally.STAMP] == _STAMP_MAX:
+        self._require_stamps(1)
+        self._books.tallies[Tally.STAMP] += 1
+        return int(self._books.tallies[Tally.STAMP])
+
+    def _require_stamps(self, count: int) -> None:
+        """So many admissions may follow before stamps begin anew."""
+        if self._books.tallies[Tally.STAMP] > _STAMP_MAX - count:
             self._books.slots["stamp"] = 0
-            tallies[Tally.STAMP] = 0
-        tallies[Tally.STAMP] += 1
-        return int(tallies[Tally.STAMP])
+            self._books.tallies[Tally.STAMP] = 0
 
     def abandon(self, admission: Admission) -> None:
         slots = admission.slots
@@ -154,22 +157,36 @@ class DdrCache(HostCache):
         slots = checked_slots(slots)
         self.require(kernels.evict_slots(self._books, slots), slots, "evict", "resident, clean and unpinned")
 
-    def access(self, keys: Int64s) -> Bools:
-        """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.
+    def access(self, keys: Int64s, starts: Int64s | None = None, *, depth: int = 0, held_rows: int = 0) -> Bools:
+        """Replay batches as a store looks them up, loading nothing: bool [n], True for a hit.
 
-        For simulation and for comparison with other caches, access for access; nothing may be pinned, dirty or frozen.
+        A batch's rows are pinned until the next one, so that they do not evict each other. Where all slots are pinned,
+        they are released, and the rest of the batch goes on. In the end nothing is pinned.
+
+        Args:
+            keys: int64 [n], distinct within a batch.
+            starts: int64 [batches + 1], ascending from 0 to n: where each batch begins; default: each key is one.
+            depth: batches that stay pinned behind the newest one, as those that ``prefetch`` brought in before it.
+            held_rows: of those batches, with one more as large as the newest of them; of more, fewer stay pinned.
         """
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
-        keys = checked_keys(keys)
-        is_hit = np.empty(len(keys), np.bool_)
-        start = 0
+        starts = np.arange(len(keys) + 1) if starts is None else checked_keys(starts)
+        keys, is_hit = checked_keys(keys), np.empty(len(keys), np.bool_)
+        pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
+        limits, window = np.array([depth, held_rows]), np.zeros(6, np.int64)
+        self._require_stamps(2 * len(keys))
+
+        def replay(stop: int) -> None:
+            window[1:3] = window[2], stop
+            kernels.replay_batches(self._books, keys, starts, window, limits, pinned, is_hit, scratch)
+
         if self._duel:
-            for turn in self._duel.observe(keys).tolist():
-                kernels.replay_keys(self._books, keys[start : turn + 1], is_hit[start : turn + 1])
+            for stop in _stops(self._duel.observe(keys), starts):
+                replay(stop)
                 self._duel.turn()
-                start = turn + 1
-        kernels.replay_keys(self._books, keys[start:], is_hit[start:])
+        replay(len(starts) - 1)
+        self.unpin(pinned[pinned >= 0])
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:
@@ -187,3 +204,10 @@ class DdrCache(HostCache):
 
     def check_integrity(self) -> None:
         check_state(self._books)
+
+
+def _stops(turns: Int64s, starts: Int64s) -> list[int]:
+    """Of turns after these keys, how many batches are over when the window has changed: that is once a batch."""
+    batches, counts = np.unique(np.searchsorted(starts, turns, side="right"), return_counts=True)
+    stops: list[int] = batches[counts % 2 == 1].tolist()
+    return stops

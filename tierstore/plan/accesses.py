@@ -100,11 +100,16 @@ def once_a_batch(accesses: Accesses) -> Accesses:
     """Each row of a batch once: what the tiers of a store count (``TierStats.unique``), in the order in which rows come
     into use there: that of first use, sample by sample across tables where the trace has samples. How many these would
     be of all rows, no recording of a sample knows."""
-    numbers, num_rows = numbered(accesses.keys)
-    is_first = np.empty(len(numbers), np.bool_)
-    _first_in_batch(numbers, accesses.starts, np.full(num_rows, -1, np.int64), is_first)
+    is_first = first_uses(numbered(accesses.keys), accesses.starts)
     starts = np.append(0, np.cumsum(is_first))[accesses.starts]
     return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
+
+
+def first_uses(accesses: Numbered, starts: Int64s) -> NDArray[np.bool_]:
+    """bool [n]: whether no access before it in its batch is to the same row; ``starts`` as of ``Accesses``."""
+    is_first = np.empty(len(accesses.numbers), np.bool_)
+    _first_in_batch(accesses.numbers, starts, np.full(accesses.num_rows, -1, np.int64), is_first)
+    return is_first
 
 
 @kernel

@@ -13,8 +13,7 @@ from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
     from .accesses import Accesses
-    from .curves import MissRatioCurve
-    from .curves.build import CurveOptions
+    from .curves import CurveOptions, MissRatioCurve
 
 _MEET_SECONDS: Final = 300
 
@@ -84,6 +83,7 @@ def _curve(options: argparse.Namespace) -> int:
     for policy in policies:
         with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
             asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
+            asked["prefetch_depth"] = options.prefetch_depth
             found[policy] = _curves(options, accesses, policy, asked)
     _say(options.trace, accesses, options.once_a_batch)
     groups: dict[str, dict[str, MissRatioCurve]] = {f"{policy}:\n": curves for policy, curves in found.items()}
@@ -91,6 +91,8 @@ def _curve(options: argparse.Namespace) -> int:
         groups = {"": {policy: each for policy, curves in found.items() for each in curves.values()}}
     for heading, curves in groups.items():
         print(f"\n{heading}" + describe_curves(curves, sizes))
+    for warning in dict.fromkeys(each.warning for curves in found.values() for each in curves.values() if each.warning):
+        print(f"\n! {warning}")
     if options.json is not None:
         write_json(found, options.json, force=options.force, indent=None)
         print(f"\nWritten: {options.json}")
@@ -376,6 +378,13 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 help="let this share of the rows stand for all (default: 1, every row)",
             ),
             _arg("--once-a-batch", help="count a row once a batch, as the tiers of a store do"),
+            _arg(
+                "--prefetch-depth",
+                type=int,
+                default=0,
+                metavar="N",
+                help="batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
+            ),
             _arg("--by-table", help="a cache for each table, not one for all"),
             _arg("--windows", type=int, metavar="N", help="N parts of the trace, to see drift"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),

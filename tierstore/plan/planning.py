@@ -11,7 +11,7 @@ from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .accesses import Accesses, once_a_batch
 from .assumptions import assumed_words, assumptions_of
-from .curves import by_table, curve, windows
+from .curves import CurveOptions, by_table, curve, windows
 from .demand import Demand
 from .host import Host, with_accelerators
 from .marginal import Predict, batch_line, ddr_line, exponent_line, grid_of, marginal_values
@@ -104,7 +104,11 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         grid=grid,
         alternatives=() if found is None else _alternatives(found, asked.search.runners_up),
         price_parts=price_parts_of(setup),
-        warnings=(*warnings_of(asked, prediction), *(() if found is None else _unused(asked))),
+        warnings=(
+            *warnings_of(asked, prediction),
+            *dict.fromkeys(each.curve.warning for each in curves if each.curve.warning),
+            *(() if found is None else _unused(asked)),
+        ),
         sources=sources_of(asked, setup, accesses),
     )
     tell(len(_STAGES))
@@ -129,7 +133,8 @@ class _Question(NamedTuple):
         policy, rate = self.asked.setup.policy, self.asked.trace.sampling_rate
         if self.accesses is None:
             return Demand.analytic(workload, policy)
-        return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate)
+        made = partial(curve, prefetch_depth=_ahead(self.asked.setup.prefetch_depth, workload))
+        return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate, make_curve=made)
 
     def answer(self, workload: Workload, demand: Demand) -> _Answer:
         """What the given setup does, or the cheapest that meets the target.
@@ -175,24 +180,32 @@ def _curves(asked: PlanFile, setup: Setup, demand: Demand, accesses: Accesses | 
         shown.append(ShownCurve("pool", name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows))))
     if accesses is None:
         return tuple(shown)
-    section, rate = asked.curves, asked.trace.sampling_rate
+    section = asked.curves
+    options = CurveOptions(
+        sampling_rate=asked.trace.sampling_rate, prefetch_depth=_ahead(setup.prefetch_depth, setup.workload)
+    )
     distinct = once_a_batch(accesses)
     chosen = sum(each.chosen_rows or 0.0 for each in shown)
     shown += [
-        ShownCurve("policy", policy, curve(distinct, policy, sampling_rate=rate))
+        ShownCurve("policy", policy, curve(distinct, policy, **options))
         for policy in dict.fromkeys(map(resolve_policy, section.policies))
         if policy != resolve_policy(demand.policy)
     ]
     if section.by_table:
-        found = by_table(distinct, demand.policy, sampling_rate=rate)
+        found = by_table(distinct, demand.policy, **options)
         shown += [ShownCurve("table", name, each) for name, each in found.items()]
     if section.windows:
-        parts = windows(distinct, demand.policy, section.windows, sampling_rate=rate)
+        parts = windows(distinct, demand.policy, section.windows, **options)
         shown += [
             ShownCurve("window", f"part {number} of {section.windows}", part.curve, chosen)
             for number, part in enumerate(parts, 1)
         ]
     return tuple(shown)
+
+
+def _ahead(prefetch_depth: int, workload: Workload) -> int:
+    """Batches brought in ahead: serving knows of none."""
+    return prefetch_depth if workload.is_training else 0
 
 
 def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool) -> tuple[Line, ...]:

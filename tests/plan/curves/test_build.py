@@ -19,7 +19,7 @@ SHIFT = 40
 
 def accesses_of_keys(keys: np.ndarray, rate: float = 1.0) -> Accesses:
     tables = ("a", "b", "c")
-    return Accesses(keys.astype(np.int64), np.array([0, len(keys)]), tables, rate)
+    return Accesses(keys.astype(np.int64), np.arange(len(keys) + 1), tables, rate)
 
 
 def random_accesses(seed: int, num: int = 4000) -> Accesses:

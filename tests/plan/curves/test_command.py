@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,28 @@ def test_a_sample_says_so(path: Path, tmp_path: Path) -> None:
     assert same(read_curves(tmp_path / "out")["lru"]["all"], curve(read_accesses(path), "lru", sampling_rate=0.25))
 
 
+def test_few_sampled_rows_are_a_warning_in_text_and_json(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(path, "--sampling-rate", 0.5, "--policy", "lru,lfu", "--json", tmp_path / "out") == 0
+    warning = read_curves(tmp_path / "out")["lfu"]["all"]["warning"]
+    assert re.fullmatch(
+        r"\d+ sampled rows say little: hit rates may be off by 1\.\d points, \d at worst; take every row", warning
+    )
+    assert capsys.readouterr().out.count(f"! {warning}\n") == 1
+    assert run(path, "--json", tmp_path / "out", "--force") == 0
+    assert read_curves(tmp_path / "out")["lru"]["all"]["warning"] == ""
+    assert "!" not in capsys.readouterr().out
+
+
+def test_batches_ahead_are_of_the_curve(path: Path, tmp_path: Path) -> None:
+    assert run(path, "--once-a-batch", "--policy", "lfu", "--prefetch-depth", 2, "--json", tmp_path / "out") == 0
+    accesses = once_a_batch(read_accesses(path))
+    made, without = (curve(accesses, "lfu", prefetch_depth=depth) for depth in (2, 0))
+    assert same(read_curves(tmp_path / "out")["lfu"]["all"], made)
+    assert not same(plain(without), made)
+
+
 def test_a_recorded_sample_is_better_read_once_a_batch(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = read_trace(path)
     half = Trace(tables=trace.tables, batch_samples=20, sampling_rate=0.5)
@@ -119,6 +142,7 @@ def test_a_recorded_sample_is_better_read_once_a_batch(path: Path, capsys: pytes
         (["--sampling-rate", "2"], "sampling_rate=2.0: expected a number above 0, and at most 1"),
         (["--by-table", "--windows", "2"], "--by-table and --windows: choose one"),
         (["--windows", "0"], "num_windows=0"),
+        (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ],
 )
 def test_mistakes_are_named_with_the_way_out(path: Path, tmp_path: Path, words: list[str], said: str) -> None:

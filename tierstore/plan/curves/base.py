@@ -21,6 +21,7 @@ class MissRatioCurve:
         miss_ratios: float64 [k], of those sizes.
         num_accesses, num_rows: accesses, and distinct rows; of a sampled curve what the whole has by estimate.
         sampling_rate: of the rows that the curve was made from.
+        warning: how far it may be off, and what to do, if that is much; else "".
     """
 
     policy: str
@@ -29,6 +30,7 @@ class MissRatioCurve:
     num_accesses: int
     num_rows: int
     sampling_rate: float = 1.0
+    warning: str = ""
 
     def miss_ratio(self, rows: float) -> float:
         """At a size: as simulated; between two sizes by a straight line over the logarithm of the size; beyond the

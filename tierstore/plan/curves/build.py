@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache import resolve_policy
+from ...config import require_int
 from ...kernels.arrays import Int64s
 from ...rows import KEY_ROW_BITS
 from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
 from .base import MissRatioCurve
 from .replays import Progress, replay_of
-from .sampled import Sample, sample_of, sampled_sizes
+from .sampled import Sample, sample_of, sample_warning, sampled_sizes
 
 _EVERY_SIZE: Final = 4096
 _STEP: Final = 1.02
@@ -23,6 +24,8 @@ _NUM_SIMULATED: Final = 24
 _SMALLEST_SIMULATED: Final = 1 / 2000
 """Of all rows."""
 _FEWEST_SAMPLED: Final = 1000
+_DEEPEST: Final = 1024
+"""Batches brought in ahead, at most."""
 
 
 class CurveOptions(TypedDict, total=False):
@@ -30,14 +33,18 @@ class CurveOptions(TypedDict, total=False):
 
     Attributes:
         sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24. Up to all rows there are.
+            size: 24, and the largest batch's rows. Up to all rows there are.
         sampling_rate: the share of the rows of the accesses that stands for all (``sampled``); 1, the default: every
             row.
+        prefetch_depth: batches whose rows are brought in ahead of the one in use, as ``tierstore.prefetch`` has them
+            if it is never waited for; 0, the default: a plain loop, or serving. Of lfu and tinylfu: of no other policy
+            do curves depend on it.
         progress: told of accesses done, each once a replay.
     """
 
     sizes: Sequence[int] | Int64s | None
     sampling_rate: float
+    prefetch_depth: int
     progress: Progress | None
 
 
@@ -53,8 +60,9 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     """The miss-ratio curve of a cache that starts empty.
 
     Args:
-        accesses: each counts. What the tiers of a store count is ``once_a_batch(accesses)``. Of a sample of the rows
-            (``accesses.sampling_rate``) the curve is that of all rows, by estimate; ``all_lookups`` make it better.
+        accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
+            ``once_a_batch(accesses)``. Of a sample of the rows (``accesses.sampling_rate``) the curve is that of all
+            rows, by estimate; ``all_lookups`` make it better.
         policy: of ``POLICIES``, or "auto" for what that stands for.
         options: see ``CurveOptions``.
 
@@ -92,8 +100,9 @@ def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -
     for index, (name, (begin, end)) in enumerate(zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True)):
         if begin == end:
             continue
-        keys = accesses.keys[order[begin:end]]
-        own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]), all_lookups=accesses.lookups_of([index]))
+        positions = order[begin:end]
+        keys, starts = accesses.keys[positions], np.searchsorted(positions, accesses.starts)
+        own = accesses._replace(keys=keys, starts=starts, all_lookups=accesses.lookups_of([index]))
         rate = max(sampling_rate, min(1.0, _FEWEST_SAMPLED / numbered(keys).num_rows)) if sampling_rate < 1 else 1.0
         told = None if progress is None else _part(progress, begin, end, len(accesses.keys))
         found[name] = curve(own, policy, **(options | CurveOptions(sampling_rate=rate, progress=told)))
@@ -107,12 +116,14 @@ def _between(
     *,
     sizes: Sequence[int] | Int64s | None = None,
     sampling_rate: float = 1.0,
+    prefetch_depth: int = 0,
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One curve for each window between ``bounds``."""
     _check(accesses, sampling_rate)
-    sample = sample_of(accesses.keys, bounds, sampling_rate)
-    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, progress)
+    require_int(prefetch_depth, "prefetch_depth", 0, _DEEPEST)
+    sample = sample_of(accesses, bounds, sampling_rate)
+    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, prefetch_depth, progress)
 
 
 def curves_of(
@@ -121,15 +132,20 @@ def curves_of(
     bounds: Sequence[int],
     sizes: Sequence[int] | Int64s | None,
     sample: Sample,
+    prefetch_depth: int = 0,
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
     lengths = _shares(accesses, bounds)
     if not np.diff(sample.bounds).all():
         raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
-    replay = replay_of(policy, sample.keys, sample.bounds, progress)
+    replay = replay_of(policy, sample, prefetch_depth=prefetch_depth, progress=progress)
     rate = accesses.sampling_rate * sample.rate
-    asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
+    if sizes is None:
+        bends = np.rint(np.array(replay.bends) / rate).astype(np.int64)
+        asked = np.union1d(default_sizes(policy, replay.num_rows, rate), bends)
+    else:
+        asked = _checked(sizes)
     # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
     # SHARDS-adj does: the rows that make the difference are those that any cache has.
     shares = replay.misses(sampled_sizes(policy, asked, rate)) / (lengths * sample.rate)[:, None]
@@ -142,6 +158,7 @@ def curves_of(
             num_accesses=round(length / accesses.sampling_rate),
             num_rows=round(num_rows / rate),
             sampling_rate=rate,
+            warning=sample_warning(replay.num_rows, rate, accesses.sampling_rate),
         )
         for ratios, length, num_rows in zip(shares, lengths.tolist(), _rows(sample, replay.num_rows), strict=True)
     ]

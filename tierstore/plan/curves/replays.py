@@ -5,7 +5,9 @@ Systems Journal 9, 1970). An access hits a cache of c rows if fewer than c other
 access. So one histogram of these distances holds the curve. Accesses are bits of a map, set where no later one is to
 the same row, and a distance is how many are set behind a row's own (B. Bennett, V. Kruskal: LRU stack processing, IBM
 Journal of Research and Development 19, 1975). Counters of 16 words of the map, of 16 such groups and so on are added
-from the bit on upwards, and only towards the present; so near distances, which most are, cost a word or two.
+from the bit on upwards, and only towards the present; so near distances, which most are, cost a word or two. A store
+pins the rows of in-flight batches. They are those used last, so while not all slots are pinned the least recently used
+row is none of them; and where all are, they are let go. So distances hold at every size.
 
 *Caches that know too much*, perfect counts and the future, evict the row of least priority. The priority that each
 access gives its row is known before any cache is simulated; so one kernel replays both. The optimum is that of caches
@@ -14,7 +16,7 @@ which let every row in: L. Belady, A study of replacement algorithms for a virtu
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -24,9 +26,11 @@ from ...cache.ddr import DdrCache
 from ...kernels.arrays import Float64s, Int64s
 from ...kernels.jit import uncounted_inline as inline
 from ...kernels.jit import uncounted_kernel as kernel
+from ...pool import HELD_SHARE
 from ...settings.names import nearest
-from ..accesses import Numbered, numbered
+from ..accesses import Numbered, first_uses, numbered
 from .base import POLICIES
+from .sampled import Sample
 
 FANOUT_BITS: Final = 4
 """A counter is the sum of so many, as a power of two, of the level below."""
@@ -234,6 +238,10 @@ class Replay(Protocol):
     def num_rows(self) -> int:
         """Distinct rows."""
 
+    @property
+    def bends(self) -> list[int]:
+        """Sizes at which the curve may change its slope at once, in ascending order."""
+
     def misses(self, sizes: Float64s) -> Float64s:
         """float64 [windows, k]: in each window, at sizes (float64 [k], rows, more than 0).
 
@@ -242,10 +250,10 @@ class Replay(Protocol):
         """
 
 
-def replay_of(policy: str, keys: Int64s, bounds: Sequence[int], progress: Progress | None) -> Replay:
+def replay_of(policy: str, sample: Sample, *, prefetch_depth: int = 0, progress: Progress | None = None) -> Replay:
     """Args:
-        keys: int64 [n].
-        bounds: of the windows, ascending from 0 to n; what is cached stays so from one to the next.
+        sample: what is cached stays so from one window to the next.
+        prefetch_depth: batches that are brought in ahead of the one in use.
 
     Raises:
         ValueError: no such policy.
@@ -253,23 +261,26 @@ def replay_of(policy: str, keys: Int64s, bounds: Sequence[int], progress: Progre
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
     told = progress or _tell_nobody
-    return _Distances(keys, bounds, told) if policy == "lru" else _Simulations(policy, keys, bounds, told)
+    if policy == "lru":
+        return _Distances(sample, told)
+    return _Bounds(policy, sample, told) if policy in _PRIORITIES else _Stores(policy, sample, prefetch_depth, told)
 
 
 class _Distances:
     """LRU."""
 
-    def __init__(self, keys: Int64s, bounds: Sequence[int], progress: Progress) -> None:
-        accesses = numbered(keys)
+    def __init__(self, sample: Sample, progress: Progress) -> None:
+        accesses = numbered(sample.keys)
         stack, self._nearer = StackDistances(accesses), []
-        for begin, end in itertools.pairwise(bounds):
+        for begin, end in itertools.pairwise(sample.bounds):
             histogram = np.zeros(accesses.num_rows, np.int64)
             for start in range(begin, end, _CHUNK):
                 stack.count(start, min(end, start + _CHUNK), histogram)
-                progress(min(end, start + _CHUNK), len(keys))
+                progress(min(end, start + _CHUNK), len(sample.keys))
             self._nearer.append(np.append(0, np.cumsum(histogram)))
-        self._lengths = np.diff(bounds)
+        self._lengths = np.diff(sample.bounds)
         self.num_rows: Final = accesses.num_rows
+        self.bends: list[int] = []
 
     def misses(self, sizes: Float64s) -> Float64s:
         low = np.minimum(np.floor(sizes), self.num_rows).astype(np.int64)
@@ -281,46 +292,66 @@ class _Distances:
 
 
 class _Simulations:
-    """Any other policy. The store's own are replayed through the books of its DDR tier."""
+    """A replay for each size."""
 
-    def __init__(self, policy: Any, keys: Int64s, bounds: Sequence[int], progress: Progress) -> None:
-        self._policy, self._keys, self._bounds, self._progress = policy, keys, bounds, progress
-        self._accesses = numbered(keys)
-        self._priorities = _PRIORITIES[policy](self._accesses) if policy in _PRIORITIES else None
+    def __init__(self, sample: Sample, progress: Progress) -> None:
+        self._sample, self._progress = sample, progress
+        self._accesses = numbered(sample.keys)
+        self.bends: list[int] = []
 
     @property
     def num_rows(self) -> int:
         return self._accesses.num_rows
 
     def misses(self, sizes: Float64s) -> Float64s:
+        bounds, total = self._sample.bounds, len(self._sample.keys)
         sizes = np.where(sizes < _INTERPOLATED, sizes, np.rint(sizes))
         low, high = np.floor(sizes), np.ceil(sizes)
         wanted = np.unique(np.minimum(np.concatenate([low, high]), self.num_rows)).astype(np.int64)
-        missed = np.empty((len(self._bounds) - 1, len(wanted)))
+        missed = np.empty((len(bounds) - 1, len(wanted)))
         for index, capacity in enumerate(wanted.tolist()):
-            missed[:, index] = self._misses_of(capacity)
-            self._progress((index + 1) * len(self._keys), len(wanted) * len(self._keys))
+            is_hit = self._hits(capacity) if capacity else np.zeros(total, np.bool_)
+            missed[:, index] = [
+                stop - start - np.count_nonzero(is_hit[start:stop]) for start, stop in itertools.pairwise(bounds)
+            ]
+            self._progress((index + 1) * total, len(wanted) * total)
         at_low, at_high = (missed[:, np.searchsorted(wanted, np.minimum(ends, self.num_rows))] for ends in (low, high))
         found: Float64s = at_low + (at_high - at_low) * (sizes - low)
         return found
 
-    def _misses_of(self, capacity: int) -> Int64s:
-        is_hit = self._hits(self._accesses, capacity)
-        hits = [
-            np.count_nonzero(is_hit[begin:end]) for begin, end in zip(self._bounds[:-1], self._bounds[1:], strict=True)
-        ]
-        missed: Int64s = np.diff(self._bounds) - hits
-        return missed
+    def _hits(self, capacity: int) -> NDArray[np.bool_]:
+        """bool [n], in a cache of at least one row."""
+        raise NotImplementedError
 
-    def _hits(self, accesses: Numbered, capacity: int) -> NDArray[np.bool_]:
-        if capacity <= 1:
-            # Every policy lets the newest row in, so one row is the last one accessed.
-            is_hit = np.zeros(len(self._keys), np.bool_)
-            np.equal(self._keys[1:], self._keys[:-1], out=is_hit[1:], where=capacity == 1)
-            return is_hit
-        if self._priorities is not None:
-            return replay(accesses, self._priorities, capacity)
-        return DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy).access(self._keys)
+
+class _Stores(_Simulations):
+    """A policy of the store, by the DDR tier's own code: batch by batch, with the pins that it has."""
+
+    def __init__(self, policy: Any, sample: Sample, prefetch_depth: int, progress: Progress) -> None:
+        super().__init__(sample, progress)
+        self._policy, self._depth = policy, prefetch_depth
+        self._is_first = first_uses(self._accesses, sample.starts)
+        self._keys = sample.keys[self._is_first]
+        self._starts = np.append(0, np.cumsum(self._is_first))[sample.starts]
+        self.bends = [int(np.diff(self._starts).max(initial=0))]
+
+    def _hits(self, capacity: int) -> NDArray[np.bool_]:
+        cache = DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy)
+        is_hit = np.ones(len(self._is_first), np.bool_)  # a row that its own batch has used is there
+        held_rows = int(capacity * HELD_SHARE)
+        is_hit[self._is_first] = cache.access(self._keys, self._starts, depth=self._depth, held_rows=held_rows)
+        return is_hit
+
+
+class _Bounds(_Simulations):
+    """What no store reaches, by priorities, access by access."""
+
+    def __init__(self, policy: str, sample: Sample, progress: Progress) -> None:
+        super().__init__(sample, progress)
+        self._priorities = _PRIORITIES[policy](self._accesses)
+
+    def _hits(self, capacity: int) -> NDArray[np.bool_]:
+        return replay(self._accesses, self._priorities, capacity)
 
 
 def _tell_nobody(done: int, total: int) -> None:
