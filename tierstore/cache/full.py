@@ -81,6 +81,9 @@ class FullCache(HostCache):
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
         return self.numbering.keys_at(slots)
 
+    def is_loading(self, slots: Int32s) -> bool:
+        return self._num_loading > 0 and super().is_loading(slots)
+
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
         return self.is_complete or bool(_are_in(slots, self.flags))

@@ -30,7 +30,7 @@ class Transfers:
             return self._are_in(self._arena.cache.find(keys))
 
     def _are_in(self, slots: Int32s) -> bool:
-        return bool((slots >= 0).all()) and not self._arena.cache.is_loading(slots)
+        return int(slots.min(initial=0)) >= 0 and not self._arena.cache.is_loading(slots)
 
     def read_in_memory(self, keys: Int64s, out: Weights) -> bool:
         """``read`` if all these rows are in the cache; else False."""

@@ -67,6 +67,10 @@ class Front:
         self._protocol = protocol
         self._token = None if token is None else Token(token)
 
+    @property
+    def wants_token(self) -> bool:
+        return self._token is not None
+
     def noting_refusals(self, request_id: str = "") -> "_NotingRefusals":
         """Tell the engine of requests that do not reach it."""
         return _NotingRefusals(self.engine, self._protocol, request_id)

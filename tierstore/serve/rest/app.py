@@ -54,7 +54,7 @@ class RestApp:
             await send_reply(send, refusal(error))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
-        if scope["path"] not in _OPEN_PATHS:
+        if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
             shown = [value for name, value in scope["headers"] if name == b"authorization"]
             self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
         # Each part is decoded by itself: a table's name may have slashes of its own.
