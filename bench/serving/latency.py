@@ -1,9 +1,8 @@
-"""Part "load": latencies by load, the highest load that is carried, and what the server adds to the model."""
+"""Part "load": latencies by load, and the highest load that is carried, of each protocol by turns."""
 
 import os
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,13 +11,15 @@ from tierstore.plan.measure import page_cache
 
 from ..common import Goal, Run, Table
 from ..parts import Part, Told
-from .clients import BlockingGrpc, BlockingRest, RestClient
+from .clients import RestClient
 from .load import Quantiles, closed_loop, open_loop
 from .rig import HitRate, Rig
-from .search import highest_load
+from .search import by_turns, search
 from .server import HOST, ServerProcess
 
 __all__ = ["PART"]
+
+_GRPC_SHARE: Final = 0.9
 
 
 def _step(rig: Rig, server: ServerProcess, protocol: str, rate: float) -> dict[str, Any]:
@@ -53,25 +54,28 @@ def _is_carried(config: Any, step: dict[str, Any]) -> bool:
     return bool(not step["failed"] and step["p99"] <= config["p99_ms"] and step["p95"] <= config["p95_ms"])
 
 
-def _search(rig: Rig, server: ServerProcess, protocol: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the highest load and the lowest that is too much, all steps)."""
+def _search(rig: Rig, server: ServerProcess) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(of each protocol the highest load and the lowest that is too much, all steps)."""
+    config = rig.config
     steps: list[dict[str, Any]] = []
-    needed = rig.config["repetitions"] // 2 + 1
+    first = _first_rate(rig, server)
 
-    def carries(rate: float) -> bool:
-        votes = [0, 0]
-        while max(votes) < needed:
-            steps.append(_step(rig, server, protocol, rate))
-            votes[_is_carried(rig.config, steps[-1])] += 1
-        return votes[1] > votes[0]
+    def carries(protocol: str, rate: float) -> bool:
+        steps.append(_step(rig, server, protocol, rate))
+        return _is_carried(config, steps[-1])
 
-    found = highest_load(carries, _first_rate(rig, server), rig.config["precision"], rig.config["rate_ceiling"])
-    for share in rig.config["shares"]:
-        rate = share * found.carried
-        if rate:
-            steps.append(_step(rig, server, protocol, rate))
-    highest = {"protocol": protocol, "rate": found.carried, "too_much": found.too_much}
-    return highest | _medians([step for step in steps if step["rate"] == found.carried]), steps
+    searches = {
+        protocol: search(first, config["precision"], config["rate_ceiling"], needed=config["repetitions"] // 2 + 1)
+        for protocol in config["protocols"]
+    }
+    highest: list[dict[str, Any]] = [
+        {"protocol": protocol, "rate": found.carried, "too_much": found.too_much}
+        | _medians([step for step in steps if (step["protocol"], step["rate"]) == (protocol, found.carried)])
+        for protocol, found in by_turns(searches, carries).items()
+    ]
+    for share in config["shares"]:
+        steps += [_step(rig, server, each["protocol"], share * each["rate"]) for each in highest if each["rate"]]
+    return highest, steps
 
 
 def _by_turns(rig: Rig, server: ServerProcess, rate: float) -> list[dict[str, Any]]:
@@ -96,60 +100,20 @@ def _first_rate(rig: Rig, server: ServerProcess) -> float:
     return 0.5 * len(load.latency) / load.seconds
 
 
-def _overhead(rig: Rig, server: ServerProcess, protocol: str) -> dict[str, Any]:
-    """What a request takes beside the model's run, when nothing else is under way."""
-    is_grpc = protocol == "grpc"
-    client = BlockingGrpc(HOST, server.grpc_port) if is_grpc else BlockingRest(HOST, server.rest_port)
-    blocks, count = rig.config["overhead_blocks"], rig.config["overhead_queries"] // rig.config["overhead_blocks"]
-    latencies, computes = [], []
-    try:
-        for _ in range(blocks):
-            requests = rig.requests(count, protocol)
-            client.ask(requests[0])
-            before = _compute(server)
-            start = time.perf_counter()
-            for request in requests:
-                answer = client.ask(request)
-                if answer.error:
-                    raise RuntimeError(answer.error)
-            latencies.append((time.perf_counter() - start) / count)
-            after = _compute(server)
-            computes.append((after[1] - before[1]) / max(1, after[0] - before[0]))
-    finally:
-        client.close()
-    latency = statistics.median(latencies)
-    outside = statistics.median(latency - compute for latency, compute in zip(latencies, computes, strict=True))
-    return {
-        "protocol": protocol,
-        "latency_us": 1e6 * latency,
-        "compute_us": 1e6 * statistics.median(computes),
-        "overhead_us": 1e6 * outside,
-        "overhead_share": outside / latency,
-    }
-
-
-def _compute(server: ServerProcess) -> tuple[int, float]:
-    """(batches, seconds they took) of the ranking model so far."""
-    model = server.model("ranking")
-    return model["batches"], model["batches"] * model["compute_seconds_mean"]
-
-
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
     device = rig.device_reads_per_s()
     rig.prepare()
     with rig.server("--warm-up", "none") as server:
         rig.warm(server)
-        overheads = [_overhead(rig, server, protocol) for protocol in rig.config["protocols"]]
-        searched = [_search(rig, server, protocol) for protocol in rig.config["protocols"]]
-        common = rig.config["turns_share"] * min(highest["rate"] for highest, _ in searched)
-        by_turns = _by_turns(rig, server, common) if common else []
+        highest, steps = _search(rig, server)
+        common = rig.config["turns_share"] * min(each["rate"] for each in highest)
+        at_one_load = _by_turns(rig, server, common) if common else []
         memory = server.memory()
     return {
-        "highest": [highest for highest, _ in searched],
-        "by_turns": by_turns,
-        "steps": [step for _, steps in searched for step in steps],
-        "overhead": overheads,
+        "highest": highest,
+        "by_turns": at_one_load,
+        "steps": steps,
         "ddr_bytes": rig.ddr_bytes,
         "page_cache": rig.config["page_cache"],
         "page_cache_share": page_cache.resident_share(rig.rows_file),
@@ -190,15 +154,6 @@ def _tell(figures: dict[str, Any]) -> Told:
             columns=columns,
             rows=[_row(each) for each in figures["by_turns"]],
         ),
-        Table(
-            title="one request at a time: what is not the model",
-            columns=["protocol", "latency us", "model and lookups us", "all else us", "all else, of the latency"],
-            rows=[
-                [each["protocol"], f"{each['latency_us']:,.0f}", f"{each['compute_us']:,.0f}",
-                 f"{each['overhead_us']:,.0f}", f"{each['overhead_share']:.1%}"]
-                for each in figures["overhead"]
-            ],
-        ),
     ]  # fmt: skip
     return Told(tables=tables, goals=_goals(figures["highest"], figures), notes=[_note(figures)])
 
@@ -209,7 +164,14 @@ def _goals(highest: Sequence[dict[str, Any]], figures: dict[str, Any]) -> list[G
         for each in highest
         if each["rate"]
         for name, bound in (("p95", figures["p95_ms"]), ("p99", figures["p99_ms"]))
-    ]
+    ] + _goal_of_grpc({each["protocol"]: each["rate"] for each in highest})
+
+
+def _goal_of_grpc(rates: Mapping[str, float]) -> list[Goal]:
+    if not (rates.get("rest") and rates.get("grpc")):
+        return []
+    name = "highest load over gRPC, of that over REST"
+    return [Goal(name=name, value=rates["grpc"] / rates["rest"], at_least=_GRPC_SHARE)]
 
 
 def _note(figures: dict[str, Any]) -> str:
@@ -220,8 +182,8 @@ def _note(figures: dict[str, Any]) -> str:
         "request, at the times of a Poisson process, however long the server takes (open loop). Latency counts from "
         f"the time a request was due, so a late generator counts against the server (it came at most {late:.1f} ms "
         "late, p99 of the worst step). Server and generator share the machine's cores; requests were made beforehand. "
-        f"{_about_pages(figures)} All else: what a blocking client sees, less the model's run as the server "
-        "reports it; sockets, the client's own time, parsing, queueing and the answer."
+        "The protocols' searches took turns, step by step. "
+        f"{_about_pages(figures)}"
     )
 
 

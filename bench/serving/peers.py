@@ -213,7 +213,10 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         if has_redis:
             ways.append(_redis(request, stack))
         expected = np.concatenate(list(_chunks(request)))
-        measured = [_of_features(request, features, ways, expected) for features in config["peer_features"]]
+        measured = [
+            _of_features(request, features, ways, expected) | {"times": times}
+            for features, times in zip(config["peer_features"], config["peer_times"], strict=True)
+        ]
     return {"has_redis": has_redis, "rows": config["peer_rows"], "dim": config["dim"], "lookups": measured}
 
 
@@ -260,13 +263,13 @@ def _table(measured: dict[str, Any], figures: dict[str, Any]) -> Table:
 
 
 def _goals(measured: dict[str, Any]) -> list[Goal]:
-    highest, common = measured["highest"], measured["common"]
+    highest, common, wanted = measured["highest"], measured["common"], measured["times"]
     per_query = measured["rows_per_query"]
     own = max((name for name in highest if "all rows" in name), key=lambda name: highest[name]["queries_per_s"])
     times = highest[own]["queries_per_s"] / highest[_REDIS]["queries_per_s"]
     tail = common[own]["p99"] / common[_REDIS]["p99"]
     return [
-        Goal(name=f"{per_query:,.0f} rows a query, {own}: rows/s over Redis's", value=times, at_least=2),
+        Goal(name=f"{per_query:,.0f} rows a query, {own}: rows/s over Redis's", value=times, at_least=wanted),
         Goal(name=f"{per_query:,.0f} rows a query, {own}: p99 at the same load over Redis's", value=tail, at_most=1),
     ]
 

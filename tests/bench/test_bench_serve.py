@@ -15,7 +15,7 @@ from bench.peers import loopback, redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
-from bench.serving.search import highest_load
+from bench.serving.search import Found, by_turns, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
@@ -90,13 +90,30 @@ def test_poisson_times() -> None:
 
 @pytest.mark.parametrize("limit", [7.0, 100.0, 3000.0])
 def test_search_finds_the_highest_load(limit: float) -> None:
-    found = highest_load(lambda rate: rate <= limit, 100, 0.05, 10_000)
+    found = by_turns({"": search(100, 0.05, 10_000)}, lambda _, rate: rate <= limit)[""]
     assert found.carried <= limit < found.too_much <= found.carried * 1.05
 
 
 def test_search_ends() -> None:
-    assert highest_load(lambda _: False, 100, 0.05, 10_000).carried == 0
-    assert highest_load(lambda _: True, 100, 0.05, 300) == (225, 0)
+    limits = {"none": 0.0, "all": 1e9}
+    searches = {name: search(100, 0.05, 300) for name in limits}
+    found = by_turns(searches, lambda name, rate: rate <= limits[name])
+    assert found["none"].carried == 0
+    assert found["all"] == Found(225, 0)
+
+
+def test_searches_take_turns_and_believe_the_majority() -> None:
+    limits, asked = {"a": 120.0, "b": 1000.0}, []
+
+    def carries(name: str, rate: float) -> bool:
+        asked.append(name)
+        is_wrong = asked.count(name) % 3 == 0  # at most one of three is
+        return (rate <= limits[name]) != is_wrong
+
+    found = by_turns({name: search(100, 0.05, 10_000, needed=2) for name in limits}, carries)
+    assert all(found[name].carried <= limit < found[name].too_much for name, limit in limits.items())
+    shared = 2 * min(map(asked.count, limits))
+    assert asked[:shared] == ["a", "b"] * (shared // 2)
 
 
 def test_queries_are_what_the_server_reads() -> None:
@@ -206,8 +223,16 @@ def test_quick_run_under_load(tmp_path: Path) -> None:
     for step in figures["load"]["steps"]:
         assert step["failed"] == 0
         assert step["requests"] >= 1
-    assert {each["protocol"] for each in figures["load"]["overhead"]} == {"rest", "grpc"}
     assert figures["load"]["server_environment"]["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_quick_run_of_fixed_costs(tmp_path: Path) -> None:
+    figures = _quick(tmp_path, "fixed")["fixed"]
+    ways = figures["ways"]
+    assert [each["protocol"] for each in ways] == ["rest", "rest", "grpc", "grpc"]
+    assert all(0 < each["busy_us"] < each["alone_us"] * 100 for each in ways)
 
 
 @pytest.mark.soak

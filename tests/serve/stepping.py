@@ -38,6 +38,11 @@ class SteppedExecutor(Executor):
     def __init__(self) -> None:
         self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.is_shut_down = False
+        self._is_running = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.jobs and not self._is_running
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self.is_shut_down:
@@ -49,7 +54,11 @@ class SteppedExecutor(Executor):
     def run_next(self) -> None:
         future, job = self.jobs.pop(0)
         if future.set_running_or_notify_cancel():
-            future.set_result(job())
+            self._is_running = True
+            try:
+                future.set_result(job())
+            finally:
+                self._is_running = False
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.is_shut_down = True

@@ -13,6 +13,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
+from ..rows import KEY_ROW_BITS
 from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import NUM_TALLIES, Tally
 from .flags import FLAGS, LOADING, RESIDENT
@@ -26,6 +27,7 @@ _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
 
 _RESIDENT: Final = int(Tally.RESIDENT)
+_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
@@ -79,6 +81,9 @@ class FullCache(HostCache):
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
         return self.numbering.keys_at(slots)
 
+    def is_loading(self, slots: Int32s) -> bool:
+        return self._num_loading > 0 and super().is_loading(slots)
+
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
         return self.is_complete or bool(_are_in(slots, self.flags))
@@ -101,10 +106,8 @@ class FullCache(HostCache):
         self.tallies[Tally.DIRTY] += count
 
     def find(self, keys: Int64s) -> Int32s:
-        is_row = self.numbering.are_rows(checked_keys(keys))
-        known = keys if is_row.all() else np.where(is_row, keys, self.keys_at(np.zeros(1, np.int32)))
-        slots = self.numbering.slots_of(known)
-        found: Int32s = np.where(is_row & (self.flags[slots] != 0), slots, ABSENT).astype(np.int32)
+        found: Int32s = np.empty(len(keys), np.int32)
+        _find(checked_keys(keys), *self.numbering.by_table, self.flags, found)
         return found
 
     def touch(self, slots: Int32s) -> None:
@@ -202,6 +205,20 @@ class FullCache(HostCache):
 
     def _require(self, allowed: Bools, slots: Int32s, action: str, condition: str) -> None:
         self.require(NOTHING_WRONG if allowed.all() else int(allowed.argmin()), slots, action, condition)
+
+
+@kernel
+def _find(
+    keys: Int64s, first_of: Int64s, low_of: Int64s, high_of: Int64s, flags: Bytes, slots: Int32s
+) -> None:  # fmt: skip
+    """The slot of each key, or ABSENT where it is of no row or its row is not in."""
+    for i in range(keys.size):
+        table, row = keys[i] >> KEY_ROW_BITS, keys[i] & _ROW_MASK
+        slots[i] = ABSENT
+        if 0 <= table < high_of.size and low_of[table] <= row < high_of[table]:
+            slot = first_of[table] + row
+            if flags[slot] != 0:
+                slots[i] = slot
 
 
 @kernel

@@ -32,6 +32,11 @@ class RowNumbering:
         self._first_of[self._tables] = self._firsts - self._low_of[self._tables]
 
     @property
+    def by_table(self) -> tuple[Int64s, Int64s, Int64s]:
+        """By table index: the slot that row 0 has or would have, the first row, and the one after the last."""
+        return self._first_of, self._low_of, self._high_of
+
+    @property
     def size_bytes(self) -> int:
         arrays = (self._tables, self._firsts, self._first_of, self._low_of, self._high_of)
         return sum(array.nbytes for array in arrays)

@@ -23,19 +23,34 @@ class Transfers:
         self._leases = leases
         self._writeback = writeback
 
+    def are_in(self, keys: Int64s) -> bool:
+        """Whether all these rows are in the cache, and can be looked up now."""
+        with self._arena.plain_lock:
+            self._arena.require_open()
+            return self._are_in(self._arena.cache.find(keys))
+
+    def _are_in(self, slots: Int32s) -> bool:
+        return int(slots.min(initial=0)) >= 0 and not self._arena.cache.is_loading(slots)
+
+    def read_in_memory(self, keys: Int64s, out: Weights) -> bool:
+        """``read`` if all these rows are in the cache; else False."""
+        with self._arena.plain_lock:  # no bookkeeping is half done between two lines: nothing to shield
+            self._arena.require_open()
+            slots = self._arena.cache.find(keys)
+            if not self._are_in(slots):
+                return False
+            self._arena.cache.touch(slots)
+            self._copy_out(slots, out)
+        return True
+
     @shielded
     def read(self, keys: Int64s, out: Weights) -> None:
         """Copy rows into ``out`` [n, dim], bits unchanged, quantized ones as float32.
 
         Rows in cache are copied without waiting for any device.
         """
-        with self._arena.lock:
-            self._arena.require_open()
-            slots = self._arena.cache.find(keys)
-            if (slots >= 0).all() and not self._arena.cache.is_loading(slots):
-                self._arena.cache.touch(slots)
-                self._copy_out(slots, out)
-                return
+        if self.read_in_memory(keys, out):
+            return
         for start, lease in self._leases.parts(keys):
             with self._arena.lock:
                 self._copy_out(lease.position_slots, out[start : start + lease.num_positions])

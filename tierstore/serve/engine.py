@@ -2,7 +2,8 @@
 
 One thread, the *executor*, runs every batch of every model and, between two batches, has the store show a newer
 version. So no batch sees two versions, and no request is split over batches: an answer is of one version, the one
-it names. A second thread looks for newer commits and reads what changed, while batches run.
+it names. While the executor has nothing to do, the event loop itself looks up a few rows that are in memory. A second
+thread looks for newer commits and reads what changed, while batches run.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from ..store.newer import Newer
 from ..system.excerpt import excerpt
 from ..updates.origin import origin_of
 from .base import Model, Outputs
-from .batching import Batcher
+from .batching import Batcher, OneThread
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
@@ -58,7 +59,7 @@ class StoreEngine:
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._executor = ThreadPoolExecutor(1, "tierstore-serve")
+        self._executor = OneThread("tierstore-serve")
         self._looker = ThreadPoolExecutor(1, "tierstore-follow")
         self._store: Store | None = None
         self._models: Models | None = None  # the executor's, like what they are of
@@ -145,13 +146,21 @@ class StoreEngine:
         if before is not None and before.model is model:
             return before
 
+        def is_there() -> bool:  # else the loop has yet to hear of it
+            return self._models is not None and self._models.by_name.get(name) is model
+
+        def at_once(query: Any) -> _Ran | None:
+            outputs = model.answer_at_once(query) if is_there() else None
+            return None if outputs is None else _Ran(outputs, str(self.version))
+
         def run(queries: Sequence[Any]) -> list[_Ran]:
-            if self._models is None or self._models.by_name.get(name) is not model:  # the loop has yet to hear of it
+            if not is_there():
                 raise ServeError(Status.UNAVAILABLE, f"model {name!r} has changed with the version; ask again")
             version = str(self.version)
             return [_Ran(outputs, version) for outputs in model.run(queries)]
 
-        return _Served(model, Batcher(name, run, self._executor, self._config, observer=self._metrics.batched))
+        observer = self._metrics.batched
+        return _Served(model, Batcher(name, run, self._executor, self._config, at_once=at_once, observer=observer))
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
@@ -394,7 +403,7 @@ class StoreEngine:
         return {} if store is None else store.extra
 
 
-async def _in(executor: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
+async def _in(executor: Executor, work: Callable[..., _T], *arguments: Any) -> _T:
     return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
 
 

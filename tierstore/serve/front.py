@@ -1,8 +1,7 @@
 """What REST and gRPC do alike around a request: who may ask, what is refused, and how much is held of answers."""
 
 import ssl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +35,21 @@ class TlsFiles(NamedTuple):
         return context
 
 
+class _NotingRefusals:
+    """A context; a class, as it is entered several times a request and a generator's takes microseconds."""
+
+    def __init__(self, engine: Engine, protocol: str, request_id: str) -> None:
+        self._told = engine, protocol, request_id
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ServeError):
+            engine, protocol, request_id = self._told
+            engine.note_refused(protocol, error, request_id)
+
+
 class Front:
     """One protocol's side of the engine.
 
@@ -53,14 +67,13 @@ class Front:
         self._protocol = protocol
         self._token = None if token is None else Token(token)
 
-    @contextmanager
-    def noting_refusals(self, request_id: str = "") -> Iterator[None]:
+    @property
+    def wants_token(self) -> bool:
+        return self._token is not None
+
+    def noting_refusals(self, request_id: str = "") -> "_NotingRefusals":
         """Tell the engine of requests that do not reach it."""
-        try:
-            yield
-        except ServeError as error:
-            self.engine.note_refused(self._protocol, error, request_id)
-            raise
+        return _NotingRefusals(self.engine, self._protocol, request_id)
 
     def require_token(self, shown: Sequence[str | bytes], way_out: str) -> None:
         """ServeError UNAUTHENTICATED unless these values of a request's "authorization" show the token."""

@@ -126,6 +126,8 @@ def log_request(
 ) -> None:
     """Log a request that was answered: at DEBUG if its status is "OK", at WARNING, so many a second, if it failed.
     ``status`` is then the name of gRPC's."""
+    if status == "OK" and not _requests.isEnabledFor(logging.DEBUG):
+        return
     fields = {
         "request_id": request.id,
         "model": request.model,

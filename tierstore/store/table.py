@@ -182,6 +182,33 @@ class Table(Unpicklable):
             raise self.id_error(int(rows[outside.argmax()]))
         return rows | (self.index << KEY_ROW_BITS)
 
+    def are_in_memory(self, ids: Tensor) -> bool:
+        """Whether to look these rows up reads nothing from SSD and nothing is copied to a device.
+
+        Args:
+            ids: int64 or int32 [n], any order, duplicates allowed.
+
+        Raises:
+            ValueError, TypeError: wrong ids. ClosedError.
+        """
+        keys = self._keys(ids)
+        return in_pool_of(self, lambda pool: pool.hot is None and pool.transfers.are_in(keys))
+
+    def read_in_memory(self, ids: Tensor) -> Tensor | None:
+        """``read`` if ``are_in_memory``; else None."""
+        keys = self._keys(ids)
+        rows = in_pool_of(self, lambda pool: self._read_in_memory(pool, keys))
+        if rows is not None and self.store.recorder is not None:
+            self.store.recorder.note_rows(keys)
+        return rows
+
+    def _read_in_memory(self, pool: Pool, keys: Int64s) -> Tensor | None:
+        out = self._empty(len(keys))
+        return out if pool.hot is None and pool.transfers.read_in_memory(keys, raw_weights(out)) else None
+
+    def _empty(self, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
+
     def read(self, ids: Tensor) -> Tensor:
         """Rows of ``ids``.
 
@@ -206,7 +233,7 @@ class Table(Unpicklable):
     def _read(self, pool: Pool, keys: Int64s) -> Tensor:
         if pool.hot is not None:
             return pool.hot.read(keys)
-        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
+        out = self._empty(len(keys))
         pool.transfers.read(keys, raw_weights(out))
         return out
 

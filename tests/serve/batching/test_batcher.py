@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
-from tierstore.serve.batching import Batcher
+from tierstore.serve.batching import Batcher, OneThread
 from tierstore.serve.batching.isolation import MAX_SPLIT_RUNS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
@@ -94,6 +93,35 @@ def test_those_who_wait_run_together(make_bench: Callable[..., Bench]) -> None:
     bench.work()
     assert bench.batches == [[0, 1, 2]]
     assert [task.result() for task in tasks] == [0, 1, 2]
+
+
+def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Bench]) -> None:
+    told: list[Any] = []
+    bench = make_bench(max_delay_us=1_000_000)
+    quick = bench.another(
+        "q",
+        at_once=lambda ask: None if ask.is_poison else -ask.number,
+        observer=lambda *batch: told.append(batch),
+    )
+    assert bench.submit(Ask(1, 3), to=quick).result() == -1
+    assert told == [("q", 1, 3, (0.0,), 0.0)]
+    assert not bench.executor.jobs
+    slow = bench.submit(Ask(2, is_poison=True), to=quick)
+    behind = bench.submit(Ask(3), to=quick)
+    assert not slow.done()
+    assert not behind.done(), "it overtook another"
+    bench.loop.advance(1)
+    inside = bench.executor.submit(lambda: bench.submit(Ask(4), to=quick).done())
+    bench.work()
+    assert behind.result() == 3
+    assert inside.result() is False, "it was answered beside a job of the executor"
+    bench.submit(Ask(5))
+    bench.loop.advance(1)
+    assert not bench.submit(Ask(6), to=quick).done(), "it was answered before another model's batch"
+    bench.work()
+    assert bench.submit(Ask(7), 0.0, to=quick).exception() is not None, "its deadline has passed"
+    quick.close()
+    assert status_of(bench.submit(Ask(8), to=quick)) is Status.UNAVAILABLE
 
 
 def test_a_batch_holds_who_came_before_the_job_began(make_bench: Callable[..., Bench]) -> None:
@@ -351,7 +379,7 @@ def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
         batcher.check_integrity()
 
-    with ThreadPoolExecutor(1) as executor:
+    with OneThread("test") as executor:
         try:
             asyncio.run(main())
         finally:
@@ -399,7 +427,7 @@ def test_many_callers_and_a_thread() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return [each for row in ended for each in row], batcher
 
-    with ThreadPoolExecutor(1) as executor:
+    with OneThread("test") as executor:
         ended, batcher = asyncio.run(main())
     batcher.check_integrity()
     assert (len(batcher._present), batcher.num_waiting_samples) == (0, 0)

@@ -29,6 +29,7 @@ class Asked:
     num_samples: int
     deadline: float
     is_poison: bool
+    is_quick: bool = False
     outcome: str = ""
     num_successes: int = 0
     task: asyncio.Task | None = None
@@ -57,8 +58,10 @@ QUERIES = st.tuples(
     st.sampled_from([1, 1, 1, 2, 2, 3, 4, 13]),
     st.sampled_from([None, None, None, -1, 0, 1, 2, 3, 4, 6, 12]),
     st.sampled_from([False, False, False, True]),
+    st.booleans(),
 )
-"""Samples; quarters of a second until the deadline; whether a batch fails that has it."""
+"""Samples; quarters of a second until the deadline; whether a batch fails that has it; whether it can be answered at
+once."""
 
 
 class BatcherMachine(RuleBasedStateMachine):
@@ -79,7 +82,7 @@ class BatcherMachine(RuleBasedStateMachine):
             max_queue_requests=max_requests,
             max_delay_us=delay,
         )
-        self.batcher = Batcher("m", self.run, self.executor, self.config, clock=self.loop.time)
+        self.batcher = Batcher("m", self.run, self.executor, self.config, at_once=self.at_once, clock=self.loop.time)
         self.asked: list[Asked] = []
         self.entered: dict[Asked, float] = {}
         self.waiting: list[Asked] = []
@@ -111,10 +114,18 @@ class BatcherMachine(RuleBasedStateMachine):
         full = len(self.waiting) >= self.config.max_queue_requests
         return "OVERLOADED" if full or num_waiting + asked.num_samples > self.config.max_queue_samples else ""
 
-    def ask(self, num_samples: int, seconds: float, is_poison: bool) -> None:
-        asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison)
+    def at_once(self, asked: Asked) -> int | None:
+        if not asked.is_quick:
+            return None
+        asked.num_successes += 1
+        return asked.number
+
+    def ask(self, num_samples: int, seconds: float, is_poison: bool, is_quick: bool = False) -> None:
+        asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison, is_quick)
         self.asked.append(asked)
         asked.outcome = self.refusal(asked)
+        if not asked.outcome and is_quick and self.executor.is_idle and not self.waiting:
+            asked.outcome = "ANSWERED"
         if not asked.outcome:
             self.waiting.append(asked)
             self.entered[asked] = self.loop.now
@@ -143,7 +154,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if what == "cancel":
             self.cancel_one(number)
         elif what == "submit":
-            self.ask(number, NEVER, False)
+            self.ask(number, NEVER, False, is_quick=number % 2 == 0)
         else:
             self.loop.now += number / 2
             self.let_time_pass()
@@ -176,9 +187,9 @@ class BatcherMachine(RuleBasedStateMachine):
     # Rules.
 
     @rule(queries=st.lists(QUERIES, min_size=1, max_size=8))
-    def submit(self, queries: list[tuple[int, int | None, bool]]) -> None:
-        for num_samples, quarters, is_poison in queries:
-            self.ask(num_samples, NEVER if quarters is None else quarters / 4, is_poison)
+    def submit(self, queries: list[tuple[int, int | None, bool, bool]]) -> None:
+        for num_samples, quarters, is_poison, is_quick in queries:
+            self.ask(num_samples, NEVER if quarters is None else quarters / 4, is_poison, is_quick)
 
     @rule(index=st.integers(0, 9))
     def cancel(self, index: int) -> None:

@@ -94,6 +94,38 @@ def test_rows_are_those_of_a_read(store: tierstore.Store, name: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("ddr", ["8MiB", "600KiB"])
+@pytest.mark.parametrize("model", ["rows.wide", "pooled.wide"])
+def test_what_is_answered_at_once(tmp_path: Path, ddr: str, model: str) -> None:
+    """Few ids, all of whose rows are in memory: a table of more rows than that, too, once they were asked for."""
+    config = tierstore.TableConfig(name="wide", num_embeddings=8000, embedding_dim=64, feature_names=("a", "b"))
+    with tierstore.open(tmp_path / "store") as store:
+        store.create_table(config).write(torch.arange(8000), torch.randn(8000, 64))
+        store.commit()
+    with tierstore.open(tmp_path / "store", mode="r", ddr=ddr, threads=1) as store:
+        models = models_of(store).by_name
+
+        def query(ids: list[int]) -> Any:
+            lengths = {} if model == "rows.wide" else {"lengths": tensor("INT32", [1] * len(ids))}
+            return models[model].parse({"ids": tensor("INT64", ids)} | lengths)
+
+        asks: Any = models[model].answer_at_once
+        assert asks(query([7, 3])) is None
+        want = models[model].run([query([7, 3])])[0]
+        for ids in ([7, 3], [3, 7, 3]):
+            found = asks(query(ids))
+            assert found.keys() == want.keys()
+            for name, each in found.items():
+                assert each.data.tobytes() == want[name].data[[0 if row == 7 else 1 for row in ids]].tobytes()
+        assert asks(query([7, 3, 4000])) is None
+        models[model].run([query([7] * 1025)])
+        assert asks(query([7] * 1024)) is not None
+        assert asks(query([7] * 1025)) is None, "256 KiB are taken for quick"
+        features = models[model.split(".")[0]]
+        both = features.parse({"values": tensor("INT64", [7, 3]), "lengths": tensor("INT32", [1, 1], (2, 1))})
+        assert features.answer_at_once(both) is None
+
+
 @st.composite
 def jagged(draw: Any, features: list[str]) -> dict[str, Any]:
     batch = draw(st.integers(1, 4))

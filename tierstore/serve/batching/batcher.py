@@ -4,6 +4,8 @@ What becomes of a query::
 
     submit ──▶ waits ──take──▶ runs ──▶ answered, or INTERNAL
        │         │              │
+       ├─nobody before it, at_once──▶ answered, in the event loop
+       │         │              │
        │         └──────┬───────┘
        │                ▼
        │              gone: deadline, caller cancelled, batcher closed
@@ -15,6 +17,9 @@ starts, so it holds all who came by then. If more wait when it ends, the next jo
 queue, behind the jobs of other batchers: models take turns, batch by batch, and whatever else is given to the same
 executor runs between two batches.
 
+While the executor has nothing to do, the event loop asks ``at_once``: to hand a small query to another thread and back
+would take longer than the query.
+
 The line and the job flag change under a lock, in the event loop and in the executor's thread. Futures and timers are
 touched in the event loop only.
 """
@@ -24,13 +29,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
 from ..base import Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
+from .executor import OneThread
 from .isolation import Attempt, Run, Waiter, concerns_all, run_isolated
 
 
@@ -40,8 +46,10 @@ class Batcher:
     Args:
         model: its name, for messages.
         run: runs a batch, in the executor.
-        executor: of one thread, shared by all models, outlives the batcher. ``run`` is called from nowhere else.
+        executor: shared by all models, outlives the batcher. Only the event loop and its own jobs give it jobs.
         config: how queries wait and are joined.
+        at_once: the answer to a query, or None if it would keep the event loop from others; called there, while the
+            executor is idle.
         observer: told, after the answers, of each batch: model, number of queries, of samples, seconds that each query
             waited, seconds that it ran with all its repeats.
         clock: seconds, as deadlines are given in.
@@ -51,14 +59,16 @@ class Batcher:
         self,
         model: str,
         run: Run,
-        executor: Executor,
+        executor: OneThread,
         config: ServeConfig,
         *,
+        at_once: Callable[[Any], Any] = lambda _: None,
         observer: Callable[[str, int, int, Sequence[float], float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model: Final = model
         self._run: Final = run
+        self._at_once: Final = at_once
         self._executor: Final = executor
         self._config: Final = config
         self._observer: Final = observer
@@ -95,7 +105,13 @@ class Batcher:
                 draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
                 if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
         """
-        waiter = self._enter(query, deadline)
+        waiter = self._waiter(query, deadline)
+        if not self._line and self._executor.is_idle:
+            answer = self._at_once(query)
+            if answer is not None:
+                self._observer(self._model, 1, waiter.num_samples, (0.0,), self._clock() - waiter.entered)
+                return answer
+        self._enter(waiter)
         timer = waiter.future.get_loop().call_later(deadline - waiter.entered, self._expire, waiter)
         try:
             return await waiter.future
@@ -135,7 +151,8 @@ class Batcher:
         is_served = has_job or self._timer is not None or all(waiter.future.done() for waiter in self._present)
         assert not line or is_served, f"{len(line)} wait for no job"
 
-    def _enter(self, query: Query, deadline: float) -> Waiter:
+    def _waiter(self, query: Query, deadline: float) -> Waiter:
+        """A query that may be taken, by itself; ServeError if it may not."""
         num_samples, now = query.num_samples, self._clock()
         if not self._is_open:
             raise self._stopping()
@@ -149,11 +166,14 @@ class Batcher:
         if deadline <= now:
             raise self._late()
         self._loop = asyncio.get_running_loop()
-        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
+        return Waiter(query, num_samples, self._loop.create_future(), now, deadline)
+
+    def _enter(self, waiter: Waiter) -> None:
+        """Into the line; ServeError if it is full."""
         with self._lock:
-            self._require_room(num_samples)
+            self._require_room(waiter.num_samples)
             self._line[waiter] = None
-            self._num_samples += num_samples
+            self._num_samples += waiter.num_samples
             starts = self._claim_job()
             is_served = self._has_job
         self._present.add(waiter)
@@ -162,7 +182,6 @@ class Batcher:
             self._start_job()
         elif not is_served:
             self._arm()
-        return waiter
 
     def _require_room(self, num_samples: int) -> None:
         limit, samples = self._config.max_queue_requests, self._config.max_queue_samples

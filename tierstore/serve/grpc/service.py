@@ -92,7 +92,7 @@ class InferenceService:
         async def handle(_: Any, context: Any) -> bytes | None:
             call = Call(context)
             try:
-                if not is_open:
+                if self.front.wants_token and not is_open:
                     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
                     self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)

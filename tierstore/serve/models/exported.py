@@ -99,6 +99,9 @@ class Exported:
                 raise invalid("lengths", f"{what}; the model takes up to {spec.shape[1]} ids a sample")
         return _Query(tuple(dense), jagged)
 
+    def answer_at_once(self, query: _Query) -> None:  # noqa: ARG002 - its program takes longer
+        return None
+
     def run(self, queries: Sequence[_Query]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = [np.concatenate(parts) for parts in zip(*(query.dense for query in queries), strict=True)]

@@ -143,6 +143,7 @@ def rehearse(models: Iterable[Model]) -> None:
         try:
             query = model.parse(inputs)
             model.run([query])
+            model.answer_at_once(query)
             model.run([query, query])
         except TierstoreError as error:
             _LOG.warning("model %s fails on its first row: %s", model.metadata.name, error)

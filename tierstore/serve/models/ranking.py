@@ -106,6 +106,9 @@ class Ranking:
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return _Query(treated, jagged._replace(values=ids))
 
+    def answer_at_once(self, query: _Query) -> None:  # noqa: ARG002 - its program takes longer
+        return None
+
     def run(self, queries: Sequence[_Query]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = queries[0].dense if len(queries) == 1 else np.concatenate([query.dense for query in queries])

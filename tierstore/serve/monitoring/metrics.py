@@ -37,6 +37,15 @@ class _Answered(NamedTuple):
     seconds: float = 0.0
 
 
+class _Series(NamedTuple):
+    """Of one model's batches; to find them by its name takes longer than to add to them."""
+
+    queries: Summary
+    samples: Summary
+    computed: Histogram
+    queued: Histogram
+
+
 _NO_BATCH: Final = [0.0] * 6
 """Batches, queries, samples, seconds that queries waited, that batches took, and that the queries' batches took."""
 
@@ -61,6 +70,8 @@ class Metrics:
         self._answered: dict[tuple[str, str, str], _Answered] = {}
         self._last: dict[str, float] = {}
         self._batched: dict[str, list[float]] = {}
+        self._series: dict[str, _Series] = {}
+        self._answers: dict[tuple[str, str, str], Histogram] = {}
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
         model, by_status = ["model"], ["protocol", "status"]
@@ -99,7 +110,9 @@ class Metrics:
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
         """A request was answered; ``status`` None: well. ``seconds`` since it arrived."""
         key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
-        self._requests.labels(*key).observe(seconds)
+        if key not in self._answers:
+            self._answers[key] = self._requests.labels(*key)
+        self._answers[key].observe(seconds)
         with self._lock:
             before = self._answered.get(key, _Answered())
             self._answered[key] = _Answered(before.requests + 1, before.seconds + seconds)
@@ -111,15 +124,22 @@ class Metrics:
     ) -> None:
         """A batch was computed; ``queue_seconds`` of each of its queries."""
         model = self._known(model)
-        self._queries.labels(model).observe(num_queries)
-        self._samples.labels(model).observe(num_samples)
-        self._computed.labels(model).observe(compute_seconds)
-        queued = self._queued.labels(model)
+        series = self._series.get(model) or self._series_of(model)
+        series.queries.observe(num_queries)
+        series.samples.observe(num_samples)
+        series.computed.observe(compute_seconds)
         for seconds in queue_seconds:
-            queued.observe(seconds)
+            series.queued.observe(seconds)
         added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds, compute_seconds * num_queries)
         with self._lock:
             self._batched[model] = list(map(operator.add, self._batched.get(model, _NO_BATCH), added))
+
+    def _series_of(self, model: str) -> _Series:
+        self._series[model] = found = _Series(
+            self._queries.labels(model), self._samples.labels(model), self._computed.labels(model),
+            self._queued.labels(model),
+        )  # fmt: skip
+        return found
 
     def refused(self, protocol: str, status: Status) -> None:
         """A request was refused before a model was asked."""

@@ -5,7 +5,7 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -20,6 +20,7 @@ from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
 from .body import read_body
 from .infer_body import MAX_ID_CHARACTERS, InferCall, count_slow_elements, parse_infer, write_infer
+from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class RestApp:
             await send_reply(send, refusal(error))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
-        if scope["path"] not in _OPEN_PATHS:
+        if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
             shown = [value for name, value in scope["headers"] if name == b"authorization"]
             self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
         # Each part is decoded by itself: a table's name may have slashes of its own.
@@ -113,10 +114,24 @@ class RestApp:
                     call = self._parse(body, headers, model, version, given_id)
                 request_id = call.request.id
                 del body
-                reply = await _while_connected(self._infer_and_write(call), receive)
+                reply = await self._while_connected(call, scope)
                 return reply._replace(headers=reply.headers + _id_header(request_id))
         except ServeError as error:
             return refusal(error, *_id_header(request_id))
+
+    async def _while_connected(self, call: InferCall, scope: Scope) -> Reply:
+        """The answer; ClientDisconnect if the protocol cancels it, as nobody waits for it any more."""
+        task = asyncio.current_task()
+        assert task is not None
+        under_way: set[asyncio.Task[Any]] = scope["state"][UNDER_WAY]
+        under_way.add(task)
+        try:
+            return await self._infer_and_write(call)
+        except asyncio.CancelledError:
+            task.uncancel()
+            raise ClientDisconnect from None
+        finally:
+            under_way.discard(task)
 
     async def _infer_and_write(self, call: InferCall) -> Reply:
         response = await self._engine.infer(call.request)
@@ -146,36 +161,6 @@ class RestApp:
             version=version,
             default_id=default_id,
         )
-
-
-async def _while_connected(work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-    """What the work gives; if the client disconnects first, the work is cancelled.
-
-    Raises:
-        ServeError: the work's.
-        ClientDisconnect: nobody waits for an answer.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-        raise ClientDisconnect from None
-    finally:
-        watcher.cancel()
 
 
 def _id_header(request_id: str) -> tuple[Header, ...]:

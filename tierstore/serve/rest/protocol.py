@@ -18,6 +18,8 @@ from ..limits import Limits
 from ..messages import ServeError, Status
 from .replies import raw_error
 
+UNDER_WAY: Final = "tierstore.under_way"
+"""In a request's ``state``: a set in which an application puts its task, to be cancelled if the client leaves."""
 MAX_PIPELINED: Final = 16
 """Requests that may wait on a connection while one is answered."""
 LINGER_SECONDS: Final = 2.0
@@ -48,7 +50,8 @@ class BoundedProtocol(HttpToolsProtocol):
         on_refused: Callable[[ServeError], None],
         on_lost: Callable[[], None],
     ) -> None:
-        super().__init__(config, server_state, {}, asyncio.get_running_loop())
+        self._tasks: set[asyncio.Task[Any]] = set()
+        super().__init__(config, server_state, {UNDER_WAY: self._tasks}, asyncio.get_running_loop())
         self.logger = _LOGGER
         self._limits = limits
         self._on_refused = on_refused
@@ -223,3 +226,5 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False
             cycle.message_event.set()
+        for task in self._tasks:
+            task.cancel()
