@@ -25,7 +25,8 @@ FREE = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_", "res
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 VIEWS = (
     "view", "slice", "select", "as_strided", "reshape", "detach", "t", "transpose", "expand", "unsqueeze", "squeeze",
-    "alias", "chunk", "split", "narrow", "flatten", "unbind", "permute", "resolve_conj", "resolve_neg",
+    "alias", "chunk", "split", "split_with_sizes", "narrow", "flatten", "unbind", "permute", "resolve_conj",
+    "resolve_neg",
 )  # fmt: skip
 """By their names in a profile."""
 TWINS = ("tierstore.cache.hbm_twin", "tierstore.hbm.grouping_twin", "tierstore.hbm.rows_twin")
@@ -200,8 +201,8 @@ def _watching(count: _Count) -> contextlib.ExitStack:
     class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = func.overloadpacket.__name__
-            if name == "copy_" and args[0].dtype == torch.uint8:
-                # Rows are copied as words of 64 bits.
+            if name == "copy_" and args[0].dtype in (torch.uint8, torch.int32):
+                # Batches; rows are copied as words of 64 bits.
                 count.send(args[0].nbytes)
             if not func.is_view and not name.startswith(FREE):
                 count.launch(name)

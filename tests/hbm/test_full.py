@@ -323,7 +323,7 @@ def test_more_positions_than_numbers_go_are_refused(store_dir: Path) -> None:
 
 class Many:
     columns = np.zeros(1, np.int32)
-    bag_starts = table_bags = np.array([0, 1])
+    bag_starts, table_of = np.array([0, 1]), np.zeros(1, np.int32)
     batch, scale = 1, np.empty(0, np.float32)
 
     def __len__(self) -> int:
