@@ -209,28 +209,29 @@ class DeviceRows(ABC):
             (torch.int32, len(positions.bag_starts)),
             (torch.int64 if columns.dtype == np.int64 else torch.int32, len(columns)),
             (torch.int32, len(columns)),
-            (torch.float32, len(positions.scale)),
+            (self.row_dtype, count if rows is None else 0),
         ]
-        if rows is None:
-            fields.append((self.row_dtype, count))
+        if len(positions.scale):
+            fields.append((torch.float32, count))
 
         def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:], arrays[1][:], arrays[3][:] = positions.bag_starts, columns, positions.scale
-            arrays[2][:] = positions.table_of
+            arrays[0][:], arrays[1][:], arrays[2][:] = positions.bag_starts, columns, positions.table_of
             if rows is None:
-                self._write_rows(positions, arrays[4])
+                self._write_rows(positions, arrays[3])
+            for scale in arrays[4:]:
+                scale[:] = positions.scale
 
         given = None if rows is None else self.lane.mark()
-        (starts, sent_columns, table_of, scale, *own_rows), _ = self._sender.send(fields, fill)
+        (starts, sent_columns, table_of, own_rows, *scale), _ = self._sender.send(fields, fill)
         with self.lane.side():
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
             ready = self.lane.mark()
         bags = Bags(
-            starts, bag_of, sent_columns, table_of, positions.batch, scale if len(scale) else None,
+            starts, bag_of, sent_columns, table_of, positions.batch, scale[0] if scale else None,
             math.gcd(_WIDE, *columns.tolist()),
         )  # fmt: skip
-        return DeviceBatch(bags, own_rows[0] if rows is None else rows, ready, ready if given is None else given)
+        return DeviceBatch(bags, own_rows if rows is None else rows, ready, ready if given is None else given)
 
     @abstractmethod
     def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
@@ -394,11 +395,14 @@ class DeviceRows(ABC):
         self._closed = True
 
     def close(self) -> None:
-        """Refuse further use, and wait until no work that was given to the device uses the rows."""
+        """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
+        whoever still refers to them (as a lookup does that waits for backward)."""
         self.refuse()
         with self.lock, self.lane.side():
             self._follow_users()
             self.lane.mark().synchronize()
+            for arena in (self.weights, self.state):
+                arena.untyped_storage().resize_(0)
 
     @abstractmethod
     def _follow_users(self) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -70,12 +71,10 @@ class FullLease:
         self._batch = batch
         self.held = False
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """See ``DeviceLease``."""
         assert self._rows is not None, "rows are used after their release"
-        with self._rows.in_use(self._batch.ready):
-            yield
+        return self._rows.in_use(self._batch.ready)
 
     def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
         """See ``DeviceLease``."""
@@ -141,12 +140,7 @@ class FullRows(DeviceRows):
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
         self._note_hits(len(batch))
-        own = FullLease(self, batch) if lease is None else lease
-        try:
-            yield Part(0, len(batch), batch.rows, None, own)
-        finally:
-            if not own.held:
-                own.release()
+        return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
 
     def _note_hits(self, count: int) -> None:
         with self.lock:
@@ -155,7 +149,7 @@ class FullRows(DeviceRows):
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
         """See ``DeviceRows``: one part."""
-        yield RowPart(0, self._grouped(batch).slots, FullLease(self, batch) if lease is None else lease)
+        return iter((RowPart(0, self._grouped(batch).slots, lease or FullLease(self, batch)),))
 
     def groups(self, batch: DeviceBatch) -> Groups:
         """See ``DeviceRows``."""
