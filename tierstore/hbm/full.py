@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..cache import CacheCounters
 from ..cache.numbering import RowNumbering
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import Pool
@@ -144,8 +145,8 @@ class FullRows(DeviceRows):
 
     def _note_hits(self, count: int) -> None:
         with self.lock:
-            counted = self.counters
-            self.counters = counted._replace(lookups=counted.lookups + count, hits=counted.hits + count)
+            lookups, hits, *others = self.counters
+            self.counters = CacheCounters(lookups + count, hits + count, *others)
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
         """See ``DeviceRows``: one part."""
