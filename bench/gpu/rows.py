@@ -108,7 +108,7 @@ class _Own:
         self._tables = tables
         self._grouped: tuple[Tensor, Groups] | None = None
         self._hyper = {
-            name: torch.from_numpy(np.stack([rule.hyper(rule.lr, 1)] * tables)).to(rig.device)
+            name: torch.from_numpy(np.array([rule.hyper(rule.lr, 1)] * tables, np.float32)).to(rig.device)
             for name, rule in RULES.items()
         }
         self._code_of = {

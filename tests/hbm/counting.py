@@ -22,7 +22,7 @@ from tierstore.hbm import grouping_triton, grouping_twin, rows_triton, rows_twin
 from tierstore.hbm.lanes import Lane
 
 TWINS: Final = (hbm_twin, grouping_twin, rows_twin)
-KERNELS_OF: Final = {"update_rows": 3}
+KERNELS_OF: Final = {"place_starts": 2, "update_rows": 3}
 """Kernels of a function that launches more than one."""
 FREE: Final = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_")
 WAITING: Final = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")

@@ -190,10 +190,8 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "estimate", lambda: hbm_triton.sketch_estimate(counters, keys, slots[:1])
     yield "count", lambda: hbm_triton.sketch_count(counters, keys, slots[:1], 9)
     yield "mix", lambda: grouping_triton.mix_keys(keys)
-    yield "count starts of keys", lambda: grouping_triton.count_starts(keys)
-    yield "count starts of slots", lambda: grouping_triton.count_starts(slots)
-    yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, slots, keys)
-    yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, slots, None)
+    yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, keys)
+    yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, None)
 
 
 def launches() -> dict[str, Launch]:

@@ -19,7 +19,7 @@ from tierstore.rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
-TILE = grouping_twin.TILE
+TILE = grouping_triton.TILE
 HAS_CUDA = torch.cuda.is_available()
 KERNELS = [grouping_twin]
 if HAS_CUDA or os.environ.get("TRITON_INTERPRET") == "1":

@@ -146,7 +146,7 @@ def check_update(
     bags, groups = batch.bags(rows.module, rows.device, scaled=scaled), batch.groups(rows.device)
     weights, own_state = batch.weights.to(rows.device, copy=True), state.to(rows.device, copy=True)
     for step in (1, 2):
-        hyper = np.stack([rule.hyper(rule.lr, step) for rule in rules])
+        hyper = np.array([rule.hyper(rule.lr, step) for rule in rules], np.float32)
         assert hyper.shape[1] == NUM_HYPER
         batch.weights[:], state[:] = numba_update(
             batch, arg_max=arg_max, mean=mode == "mean", scaled=scaled, codes=codes, hyper=hyper, state=state

@@ -119,7 +119,7 @@ def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int, arg_max: 
     dim = gradient.shape[1]
     made = grouped(bags, scale, dim=dim)
     weights = np.zeros((10, dim), np.float32)
-    hyper = optim.SGD(lr=1.0).hyper(1.0, 1)[None]
+    hyper = np.array([optim.SGD(lr=1.0).hyper(1.0, 1)], np.float32)
     flags = np.zeros(10, np.uint8)
     newly_dirty = 0
     for begin, end in ((0, cut), (cut, len(made.numbers))):
@@ -213,8 +213,9 @@ def test_sums_over_columns_are_halving_trees(dim: int) -> None:
     zero = np.zeros(1, np.int64)
     merge_and_update(
         0, 0, 0, 4, zero, zero, made.slots, made.counts, made.starts, made.sources, made.factors, made.positions,
-        made.bags, NO_MAX, gradient.reshape(1, -1), np.array([rule.code]), rule.hyper(1.0, 1)[None], weights, state,
-        dim, 0, np.empty(0, np.uint8), 0, None, None, scratch(dim),
+        made.bags, NO_MAX, gradient.reshape(1, -1), np.array([rule.code]),
+        np.array([rule.hyper(1.0, 1)], np.float32), weights, state, dim, 0, np.empty(0, np.uint8), 0, None, None,
+        scratch(dim),
     )  # fmt: skip
     for row in range(4):
         squares = np.concatenate([gradient[row] * gradient[row], padding])

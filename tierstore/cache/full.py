@@ -73,9 +73,9 @@ class FullCache(HostCache):
         """Whether every row is in."""
         return bool(self.tallies.item(_RESIDENT) == len(self.flags)) and not self._num_loading
 
-    def first_slot(self, table_index: int) -> int:
+    def first_slots(self, table_indices: Int64s) -> Int64s:
         """See ``RowNumbering``."""
-        return self.numbering.first_slot(table_index)
+        return self.numbering.first_slots(table_indices)
 
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""

@@ -41,9 +41,10 @@ class RowNumbering:
         arrays = (self._tables, self._firsts, self._first_of, self._low_of, self._high_of)
         return sum(array.nbytes for array in arrays)
 
-    def first_slot(self, table_index: int) -> int:
-        """The slot of a table's row 0; negative if the range begins behind it."""
-        return int(self._first_of[table_index])
+    def first_slots(self, table_indices: Int64s) -> Int64s:
+        """int64 [n], the slots of these tables' rows 0; negative if the range begins behind it."""
+        slots: Int64s = self._first_of[table_indices]
+        return slots
 
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are."""

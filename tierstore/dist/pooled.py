@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.contract import AnyLookup
-from ..lookup.joined import Joined
+from ..lookup.joined import Joined, tables_of
 from ..pool.backward import NO_FLOATS
 from ..store import Table
 from ..store.table import make_lookup
@@ -80,6 +80,7 @@ class _Bags(Joined):
                 positions.append(starts[rank] + np.arange(ends[rank][place], ends[rank][place + 1]))
             table_bags.append(table_bags[-1] + (high - low) * samples)
         self.table_bags = np.array(table_bags, np.int64)
+        self.table_of = tables_of(self.table_bags)
         self.bag_starts = np.append(0, np.concatenate(sizes).cumsum())
         places: Any = np.concatenate(columns) * width
         self.columns = places

@@ -3,8 +3,7 @@
 from dataclasses import asdict, replace
 
 from ..config import TableConfig
-from ..kernels.arrays import Floats
-from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
+from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..rows import RowLayout
 from ..store import Store, Table
@@ -71,7 +70,7 @@ class ShardedTable:
         """Ranges of columns that its rows are divided into."""
         return self.config.embedding_dim // self.local.config.embedding_dim
 
-    def next_hyper(self) -> Floats:
+    def next_hyper(self) -> Hyper:
         return self.local.next_hyper()
 
     def id_error(self, row: int) -> ValueError:

@@ -4,6 +4,7 @@ Implementations: ``full`` (every row has a slot) and ``pool`` (some rows do, and
 """
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
+from ..config import TableConfig
 from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Int32s, Int64s
+from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
 from ..system.signals import shielded
 from . import rows_twin
@@ -40,14 +43,14 @@ class Positions(Protocol):
     """The positions of a batch on the host, bag after bag; all in tables of one pool.
 
     Attributes:
-        bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; table_bags: int64 [T + 1], the bags of each table.
+        bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; table_of: int32 [F], the table of each feature.
         batch: bags of a feature.
         scale: float32 [N], per-sample weights, or empty.
     """
 
     bag_starts: Int64s
     columns: NDArray[Any]
-    table_bags: Int64s
+    table_of: Int32s
     batch: int
     scale: Floats
 
@@ -131,8 +134,14 @@ class Rules(NamedTuple):
     hyper: Tensor
 
 
+class Ruled(Protocol):
+    """A table whose optimizer rules its rows."""
+
+    config: TableConfig
+
+
 class _SentRules(NamedTuple):
-    bytes: bytes
+    hyper: list[Hyper]
     rules: Rules
     ready: Mark
 
@@ -167,7 +176,7 @@ class DeviceRows(ABC):
         self.lock = threading.RLock()
         self._below = below.transfers
         self._sender = sender
-        self._rules: dict[tuple[int, ...], _SentRules] = {}
+        self._rules: dict[tuple[Ruled, ...], _SentRules] = {}
         self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
@@ -193,40 +202,36 @@ class DeviceRows(ABC):
             ValueError: an id outside its table; or over 2**30 positions.
         """
         self.require_open()
-        count, features = len(positions), len(positions.columns)
+        count, columns = len(positions), positions.columns
         if count > _POSITIONS_MAX:
             raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {_POSITIONS_MAX}")
-        own_rows = count if rows is None else 0
-        columns = positions.columns
         fields: list[Field] = [
-            (self.row_dtype, own_rows),
             (torch.int32, len(positions.bag_starts)),
-            (torch.int64 if columns.dtype == np.int64 else torch.int32, features),
-            (torch.int32, features),
-            (torch.float32, len(positions.scale)),
+            (torch.int64 if columns.dtype == np.int64 else torch.int32, len(columns)),
+            (torch.int32, len(columns)),
+            (self.row_dtype, count if rows is None else 0),
         ]
+        if len(positions.scale):
+            fields.append((torch.float32, count))
 
         def fill(arrays: list[NDArray[Any]]) -> None:
-            if own_rows:
-                self._write_rows(positions, arrays[0])
-            arrays[1][:] = positions.bag_starts
-            arrays[2][:] = columns
-            arrays[3][:] = np.repeat(
-                np.arange(len(positions.table_bags) - 1), np.diff(positions.table_bags) // positions.batch
-            )
-            arrays[4][:] = positions.scale
+            arrays[0][:], arrays[1][:], arrays[2][:] = positions.bag_starts, columns, positions.table_of
+            if rows is None:
+                self._write_rows(positions, arrays[3])
+            for scale in arrays[4:]:
+                scale[:] = positions.scale
 
         given = None if rows is None else self.lane.mark()
-        (sent, starts, sent_columns, table_of, scale), _ = self._sender.send(fields, fill)
+        (starts, sent_columns, table_of, own_rows, *scale), _ = self._sender.send(fields, fill)
         with self.lane.side():
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
             ready = self.lane.mark()
         bags = Bags(
-            starts, bag_of, sent_columns, table_of, positions.batch, scale if len(scale) else None,
-            int(np.gcd.reduce(columns, initial=_WIDE)),
+            starts, bag_of, sent_columns, table_of, positions.batch, scale[0] if scale else None,
+            math.gcd(_WIDE, *columns.tolist()),
         )  # fmt: skip
-        return DeviceBatch(bags, sent if rows is None else rows, ready, ready if given is None else given)
+        return DeviceBatch(bags, own_rows if rows is None else rows, ready, ready if given is None else given)
 
     @abstractmethod
     def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
@@ -286,28 +291,27 @@ class DeviceRows(ABC):
         while self._retained and self._retained[0][0].query():
             self._retained.popleft()
 
-    def rules(self, indices: tuple[int, ...], codes: tuple[int, ...], hyper: Floats) -> Rules:
+    def rules(self, tables: tuple[Ruled, ...], hyper: list[Hyper]) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
         retains them.
 
         Args:
-            indices: of the tables; codes: their optimizers; hyper: float32 [T, NUM_HYPER].
+            hyper: of each table.
         """
-        content = hyper.tobytes()
-        known = self._rules.get(indices)
-        if known is None or known.bytes != content or known.rules.codes != codes:
-            code_of: Int32s = np.array(codes, np.int32)
+        known = self._rules.get(tables)
+        if known is None or known.hyper != hyper:
+            codes = tuple(table.config.optimizer.code for table in tables)
 
             def fill(arrays: list[NDArray[Any]]) -> None:
-                arrays[0][:], arrays[1][:] = hyper.ravel(), code_of
+                arrays[0].reshape(-1, NUM_HYPER)[:], arrays[1][:] = hyper, codes
 
             (sent, sent_codes), ready = self._sender.send(
-                [(torch.float32, hyper.size), (torch.int32, len(codes))], fill
+                [(torch.float32, len(codes) * NUM_HYPER), (torch.int32, len(codes))], fill
             )
-            known = _SentRules(content, Rules(codes, sent_codes, sent.view(hyper.shape)), ready)
+            known = _SentRules(hyper, Rules(codes, sent_codes, sent.view(-1, NUM_HYPER)), ready)
             if len(self._rules) >= _RULES_KEPT:
                 self._rules.clear()
-            self._rules[indices] = known
+            self._rules[tables] = known
         self.lane.follow(known.ready)
         return known.rules
 
@@ -391,11 +395,14 @@ class DeviceRows(ABC):
         self._closed = True
 
     def close(self) -> None:
-        """Refuse further use, and wait until no work that was given to the device uses the rows."""
+        """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
+        whoever still refers to them (as a lookup does that waits for backward)."""
         self.refuse()
         with self.lock, self.lane.side():
             self._follow_users()
             self.lane.mark().synchronize()
+            for arena in (self.weights, self.state):
+                arena.untyped_storage().resize_(0)
 
     @abstractmethod
     def _follow_users(self) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..cache import CacheCounters
 from ..cache.numbering import RowNumbering
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import Pool
@@ -70,12 +72,10 @@ class FullLease:
         self._batch = batch
         self.held = False
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """See ``DeviceLease``."""
         assert self._rows is not None, "rows are used after their release"
-        with self._rows.in_use(self._batch.ready):
-            yield
+        return self._rows.in_use(self._batch.ready)
 
     def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
         """See ``DeviceLease``."""
@@ -141,21 +141,16 @@ class FullRows(DeviceRows):
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
         self._note_hits(len(batch))
-        own = FullLease(self, batch) if lease is None else lease
-        try:
-            yield Part(0, len(batch), batch.rows, None, own)
-        finally:
-            if not own.held:
-                own.release()
+        return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
 
     def _note_hits(self, count: int) -> None:
         with self.lock:
-            counted = self.counters
-            self.counters = counted._replace(lookups=counted.lookups + count, hits=counted.hits + count)
+            lookups, hits, *others = self.counters
+            self.counters = CacheCounters(lookups + count, hits + count, *others)
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
         """See ``DeviceRows``: one part."""
-        yield RowPart(0, self._grouped(batch).slots, FullLease(self, batch) if lease is None else lease)
+        return iter((RowPart(0, self._grouped(batch).slots, lease or FullLease(self, batch)),))
 
     def groups(self, batch: DeviceBatch) -> Groups:
         """See ``DeviceRows``."""

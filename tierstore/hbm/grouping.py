@@ -31,7 +31,7 @@ def group_keys(keys: Tensor) -> Grouping:
     """Group int64 [N] by key, N > 0. Keys are sorted by ``cache.hbm_books.mixed``, so keys of a set are neighbours."""
     kernels = _kernels_for(keys.device)
     ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
-    distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, kernels.count_starts(ordered), keys)
+    distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)
     return Grouping(distinct, inverse, Groups(order, starts, num_unique))
 
 
@@ -39,7 +39,7 @@ def group_slots(slots: Tensor) -> tuple[Tensor, Groups]:
     """Group int32 [N] by slot, N > 0: int32 [N], whose first U are the distinct slots, ascending; and the groups."""
     kernels = _kernels_for(slots.device)
     ordered, order = torch.sort(slots, stable=True)
-    distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, kernels.count_starts(ordered), None)
+    distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, None)
     return distinct, Groups(order, starts, num_unique)
 
 

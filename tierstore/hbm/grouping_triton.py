@@ -6,6 +6,8 @@ Bytes a key: mixing 16, counting 8, placing 28 and a sector (32 bytes) each of i
 # Triton takes an annotation for a type of its own.
 # mypy: disable-error-code="no-untyped-def"
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from ..cache.hbm_triton import mix
 from ..cache.triton_launch import launch
-from .grouping_twin import TILE
+
+TILE: Final = 1024
+"""Places of a sorted batch that one program looks at."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -77,26 +81,18 @@ def mix_keys(keys: Tensor) -> Tensor:
     return mixed
 
 
-def count_starts(ordered: Tensor) -> Tensor:
-    """See ``grouping_twin.count_starts``."""
-    grid = _tiles(ordered)
-    counts = torch.empty(grid, dtype=torch.int32, device=ordered.device)
-    launch(count_tile, grid, ordered, counts, len(ordered), BLOCK=TILE)
-    return counts
-
-
-def place_starts(
-    ordered: Tensor, order: Tensor, counts: Tensor, keys: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """See ``grouping_twin.place_starts``."""
-    count, device = len(ordered), ordered.device
+def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """See ``grouping_twin.place_starts``. Two kernels."""
+    count, device, grid = len(ordered), ordered.device, _tiles(ordered)
+    counts = torch.empty(grid, dtype=torch.int32, device=device)
+    launch(count_tile, grid, ordered, counts, count, BLOCK=TILE)
     distinct = torch.empty_like(ordered)
     starts = torch.empty(count + 1, dtype=torch.int32, device=device)
     num_unique = torch.empty(1, dtype=torch.int32, device=device)
     inverse = None if keys is None else torch.empty(count, dtype=torch.int32, device=device)
     launch(
-        place_tile, _tiles(ordered), ordered, order, counts, ordered if keys is None else keys, distinct, starts,
-        num_unique, starts if inverse is None else inverse, count, HAS_KEYS=keys is not None, BLOCK=TILE,
+        place_tile, grid, ordered, order, counts, ordered if keys is None else keys, distinct, starts, num_unique,
+        starts if inverse is None else inverse, count, HAS_KEYS=keys is not None, BLOCK=TILE,
     )  # fmt: skip
     return distinct, starts, num_unique, inverse
 

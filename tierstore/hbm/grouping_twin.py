@@ -1,14 +1,9 @@
 """The kernels of ``grouping`` in plain torch: they run on any device, and are the oracle of ``grouping_triton``."""
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
 from ..cache.hbm_books import mixed
-
-TILE: Final = 1024
-"""Places of a sorted batch that one program looks at."""
 
 
 def mix_keys(keys: Tensor) -> Tensor:
@@ -16,24 +11,11 @@ def mix_keys(keys: Tensor) -> Tensor:
     return mixed(keys)
 
 
-def count_starts(ordered: Tensor) -> Tensor:
-    """int32 [tiles]: how many values of each tile differ from the one before.
-
-    Args:
-        ordered: int64 or int32 [N], sorted, N > 0.
-    """
-    places = torch.nonzero(_begins(ordered)).flatten()
-    return torch.bincount(places // TILE, minlength=-(-len(ordered) // TILE)).to(torch.int32)
-
-
-def place_starts(
-    ordered: Tensor, order: Tensor, counts: Tensor, keys: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(distinct, starts, num_unique, inverse), as in ``Grouping`` and ``Groups``.
 
     Args:
-        ordered: [N], sorted; order: int64 [N], where each value was before.
-        counts: int32 [tiles], by ``count_starts``.
+        ordered: int64 or int32 [N], sorted, N > 0; order: int64 [N], where each value was before.
         keys: int64 [N], of which ``distinct`` are then some, in their order before the sort; None for the sorted
             values themselves, and no inverse.
     """
@@ -44,7 +26,7 @@ def place_starts(
     starts = torch.empty(len(ordered) + 1, dtype=torch.int32, device=ordered.device)
     starts[: len(places)] = places.to(torch.int32)
     starts[len(places)] = len(ordered)
-    num_unique = counts.sum(dtype=torch.int32).view(1)
+    num_unique = begins.sum(dtype=torch.int32).view(1)
     if keys is None:
         return distinct, starts, num_unique, None
     inverse = torch.empty(len(ordered), dtype=torch.int32, device=ordered.device)

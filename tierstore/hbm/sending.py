@@ -9,21 +9,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.arrays import Int32s
 from .lanes import Lane, Mark
 
 _NUM_BUFFERS: Final = 2
-_ALIGNMENT_BYTES: Final = 16
+_WORD_BYTES: Final = 4
+_ALIGNMENT_WORDS: Final = 4
+_NUMPY: Final[dict[torch.dtype, Any]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 Field = tuple[torch.dtype, int]
 """An array's type and length."""
 
 
 class _Buffer:
-    """Page-locked memory, and when the copy out of it is done."""
+    """Page-locked memory, and when the copy out of it is done.
+
+    Attributes:
+        host: int32; words: the same as a numpy array.
+    """
+
+    host: Tensor
+    words: Int32s
 
     def __init__(self) -> None:
-        self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.replace(torch.empty(0, dtype=torch.int32, device="cpu"))
         self.free: Mark | None = None
+
+    def replace(self, host: Tensor) -> None:
+        """Have other memory."""
+        self.host, self.words = host, host.numpy()
 
 
 class Sender:
@@ -49,32 +63,34 @@ class Sender:
         Returns:
             tensors on the device, and when they are there.
         """
-        sizes = [length * dtype.itemsize for dtype, length in fields]
-        starts = np.cumsum([0, *(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)]).tolist()
-
-        def views(packed: Tensor) -> list[Tensor]:
-            return [
-                packed[start : start + size].view(dtype)
-                for start, size, (dtype, _) in zip(starts, sizes, fields, strict=False)
-            ]
-
+        # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
+        lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
+        cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]
+        total = sum(cuts)
         with self._lock:
-            buffer = self._next(starts[-1])
-            host = buffer.host[: starts[-1]]
-            fill([view.numpy() for view in views(host)])
+            buffer = self._next(total)
+            arrays, start = [], 0
+            for (dtype, _), length in zip(fields, lengths, strict=True):
+                arrays.append(buffer.words[start : start + length].view(_NUMPY[dtype]))
+                start += length + -length % _ALIGNMENT_WORDS
+            fill(arrays)
             with self.lane.side():
-                sent = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-                sent.copy_(host, non_blocking=True)
+                sent = torch.empty(total, dtype=torch.int32, device=self.device)
+                sent.copy_(buffer.host[:total], non_blocking=True)
                 buffer.free = mark = self.lane.mark()
-        return views(sent), mark
+        pieces = sent.split_with_sizes(cuts)[::2]
+        return [
+            piece if dtype == torch.int32 else piece.view(dtype)
+            for piece, (dtype, _) in zip(pieces, fields, strict=True)
+        ], mark
 
-    def _next(self, size_bytes: int) -> _Buffer:
+    def _next(self, num_words: int) -> _Buffer:
         buffer = self._buffers[self._number % _NUM_BUFFERS]
         self._number += 1
         if buffer.free is not None and not buffer.free.query():
             buffer.free.synchronize()
-        if len(buffer.host) < size_bytes:
-            grown = 1 << (size_bytes - 1).bit_length()
+        if len(buffer.words) < num_words:
+            grown = 1 << (num_words - 1).bit_length()
             with torch.inference_mode(False):
-                buffer.host = torch.empty(grown, dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
+                buffer.replace(torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.lane.pin_memory))
         return buffer

@@ -241,6 +241,20 @@ def are_offsets(offsets: Int64s, num_ids: int) -> bool:
     return offsets[0] == 0 and offsets[last] == num_ids and not descends
 
 
+@uncounted_kernel
+def copy_offsets(offsets: Ids, num_ids: int, out: Int64s) -> bool:
+    """``are_offsets`` of int64 or int32 offsets, which are copied to ``out`` on the way."""
+    last = offsets.shape[0] - 1
+    before: Any = np.int64(0)
+    descends: Any = False
+    for bag in range(last + 1):
+        start = np.int64(item(offsets, bag))
+        descends |= start < before
+        before = start
+        put(out, bag, start)
+    return offsets[0] == 0 and out[last] == num_ids and not descends
+
+
 @inline
 def _pool_max(
     low: int, high: int, shift: int, base: int, slots: Ids, weights: Weights, half: int, pooled: Floats, best: Int32s

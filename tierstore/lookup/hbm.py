@@ -160,8 +160,7 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             return
         with self._on_device() as (rows, batch):
-            codes = tuple(table.config.optimizer.code for table in joined.tables)
-            self._rules = rules = rows.rules(tuple(table.index for table in joined.tables), codes, hyper)
+            self._rules = rules = rows.rules(tuple(joined.tables), hyper)
             groups = rows.groups(batch)
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
-from ..optim.configs import NUM_HYPER
+from ..optim.configs import Hyper
 from ..pool.backward import NO_FLOATS, Bags, Groups
 from ..pool.residency import Numbering
 from ..rows import KEY_ROW_BITS
@@ -51,42 +51,70 @@ class Sources(NamedTuple):
     bag_starts: Int64s
 
 
+class Features:
+    """Features that one lookup serves, the same in each batch; those of one table are neighbours.
+
+    Args:
+        tables: the table of each; all in one pool.
+        columns: where each one's results begin in the output's columns.
+
+    Attributes:
+        owners: the table of each.
+        tables: distinct, in order of first use.
+        columns: int32 [features].
+        bounds: int64 [tables + 1], the features of each table.
+        table_of: int32 [features], which of ``tables`` each one's is.
+        indices: int64 [features], of its table in the store; num_rows: int64 [features].
+    """
+
+    def __init__(self, tables: Sequence[LookupTable], columns: ArrayLike) -> None:
+        self.owners = tables
+        self.tables = list(dict.fromkeys(tables))
+        self.columns = np.asarray(columns, np.int32)
+        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
+        self.bounds = np.array([*bounds, len(tables)], np.int64)
+        self.table_of = tables_of(self.bounds)
+        self.indices = np.array([table.index for table in tables], np.int64)
+        self.num_rows = np.array([table.config.num_embeddings for table in tables], np.int64)
+
+
+def tables_of(bounds: Int64s) -> Int32s:
+    """int32 [features], the table of each, where the features of table t are ``[bounds[t], bounds[t + 1])``."""
+    return np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), bounds[1:] - bounds[:-1])
+
+
 class Joined:
     """The ids of some features laid end to end, as row keys or as slots.
 
     Args:
-        tables: the table of each feature; all in one pool.
-        features: which feature of ``jagged`` each of them is.
-        columns: where each feature's results begin in the output's columns.
+        features: those chosen.
+        jagged: the batch; its offsets are kept, so nobody may change them.
+        places: which feature of ``jagged`` each of them is.
 
     Attributes:
         tables: distinct, in order of first use.
-        table_bags: int64 [tables + 1], the bags of each.
+        table_bags: int64 [tables + 1], the bags of each; table_of: int32 [features], the table of each feature.
         bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
         scale: float32 [N], per-sample weights, or empty.
         columns: int32 [features].
         batch: bags of each feature.
     """
 
-    def __init__(
-        self, tables: Sequence[LookupTable], jagged: Jagged, features: Sequence[int] | Int64s, columns: ArrayLike
-    ) -> None:
-        self.tables = list(dict.fromkeys(tables))
-        self.columns = np.asarray(columns, np.int32)
+    def __init__(self, features: Features, jagged: Jagged, places: Sequence[int]) -> None:
+        self.tables, self.columns, self.table_of = features.tables, features.columns, features.table_of
         self.batch = batch = jagged.batch
-        self._owners = tables
+        self.table_bags = features.bounds * batch
+        self._features = features
         self._ids = jagged.ids
         self._keys: Int64s | None = None
         self._slots: Any = None
         self._numbering: Numbering | None = None
-        if list(features) == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
-            self.bag_starts = jagged.offsets.copy()
-            ends = self.bag_starts[np.arange(len(tables) + 1) * batch]
+        if places == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
+            self.bag_starts = jagged.offsets
+            ends = jagged.offsets[np.arange(len(places) + 1) * batch]
             self._starts, self._stops = ends[:-1], ends[1:]
         else:
-            self._choose(jagged.offsets, np.asarray(features))
-        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
-        self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
+            self._choose(jagged.offsets, np.asarray(places))
         self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
 
     def _choose(self, offsets: Int64s, features: Int64s) -> None:
@@ -162,8 +190,9 @@ class Joined:
 
     def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""
-        shifts = [(table.index << KEY_ROW_BITS) - numbering.first_slot(table.index) for table in self.tables]
-        return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))
+        indices = np.array([table.index for table in self.tables], np.int64)
+        shifts = (indices << KEY_ROW_BITS) - numbering.first_slots(indices)
+        return np.repeat(shifts, np.diff(self.bag_starts[self.table_bags]))
 
     @property
     def order(self) -> Int64s | None:
@@ -182,20 +211,18 @@ class Joined:
 
     def _firsts(self, numbering: Numbering | None) -> Int64s:
         """int64 [features], the slot, or without a numbering the key, of row 0 of each feature's table."""
-        indices = [table.index for table in self._owners]
-        if numbering is None:
-            return np.array(indices, np.int64) << KEY_ROW_BITS
-        return np.array([numbering.first_slot(index) for index in indices], np.int64)
+        indices = self._features.indices
+        return indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
 
     def plan(self, numbering: Numbering | None) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
-        rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
-        return self._ids, self._starts, self._firsts(numbering), rows, self.batch, self.bag_starts
+        firsts, num_rows = self._firsts(numbering), self._features.num_rows
+        return self._ids, self._starts, firsts, num_rows, self.batch, self.bag_starts
 
     def check(self, positions: list[int]) -> None:
         """Raise ValueError if one of them is the position of an id outside its table."""
         bad = [position for position in positions if position >= 0]
-        for table, (start, stop) in zip(self._owners, self._sources, strict=True) if bad else ():
+        for table, (start, stop) in zip(self._features.owners, self._sources, strict=True) if bad else ():
             own = [position for position in bad if start <= position < stop]
             if own:
                 raise table.id_error(int(self._ids[min(own)]))
@@ -234,14 +261,11 @@ class Joined:
     @property
     def table_of_feature(self) -> Sequence[LookupTable]:
         """The table of each feature."""
-        return self._owners
+        return self._features.owners
 
-    def next_hyper(self) -> Floats:
-        """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
-        hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
-        for row, table in enumerate(self.tables):
-            hyper[row] = table.next_hyper()
-        return hyper
+    def next_hyper(self) -> list[Hyper]:
+        """Count one more update of each table: its hyper-parameters."""
+        return [table.next_hyper() for table in self.tables]
 
     def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
@@ -288,7 +312,8 @@ class OfKeys(Joined):
         order = np.argsort(table_of, kind="stable")
         self.tables = list(tables)
         self.batch = 1
-        self.table_bags = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
+        self.table_of = table_of[order].astype(np.int32)
+        self.table_bags = np.searchsorted(self.table_of, np.arange(len(tables) + 1))
         self.bag_starts = np.arange(len(keys) + 1)
         columns: Any = order * tables[0].layout.dim
         self.columns = columns

@@ -131,7 +131,7 @@ class Lookup(OverJoined):
             grad_out: float32 [batch, columns], C-contiguous.
         """
         joined, pool = self.joined, self._pool
-        hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
+        hyper, seeds = np.array(joined.next_hyper(), np.float32), joined.rounding_seeds()
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
             groups = self._groups(grad_out)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ..kernels.arrays import Floats
 from ..pool.backward import NO_FLOATS
 from ..pool.residency import Numbering
-from .joined import Joined
+from .joined import Joined, tables_of
 from .tables import LookupTable
 
 _INT32_MAX: Final = 2**31 - 1
@@ -39,6 +39,7 @@ class Merged(Joined):
         self.batch = 1
         self._pieces, table_bags = _pieces(self.tables, parts)
         self.table_bags = np.array(table_bags, np.int64)
+        self.table_of = tables_of(self.table_bags)
         sizes = self._over_bags([np.diff(part.bag_starts) for part in parts])
         self.bag_starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=self.bag_starts[1:])

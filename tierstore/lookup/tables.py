@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import ClosedError
-from ..kernels.arrays import Floats
 from ..kernels.threads import Workers
+from ..optim.configs import Hyper
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS, RowLayout
 
@@ -107,8 +107,8 @@ class LookupTable(Protocol):
         """Rounding seed of the last counted update."""
         ...
 
-    def next_hyper(self) -> Floats:
-        """Count one more update: its hyper-parameters, float32 [NUM_HYPER]."""
+    def next_hyper(self) -> Hyper:
+        """Count one more update: its hyper-parameters."""
         ...
 
     def id_error(self, row: int) -> ValueError:

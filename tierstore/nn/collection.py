@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import require_names
 from ..errors import TableError
 from ..lookup.contract import AnyLookup
-from ..lookup.joined import Jagged, Joined
+from ..lookup.joined import Features, Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_ids, check_offsets, check_scale
 from ..store.table import make_lookup
@@ -141,27 +141,24 @@ class TieredEmbeddingBagCollection(Collection):
         if scale is not None:
             device = self.store.device
             jagged = jagged._replace(scale=check_scale(scale, len(jagged.ids), "sum", "weights", device=device))
-        lookups = [self._lookup(group, jagged, place) for group in self._groups]
+        lookups = [self._lookup(group, jagged, [place[name] for name in names]) for names, group in self._groups]
         return Prepared(lookups, (jagged.batch, self._columns), scale, sources, self.store)
 
-    def _group_features(self) -> list[list[_Feature]]:
-        """Features that one lookup can serve; those of one table are neighbours."""
+    def _group_features(self) -> list[tuple[list[str], Features]]:
+        """Features that one lookup can serve, with their names; those of one table are neighbours."""
         groups: dict[Any, list[_Feature]] = {}
         for feature in self._features.values():
             groups.setdefault(self._alike(feature.table), []).append(feature)
-        return list(groups.values())
+        return [
+            ([each.name for each in group], Features([each.table for each in group], [each.column for each in group]))
+            for group in groups.values()
+        ]
 
-    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> AnyLookup:
-        config = group[0].table.config
+    def _lookup(self, group: Features, jagged: Jagged, places: list[int]) -> AnyLookup:
+        config = group.tables[0].config
         if jagged.scale is not None and config.pooling != "sum":
             raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
-        joined = Joined(
-            [feature.table for feature in group],
-            jagged,
-            np.array([place[feature.name] for feature in group], np.int64),
-            [feature.column for feature in group],
-        )
-        return self._make_lookup(joined, config.pooling)
+        return self._make_lookup(Joined(group, jagged, places), config.pooling)
 
 
 class TieredEmbeddingCollection(Collection):
@@ -211,7 +208,7 @@ class TieredEmbeddingCollection(Collection):
         lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
         ids: Any = np.concatenate(lists)
         jagged = Jagged(ids, np.arange(len(ids) + 1), len(ids))
-        return self._make_lookup(Joined([table], jagged, np.zeros(1, np.int64), [0]), "sum")
+        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), "sum")
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,10 @@ from ..kernels.arrays import Floats, Int64s
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
 
+Hyper = tuple[float, float, float, float, float, float, float, float]
+"""That row: learning rate, weight decay, eps, beta1, beta2, step size, root of the bias correction; the last is free.
+A tuple, which is made and compared in a tenth of the time that numpy takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -50,16 +54,14 @@ class Optimizer:
         """First value of every state column."""
         return 0.0
 
-    def hyper(self, learning_rate: float, step: int) -> Floats:
-        """float32 [NUM_HYPER] for the kernel.
+    def hyper(self, learning_rate: float, step: int) -> Hyper:
+        """What the kernels go by.
 
         Args:
             learning_rate: the rate in force.
             step: how many updates the table will have had with this one (from 1).
         """
-        out = np.zeros(NUM_HYPER, np.float32)
-        out[:2] = learning_rate, self.weight_decay
-        return out
+        return learning_rate, self.weight_decay, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
@@ -98,10 +100,8 @@ class RowWiseAdagrad(Optimizer):
     def initial_state(self) -> float:
         return self.initial_accumulator_value
 
-    def hyper(self, learning_rate: float, step: int) -> Floats:
-        out = super().hyper(learning_rate, step)
-        out[2] = self.eps
-        return out
+    def hyper(self, learning_rate: float, step: int) -> Hyper:
+        return learning_rate, self.weight_decay, self.eps, 0.0, 0.0, 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +161,10 @@ class Adam(Optimizer):
     def state_dim(self, dim: int) -> int:
         return 2 * dim
 
-    def hyper(self, learning_rate: float, step: int) -> Floats:
+    def hyper(self, learning_rate: float, step: int) -> Hyper:
         beta1, beta2 = self.betas
-        out = super().hyper(learning_rate, step)
-        out[2:7] = self.eps, beta1, beta2, learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
-        return out
+        step_size, root_correction = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        return learning_rate, self.weight_decay, self.eps, beta1, beta2, step_size, root_correction, 0.0
 
 
 _KINDS: Final[dict[str, type[Optimizer]]] = {

@@ -38,8 +38,8 @@ class InMemory:
         self._process_id = os.getpid()
         self._dim = arena.layout.dim
         self._few = direct.few(self._dim)
-        first = cache.first_slot(table_index)
-        self._plan = np.zeros(1, np.int64), np.array([first], np.int64), np.array([num_rows], np.int64)
+        firsts = cache.first_slots(np.array([table_index], np.int64))
+        self._plan = np.zeros(1, np.int64), firsts, np.array([num_rows], np.int64)
         self._column = np.zeros(1, np.int32)
         self._alone: dict[torch.dtype, direct.Split] = {}
 

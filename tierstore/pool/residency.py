@@ -14,10 +14,10 @@ from .pins import Lease
 
 
 class Numbering(Protocol):
-    """Slots where row r of a table is in slot ``first_slot(table_index) + r``."""
+    """Slots where row r of a table is in slot ``first + r``."""
 
-    def first_slot(self, table_index: int) -> int:
-        """The slot of a table's row 0."""
+    def first_slots(self, table_indices: Int64s) -> Int64s:
+        """int64 [n], the slots of these tables' rows 0."""
         ...
 
 

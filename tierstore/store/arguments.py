@@ -70,10 +70,11 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
 def check_offsets(
     offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
 ) -> Int64s:
-    """int64 offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. The last is not given
-    if the module added it."""
-    array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
-    if not len(array) or not kernels.are_offsets(array, num_ids):
+    """A copy, int64, of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. The last
+    is not given if the module added it."""
+    given = check_ids(offsets, name, device=device)
+    array = np.empty(len(given), np.int64)
+    if not len(array) or not kernels.copy_offsets(given, num_ids, array):
         ends, given = ("end at", array) if is_last_given else ("not exceed", array[:-1])
         rule = f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
         raise ValueError(f"{rule}; {_first_wrong(given, num_ids)}")

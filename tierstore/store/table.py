@@ -13,13 +13,13 @@ from torch import Tensor
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
 from ..kernels import MODES
-from ..kernels.arrays import Floats, Int64s
+from ..kernels.arrays import Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
-from ..lookup.joined import Jagged, Joined
+from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.tables import in_pool_of
-from ..optim.configs import RowWiseAdagradOfColumns
+from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -134,11 +134,11 @@ class Table(Unpicklable):
         self._step, self.learning_rate = state.step, state.learning_rate
         self.num_changes += 1
 
-    def next_hyper(self) -> Floats:
-        """Count one more update and give its hyper-parameters, float32 [NUM_HYPER]."""
+    def next_hyper(self) -> Hyper:
+        """Count one more update and give its hyper-parameters."""
         self._step += 1
         self.num_changes += 1
-        return self.config.optimizer.hyper(self.learning_rate, self._step)
+        return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     @property
     def rounding_seed(self) -> int:
@@ -337,7 +337,7 @@ class Table(Unpicklable):
     def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""
         self.require_whole()
-        return make_lookup(Joined([self], jagged, np.zeros(1, np.int64), [0]), mode=mode)
+        return make_lookup(Joined(Features([self], [0]), jagged, [0]), mode=mode)
 
     def __repr__(self) -> str:
         config = self.config
