@@ -11,7 +11,7 @@ from ..cache import resolve_policy
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
-from .accesses import Accesses, numbered, of_tables, once_a_batch
+from .accesses import Accesses, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .cold_log import ColdLog, cold_log_of
 from .curves import MissRatioCurve, curve
@@ -31,7 +31,6 @@ class PoolDemand:
         lookups: ids of a batch, on average.
         unique: distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
-        new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
         cold_log: what is read and moved below a cache of rows, which keeps the trace; None where no whole trace says
             it.
     """
@@ -42,7 +41,6 @@ class PoolDemand:
     lookups: float
     unique: float
     curve: MissRatioCurve
-    new_rows: float = 0.0
     cold_log: ColdLog | None = None
 
 
@@ -135,11 +133,30 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(resolve_policy(policy)),
                 cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
-                new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
+
+    def stretched(self, factor: int) -> "Demand":
+        """As if the tables had so many times the rows, and each row's uses were divided among as many rows.
+
+        Caches of so many times the rows hit as often. A batch's distinct rows stay, so there are somewhat too few of
+        them. What is read and moved on SSD is by formula, as no trace is of such rows.
+
+        Args:
+            factor: 1 or more.
+        """
+        pools = tuple(
+            replace(
+                pool,
+                num_rows=factor * pool.num_rows,
+                curve=replace(pool.curve, sizes=factor * pool.curve.sizes, num_rows=factor * pool.curve.num_rows),
+                cold_log=None,
+            )
+            for pool in self.pools
+        )
+        return replace(self, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
         """The same demand of the same tables whose rows are of another type, or have another optimizer's state.

@@ -65,6 +65,7 @@ def predict(
         bottleneck=bottleneck_of(seconds, is_ahead=is_ahead),
         drive_writes_a_day=drive_writes_a_day(setup.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
+        is_in_memory=all(pool.is_in_memory for pool in pools),
         latency=_latency(setup, queue, queries_per_s),
     )
 

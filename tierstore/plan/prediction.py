@@ -160,6 +160,7 @@ class Prediction:
         samples_per_s: of all hosts.
         lanes: the longest first; a step takes as long as that.
         bottleneck: the resource that takes longest in the longest lane.
+        is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
         latency: None for training.
         drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
     """
@@ -173,5 +174,6 @@ class Prediction:
     bottleneck: str
     drive_writes_a_day: float
     price: Price
+    is_in_memory: bool = False
     latency: Latency | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED

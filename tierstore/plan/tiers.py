@@ -47,6 +47,7 @@ class PoolLoad(NamedTuple):
         hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
         misses: rows asked of the SSD.
         is_full: every row has a slot in host memory, and stays there.
+        is_in_memory: the same, or in memory of accelerators.
         keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
         device_misses: of ``misses``, those whose page the system has not in memory.
         pages_read: by the device, for missing rows.
@@ -68,6 +69,7 @@ class PoolLoad(NamedTuple):
     misses: float
     device_misses: float
     is_full: bool
+    is_in_memory: bool
     keeps_batch: bool
     pages_read: float
     rows_written: float
@@ -242,6 +244,7 @@ def _load(own: _Share) -> PoolLoad:
         misses=misses,
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
+        is_in_memory=own.is_full or stays,
         keeps_batch=keeps_batch,
         pages_read=from_device * elsewhere * pages,
         rows_written=written.rows,
