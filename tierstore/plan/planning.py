@@ -313,6 +313,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         workers=section.workers,
         replicas=max(1, section.replicas),
         batch_samples_max=section.batch_samples_max,
+        is_deferred=section.is_deferred,
+        wire=section.wire,
     )
 
 

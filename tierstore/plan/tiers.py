@@ -42,6 +42,8 @@ class PoolLoad(NamedTuple):
         lookups: ids.
         bags: lists of ids, one a sample and table.
         unique: distinct rows of the ids.
+        sent_rows: distinct rows of a host's own part of the batch: those that it asks their owners for, itself among
+            them; of one host ``unique``.
         asked: rows asked of the highest tier: ``unique``, twice where backward has to bring them in again.
         hbm_rows, ddr_rows: slots, of all accelerators and of host memory.
         hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
@@ -62,6 +64,7 @@ class PoolLoad(NamedTuple):
     lookups: float
     bags: float
     unique: float
+    sent_rows: float
     asked: float
     hbm_rows: int
     ddr_rows: int
@@ -237,6 +240,7 @@ def _load(own: _Share) -> PoolLoad:
         lookups=own.pool.lookups / own.setup.hosts,
         bags=len(own.pool.tables) * own.setup.workload.batch_samples / own.setup.hosts,
         unique=unique,
+        sent_rows=own.pool.rows_of_a_part(own.setup.hosts),
         asked=unique + again,
         hbm_rows=own.hbm_rows,
         ddr_rows=own.ddr_rows,
