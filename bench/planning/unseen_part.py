@@ -286,7 +286,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     subjects = [_Subject.made(case, folder / f"{number}", config) for number, case in enumerate(cases)]
     rounds: list[list[list[tuple[_Run, Prediction]]]] = []
     for _ in range(config["unseen_rounds"]):
-        host = measure_host(request.folder, seconds=config["machine_seconds"])
+        host = measure_host(request.folder, seconds=config["unseen_machine_seconds"])
         rounds.append([subject.round(host, config) for subject in subjects])
     shutil.rmtree(folder)
     points = [
