@@ -275,7 +275,7 @@ def _mean(runs: Sequence[_Run]) -> _Run:
     """Of ranks."""
     sent = statistics.mean(run.sent_bytes or 0.0 for run in runs)
     figures = (statistics.mean(column) for column in zip(*(run.measured for run in runs), strict=True))
-    return _Run(Measured(*figures), sent)  # type: ignore[arg-type]
+    return _Run(Measured(*figures), sent)
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:

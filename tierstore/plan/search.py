@@ -183,7 +183,7 @@ def search(
             failed.append(found)
         else:
             met = _first_of_parts(sorted([*met, found.prediction], key=finder.rank))
-    failed.sort(key=lambda each: each.shortfall)
+    failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
         raise ValueError(_impossible(failed))
     return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
