@@ -1,11 +1,11 @@
 """Is what the planner says true of runs that are measured, and what does finding it out take?
 
 Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
-"steps" (hit rates and step times, predicted and measured), "record" (what recording costs), "examples" (two plans on
-paper). The figures of parts that are not run again stay.
+"steps" (hit rates and step times, predicted and measured), "unseen" (the same of workloads that nothing was fitted to),
+"record" (what recording costs), "examples" (two plans on paper). The figures of parts that are not run again stay.
 
-On few cores run "steps" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two kernels, which is no work
-that a planner could know of. The report keeps what was set.
+On few cores run "steps" and "unseen" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two kernels,
+which is no work that a planner could know of. The report keeps what was set.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Final
 
 from .common import Report, Run, program
 from .parts import Part, run_parts
-from .planning import curve_part, example_part, record_part, step_part
+from .planning import curve_part, example_part, record_part, step_part, unseen_part
 from .planning.machine_part import PART as MACHINE
 
 __all__ = ["PARTS", "run"]
@@ -22,6 +22,7 @@ PARTS: Final[dict[str, Part]] = {
     "curves": curve_part.PART,
     "machine": MACHINE,
     "steps": step_part.PART,
+    "unseen": unseen_part.PART,
     "record": record_part.PART,
     "examples": example_part.PART,
 }

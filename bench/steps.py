@@ -18,7 +18,7 @@ from tierstore.plan.published import KAGGLE_ROWS
 from .data import criteo_keys
 from .workload import CHUNK, ids_of, write_every_row
 
-__all__ = ["CHUNK", "StepWorkload", "criteo", "fill", "kaggle", "step_of", "timed", "zipf"]
+__all__ = ["CHUNK", "StepWorkload", "criteo", "fill", "jagged", "kaggle", "step_of", "timed", "zipf"]
 
 
 class StepWorkload(NamedTuple):
@@ -37,7 +37,7 @@ class StepWorkload(NamedTuple):
         return sum(self.rows) * (self.dim * 4 + 8)
 
 
-def _jagged(ids: Sequence[Any], pooling_factor: int) -> tierstore.KeyedJaggedTensor:
+def jagged(ids: Sequence[Any], pooling_factor: int) -> tierstore.KeyedJaggedTensor:
     values = torch.from_numpy(np.concatenate(ids))
     keys = [f"f{table}" for table in range(len(ids))]
     return tierstore.KeyedJaggedTensor(keys, values, offsets=torch.arange(0, len(values) + 1, pooling_factor))
@@ -47,7 +47,7 @@ def zipf(config: dict[str, Any], exponent: float, count: int) -> StepWorkload:
     generator = np.random.default_rng(config["seed"])
     rows, size = [config["rows"]] * config["tables"], config["batch"] * config["pooling_factor"]
     drawn = [ids_of(generator, each, size * count, exponent).reshape(count, size) for each in rows]
-    batches = [_jagged([each[step] for each in drawn], config["pooling_factor"]) for step in range(count)]
+    batches = [jagged([each[step] for each in drawn], config["pooling_factor"]) for step in range(count)]
     return StepWorkload(f"Zipf {exponent}", rows, config["dim"], batches)
 
 
@@ -84,16 +84,15 @@ def kaggle(config: dict[str, Any], count: int) -> StepWorkload:
     rows = [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
     size = config["kaggle_batch"]
     drawn = [ids_of(generator, each, size * count, 1.05).reshape(count, size) for each in rows]
-    batches = [_jagged([each[step] for each in drawn], 1) for step in range(count)]
+    batches = [jagged([each[step] for each in drawn], 1) for step in range(count)]
     return StepWorkload("Criteo-Kaggle's tables, Zipf 1.05", rows, config["kaggle_dim"], batches)
 
 
-def fill(path: Path, workload: StepWorkload, config: dict[str, Any]) -> None:
+def fill(path: Path, workload: StepWorkload, rule: tierstore.optim.Optimizer) -> None:
     """A store in which every row was written once, so that each has to be read."""
     shutil.rmtree(path, ignore_errors=True)
     with tierstore.open(path, mode="w", ddr="512MiB") as store:
         for number, rows in enumerate(workload.rows):
-            rule = tierstore.optim.RowWiseAdagrad(lr=config["lr"])
             config_of = {"name": f"t{number}", "feature_names": (f"f{number}",), "pooling": "sum", "optimizer": rule}
             store.create_table(
                 tierstore.TableConfig(num_embeddings=rows, embedding_dim=workload.dim, **config_of)  # type: ignore[arg-type]

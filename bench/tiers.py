@@ -160,7 +160,7 @@ def _measure_slack(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     for pages in config["segment_pages"]:
         with mock.patch.object(rows, "SEGMENT_PAGES", pages):
             for slack in config["slacks"]:
-                fill(path, workload, config)
+                fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
                 point = _point(_Case(path, workload, config["slack_budget"], slack=slack), config)
                 points.append({"segment_pages": pages, "slack": slack} | point._asdict())
                 print("  ".join(_slack_row(points[-1])), flush=True)
@@ -242,7 +242,7 @@ def _criteo(request: Run, path: Path) -> Iterator[_Case]:
 
 def _budgets(workload: StepWorkload, path: Path, config: dict[str, Any]) -> Iterator[_Case]:
     for percent in config["budgets"]:
-        fill(path, workload, config)
+        fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
         yield _Case(path, workload, percent)
 
 
@@ -250,7 +250,7 @@ def _kaggle(request: Run, path: Path) -> Iterator[_Case]:
     config = request.config
     workload = kaggle(config, config["warm_steps"] + config["steps"])
     model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
-    fill(path, workload, config)
+    fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
     for each in (workload, model):
         for percent, is_cached in ((1, False), (1, True), (100, False)):
             yield _Case(path, each, percent, is_cached)

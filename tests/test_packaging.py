@@ -128,7 +128,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, project: dict[str
     own = {name for name in names if not name.startswith(metadata)}
     package = [path.relative_to(ROOT) for path in sources() if path.is_relative_to(ROOT / "tierstore")]
     assert own == {
-        path.as_posix() for path in package if path.suffix in (".py", ".html", ".toml") or path.name == "py.typed"
+        path.as_posix()
+        for path in package
+        if path.suffix in (".py", ".html", ".css", ".toml") or path.name == "py.typed"
     }
     assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/train/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names

@@ -104,6 +104,11 @@ class RowLayout:
         return _words(self.state_dim * 4)
 
     @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in a cache, padding included: what pooling reads."""
+        return self.weight_words * WORD_BYTES
+
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row in a cache, padding included."""
         return (self.weight_words + self.state_words) * WORD_BYTES

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+import tierstore
 from tierstore.plan.measure import measure_host
 from tierstore.plan.prediction import in_words
 
@@ -48,7 +49,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     points: list[Point] = []
     measure = functools.partial(measure_host, request.folder, seconds=request.config["machine_seconds"])
     for case in _cases(request.config):
-        fill(path, case.workload, request.config)
+        fill(path, case.workload, tierstore.optim.RowWiseAdagrad(lr=request.config["lr"]))
         points += points_of(path, case.workload, measure, case.exponent, request.config)
     shutil.rmtree(path)
     spoken = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}

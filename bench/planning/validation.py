@@ -16,16 +16,26 @@ from tierstore.plan.curves import windows
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.tiers import PoolLoad, pool_loads
+from tierstore.plan.workload import OptimizerName
 from tierstore.trace import TableTrace, Trace
 
 from ..steps import CHUNK, StepWorkload, step_of, timed
 
-__all__ = ["Point", "fully_measured", "points_of", "trace_of", "workload_of"]
+__all__ = [
+    "Measured",
+    "Point",
+    "fully_measured",
+    "hit_rate_of",
+    "measured",
+    "newest_half",
+    "points_of",
+    "trace_of",
+    "warm_pages",
+    "workload_of",
+]
 
 ROWS_FILE: Final = "rows.lmdb"
 MINIMUM_BYTES: Final = 2**20
-_DENSE_FLOPS: Final = 0.0
-"""Steps are of the tables alone."""
 
 
 class Measured(NamedTuple):
@@ -89,8 +99,10 @@ def trace_of(workload: StepWorkload) -> Trace:
     return Trace(tables=found, batch_samples=samples)
 
 
-def workload_of(workload: StepWorkload, exponent: float) -> Workload:
-    """The same, as the planner is told of it."""
+def workload_of(
+    workload: StepWorkload, exponent: float, optimizer: OptimizerName = "rowwise_adagrad", dense_flops: float = 0.0
+) -> Workload:
+    """The same, as the planner is told of it; without ``dense_flops`` steps of the tables alone."""
     samples = workload.batches[0].stride()
     lookups = statistics.mean(len(batch.values()) for batch in workload.batches)
     factor = lookups / samples / len(workload.rows)
@@ -107,12 +119,12 @@ def workload_of(workload: StepWorkload, exponent: float) -> Workload:
             for number, rows in enumerate(workload.rows)
         ),
         batch_samples=samples,
-        optimizer="rowwise_adagrad",
-        dense_flops=_DENSE_FLOPS,
+        optimizer=optimizer,
+        dense_flops=dense_flops,
     )
 
 
-def _newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> MissRatioCurve:
+def newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> MissRatioCurve:
     """The curve of the second half, the cache being warm from the first: what is measured too."""
     return windows(accesses, policy, 2, sampling_rate=sampling_rate)[-1].curve
 
@@ -124,17 +136,27 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
     ends: as at any moment of a long run.
     """
     budget = max(int(workload.table_bytes * percent / 100), MINIMUM_BYTES)
-    half = len(workload.batches) // 2
     with tierstore.open(path, mode="w", ddr=budget, policy=config["policy"], threads=config["threads"]) as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
-        step = step_of(module, workload)
-        with contextlib.closing(timed(module, step, workload.batches[:half], config["depth"])) as before:
-            for _ in before:
-                pass
-        began, start = store.stats(), time.perf_counter()
-        steps = len(list(timed(module, step, workload.batches[half:], config["depth"])))
-        seconds, ended = time.perf_counter() - start, store.stats()
-        page = store["t0"].layout.page_bytes
+        return measured(budget, store, module, step_of(module, workload), workload.batches, config["depth"])
+
+
+def measured(
+    budget: int, store: tierstore.Store, module: Any, step: Callable[[Any], None], batches: list[Any], depth: int
+) -> Measured:
+    """Train on the first half of the batches; means over the second.
+
+    Args:
+        budget: of the store, whose rows the module looks up.
+    """
+    half = len(batches) // 2
+    with contextlib.closing(timed(module, step, batches[:half], depth)) as before:
+        for _ in before:
+            pass
+    began, start = store.stats(), time.perf_counter()
+    steps = len(list(timed(module, step, batches[half:], depth)))
+    seconds, ended = time.perf_counter() - start, store.stats()
+    page = next(iter(store.tables.values())).layout.page_bytes
     unique = ended.ddr.unique - began.ddr.unique
     return Measured(
         budget,
@@ -164,7 +186,7 @@ def points_of(
     accesses = accesses_of(trace_of(workload))
     rates = (1.0, config["curve_sampling_rate"])
     exact, sampled = (
-        Demand.from_accesses(shape, accesses, config["policy"], sampling_rate=rate, make_curve=_newest_half)
+        Demand.from_accesses(shape, accesses, config["policy"], sampling_rate=rate, make_curve=newest_half)
         for rate in rates
     )
     analytic = None if exponent is None else Demand.analytic(shape, config["policy"])

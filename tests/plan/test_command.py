@@ -24,6 +24,7 @@ HELP = {
         commands:
           COMMAND
             run       answer a plan file
+            gain      say what tiers would save
             curve     say how often memory of any size misses
             measure   measure this machine
             measure-ranks
@@ -56,6 +57,25 @@ HELP = {
           tierstore plan run --keys > plan.toml
           tierstore plan run plan.toml --html plan.html --json plan.json
           tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2
+    """,
+    "plan gain": """
+        usage: tierstore plan gain [-h] [--html OUT.html] [--json OUT.json] [--force] [--set SECTION.KEY=VALUE]
+                                   [--traceback]
+                                   FILE.toml
+        Compare the cheapest fleet with all rows in memory and the cheapest of all, with 1, 2 and 10 times the rows.
+        positional arguments:
+          FILE.toml             a plan file with a target, and without setup.ddr
+        options:
+          -h, --help            show this help message and exit
+          --html OUT.html       write it as one page that needs no network
+          --json OUT.json       write all figures
+          --force               replace these files if they exist
+          --set SECTION.KEY=VALUE
+                                set any key, as setup.ddr=64GiB
+          --traceback           show where in the code an error arose
+        examples:
+          tierstore plan gain plan.toml --html gain.html
+          tierstore plan gain plan.toml --set pricing.spread=0.3
     """,
     "plan curve": """
         usage: tierstore plan curve [-h] [--policy NAMES] [--sizes ROWS] [--sampling-rate R] [--once-a-batch]

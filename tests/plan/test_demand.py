@@ -68,7 +68,6 @@ def test_tables_of_a_layout_are_one_pool_whose_batches_are_counted(trace: Trace)
         assert pool.layout == WORKLOAD.layout(WORKLOAD.tables[0 if rows == 600 else 1])
         assert pool.lookups == lookups * BATCH, "the last batch, of ten samples, is no measure"
         assert pool.unique == np.mean([len(batch) for batch in batches[:-1]])
-        assert pool.new_rows == len(set().union(*batches)) / len(batches)
 
 
 def test_curves_are_of_each_row_once_a_batch(trace: Trace) -> None:
@@ -101,7 +100,6 @@ def test_a_sample_of_the_rows_stands_for_all(trace: Trace) -> None:
     for pool, twice in zip(whole.pools, half.pools, strict=True):
         assert twice.lookups == 2 * pool.lookups
         assert twice.unique == 2 * pool.unique
-        assert twice.new_rows == 2 * pool.new_rows
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.02, 0.005])
@@ -119,7 +117,6 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     assert pool.lookups == pytest.approx(20, rel=0.005)
     assert pool.unique == pytest.approx(20, rel=0.05)
     assert pool.unique <= pool.lookups
-    assert pool.new_rows == pytest.approx(table.num_embeddings / 20_000, rel=0.1)
     of_table = measured_demand(workload, accesses, 1)["a"]
     assert (of_table.ids, of_table.rows) == (20, pytest.approx(20, rel=0.05))
     assert of_table.rows <= of_table.ids

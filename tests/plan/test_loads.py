@@ -1,19 +1,21 @@
 """What a step keeps each resource busy: every term by hand, and how they make a step."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
-from tierstore.plan import Link, Setup, Storage
+from tierstore.plan import Setup, Storage
 from tierstore.plan.demand import Demand
 from tierstore.plan.loads import AHEAD, DRIVES, LINKS, SERIAL, SHARED, bottleneck_of, loads_of, step_seconds
+from tierstore.plan.model import misfit
 from tierstore.plan.prediction import ResourceLoad
 from tierstore.plan.tiers import PoolLoad, pool_loads
 
 IDS, UNIQUE, MISSES, BAGS = 4000, 2000, 500, 1000
-ROW, SEGMENT, PAGE = 264, 16 * 4096 / 210, 4096
-"""Bytes of a row of 64 float32 with one accumulator; of a segment, a row of it; of a page."""
+WEIGHTS, ROW, SEGMENT, PAGE = 256, 264, 16 * 4096 / 210, 4096
+"""Bytes of a row of 64 float32, without and with one accumulator; of a segment, a row of it; of a page."""
 
 
 def loads(setup: Setup, *, miss_ratio: float = 0.25, is_ahead: bool = True) -> tuple[dict[str, ResourceLoad], PoolLoad]:
@@ -22,12 +24,12 @@ def loads(setup: Setup, *, miss_ratio: float = 0.25, is_ahead: bool = True) -> t
     return {load.resource: load for load in loads_of(setup, pools, is_ahead=is_ahead)}, pools[0]
 
 
-def _pooling_ns(row: int) -> float:
-    return IDS * (10 + 0.1 * row) + UNIQUE * (6 + 0.05 * row) + BAGS * (8 + 0.02 * row)
+def _pooling_ns(ids: float = IDS, rows: float = UNIQUE, bags: float = BAGS) -> float:
+    return ids * (10 + 0.1 * WEIGHTS) + rows * (6 + 0.05 * WEIGHTS) + bags * (8 + 0.02 * WEIGHTS)
 
 
-def _updating_ns(row: int) -> float:
-    return IDS * (20 + 0.2 * row) + UNIQUE * (30 + 0.3 * row) + BAGS * (12 + 0.04 * row)
+def _updating_ns(ids: float = IDS, rows: float = UNIQUE, bags: float = BAGS) -> float:
+    return ids * (20 + 0.2 * WEIGHTS) + rows * (30 + 0.3 * ROW) + bags * (12 + 0.04 * WEIGHTS)
 
 
 def test_every_resource_has_its_place() -> None:
@@ -38,7 +40,7 @@ def test_every_resource_has_its_place() -> None:
 def test_training_in_host_memory() -> None:
     found, pool = loads(make_setup())
     assert found["batch"] == ("batch", pytest.approx(200e-6), 1.0, "batches")
-    lookups = (_pooling_ns(ROW) + _updating_ns(ROW)) * 1e-9
+    lookups = (_pooling_ns() + _updating_ns()) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups / 2), IDS, "ids")
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
     cold = (90_000 + IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.pages_read * 300) * 1e-9
@@ -58,7 +60,7 @@ def test_training_in_host_memory() -> None:
     assert found["cores"] == ("cores", pytest.approx(busy / 4), pytest.approx(busy), "core-seconds")
     assert found["wait for a core"].seconds == pytest.approx((cold + back) / 4)
     assert found["wait ahead"].seconds == pytest.approx(computing / 4)
-    for idle in ("hbm", "network", "pcie"):
+    for idle in ("hbm", "network", "id exchange", "pcie"):
         assert found[idle].seconds == found[idle].amount == 0
 
 
@@ -79,7 +81,7 @@ def test_each_table_takes_its_time(training: bool, each_us: float) -> None:
 def test_serving_neither_updates_nor_writes() -> None:
     found, _ = loads(make_setup(make_workload(training=False)))
     row = 256
-    assert found["lookups"].seconds == pytest.approx(_pooling_ns(row) * 1e-9 / 2)
+    assert found["lookups"].seconds == pytest.approx(_pooling_ns() * 1e-9 / 2)
     assert found["model"].amount == 1e5 * 1000
     assert found["ddr"].amount == (IDS + MISSES) * row
     assert found["write-back"].seconds == found["ssd writes"].seconds == 0
@@ -126,24 +128,70 @@ def test_rows_in_device_memory() -> None:
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
 
 
-def test_hosts_send_ids_pooled_rows_and_gradients() -> None:
+def test_hosts_that_train_send_each_distinct_row_once() -> None:
     setup = make_setup(hosts=4)
-    found, _ = loads(setup)
-    ids = 3 / 4 * (IDS / 4) * 8
-    pooled = 3 / 4 * (1000 / 4) * 64 * 4
+    found, pool = loads(setup)
+    assert pool.sent_rows == IDS / 4, "at most"
+    values = 3 / 4 * 2 * pool.sent_rows * 256
+    bags = 2 * (BAGS / 4) * 256 + 8 * (IDS / 4 + BAGS / 4)
+    assert pool.sent_rows * (8 + 2 * 256) > bags, "so bags are sent"
+    ids, values = 3 / 4 * 8 * (IDS / 4 + BAGS / 4), 3 / 4 * 2 * (BAGS / 4) * 256
     ring = 2 * 3 / 4 * (1e5 / 2) * 4
-    exchanges = 2 + 1 + 2 * 3
-    seconds = (ids + 2 * pooled + ring) / 1e9 + exchanges * 20e-6
-    assert found["network"] == ("network", pytest.approx(seconds), pytest.approx(ids + 2 * pooled + ring), "bytes")
-    assert found["model"].amount == 3e8 / 4
+    seconds = (values + ring) / 1e9 + (3 + 2 * 3) * 20e-6
+    assert found["network"] == ("network", pytest.approx(seconds), pytest.approx(values + ring), "bytes")
+    assert found["id exchange"] == ("id exchange", pytest.approx(ids / 1e9 + 3 * 20e-6), pytest.approx(ids), "bytes")
+    few, few_pool = sharded(rows=150.0)
+    assert few_pool.sent_rows == 150
+    assert few["network"].amount == pytest.approx(3 / 4 * 2 * 150 * 256 + ring)
+    assert few["id exchange"].amount == pytest.approx(3 / 4 * 150 * 8)
+    asker = _pooling_ns(IDS / 4, 150, BAGS / 4) + _updating_ns(IDS / 4, 150, BAGS / 4)
+    owner = _pooling_ns(150, UNIQUE / 4, 150) + _updating_ns(150, UNIQUE / 4, 150)
+    assert few["lookups"].seconds == pytest.approx((asker + owner) * 1e-9 / 2)
+    admitting = (IDS / 4 + 150) * 40 + (150 + UNIQUE / 4) * 15
+    alone = few["cold rows"].seconds - 1e-9 * (90_000 + few_pool.misses * (200 + 0.5 * ROW))
+    assert alone == pytest.approx(1e-9 * (admitting + few_pool.pages_read * 300))
+
+
+def sharded(rows: float, **changes: Any) -> tuple[dict[str, ResourceLoad], PoolLoad]:
+    """Over four hosts, where a quarter of the batch has so many distinct rows."""
+    setup = make_setup(hosts=4, **changes)
+    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=0.25)
+    demand = replace(demand, pools=(replace(demand.pools[0], rows_of=lambda parts: rows * 4 / parts),))
+    pools = pool_loads(setup, demand)
+    return {load.resource: load for load in loads_of(setup, pools, is_ahead=True)}, pools[0]
+
+
+@pytest.mark.parametrize(("wire", "row_bytes"), [("fp32", 256), ("fp16", 128), ("bf16", 128), ("int8", 68)])
+def test_rows_and_gradients_cross_in_the_bits_of_the_wire(wire: Any, row_bytes: int) -> None:
+    found, _ = sharded(rows=150.0, wire=wire)
+    ring = 2 * 3 / 4 * (1e5 / 2) * 4
+    assert found["network"].amount == pytest.approx(3 / 4 * 2 * 150 * row_bytes + ring)
+    assert found["id exchange"].amount == pytest.approx(3 / 4 * 150 * 8)
+
+
+def test_hosts_that_serve_send_ids_and_pooled_rows() -> None:
     served, _ = loads(make_setup(make_workload(training=False), hosts=4))
+    ids, pooled = 3 / 4 * 8 * (IDS / 4 + BAGS / 4), 3 / 4 * (BAGS / 4) * 256
     assert served["network"].seconds == pytest.approx((ids + pooled) / 1e9 + 2 * 20e-6)
-    faster, _ = loads(replace(setup, host=make_host(network=Link(bytes_per_s=1e9))))
-    assert faster["network"].seconds == pytest.approx(seconds - exchanges * 20e-6)
+    assert served["id exchange"].seconds == 0
+
+
+def test_deferred_optimizers_copy_the_gradient_of_pooled_rows() -> None:
+    fused, _ = loads(make_setup())
+    found, _ = loads(make_setup(is_deferred=True))
+    speed = make_setup().host.ddr.bytes_per_s
+    copied = 2 * 1000 * 64 * 4 / speed
+    assert found["lookups"].seconds - fused["lookups"].seconds == pytest.approx(copied)
+    host = make_setup().host
+    tight = replace(host, ddr=replace(host.ddr, capacity_bytes=68.6 * MIB))
+    demand = flat_demand(make_workload(), unique=UNIQUE, miss_ratio=0.25)
+    assert not misfit(make_setup(host=tight), demand)
+    assert misfit(make_setup(host=tight, is_deferred=True), demand).startswith("memory: ")
 
 
 SECONDS = {
     "batch": 0.25, "lookups": 0.75, "hbm": 2.0, "model": 3.0, "network": 4.0, "cold rows": 5.0, "write-back": 6.0,
+    "id exchange": 0.0,
     "wait for a core": 0.0, "wait ahead": 0.0,
     "pcie": 7.0, "ssd reads": 8.0, "ssd writes": 9.0, "cores": 11.0, "ddr": 12.0,
 }  # fmt: skip
@@ -189,7 +237,7 @@ def test_costs_are_those_of_the_host() -> None:
 
 
 def test_nothing_looked_up_takes_no_time_but_the_batch_and_its_empty_bags() -> None:
-    still_s = BAGS * (8 + 12 + (0.02 + 0.04) * ROW) * 1e-9
+    still_s = BAGS * (8 + 12 + (0.02 + 0.04) * WEIGHTS) * 1e-9
     workload = make_workload()
     still = replace(workload, tables=(replace(workload.tables[0], pooling_factor=0.0),), dense_flops=0.0)
     setup = make_setup(still)

@@ -8,7 +8,13 @@ from ..system.sizes import format_size
 from .prediction import Prediction, Setup, some
 from .workload import Assumed, Figure, Workload, times
 
-_FACTORS: Final = (0.5, 2.0)
+FACTORS: Final = (0.5, 2.0)
+"""Of what was assumed."""
+_NAMES: Final[dict[Figure, str]] = {
+    "dense_flops": "dense model",
+    "pooling_factor": "pooling factor",
+    "exponent": "skew",
+}
 
 
 class WhatIf(NamedTuple):
@@ -60,7 +66,7 @@ def assumptions_of(workload: Workload, answer: Callable[[Workload], Prediction])
             _value(workload, each),
             _text(workload, each),
             "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace",
-            tuple(_what_if(workload, each, factor, answer) for factor in _FACTORS),
+            tuple(_what_if(workload, each, factor, answer) for factor in FACTORS),
         )
         for each in workload.assumed
     )
@@ -86,15 +92,21 @@ def _value(workload: Workload, assumed: Assumed) -> float:
     return float(getattr(first, assumed.figure))
 
 
+def figure_name(figure: Figure) -> str:
+    """In words."""
+    return _NAMES[figure]
+
+
 def _text(workload: Workload, assumed: Assumed) -> str:
     value, every = _value(workload, assumed), some(len(workload.tables), "table")
+    name = figure_name(assumed.figure)
     of = every if len(assumed.tables) == len(workload.tables) else f"{len(assumed.tables):,} of {every}"
     if assumed.figure == "dense_flops":
         layers = "the layers of MLPerf's DLRM-DCNv2 over these tables"
-        return f"dense model: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
+        return f"{name}: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
     if assumed.figure == "pooling_factor":
-        return f"pooling factor: {value:g} id a sample, in {of}"
-    return f"skew: Zipf's law of exponent {value:g}, in {of}"
+        return f"{name}: {value:g} id a sample, in {of}"
+    return f"{name}: Zipf's law of exponent {value:g}, in {of}"
 
 
 def _what_if(workload: Workload, assumed: Assumed, factor: float, answer: Callable[[Workload], Prediction]) -> WhatIf:

@@ -27,6 +27,15 @@ def _require_writable(path: str | None, sources: list[str], *, force: bool) -> N
         require_new(Path(path), force=force)
 
 
+def _require_outputs(options: argparse.Namespace) -> None:
+    """The same of a page and of JSON."""
+    outputs = [path for path in (options.html, options.json) if path]
+    for path in outputs:
+        _require_writable(path, [], force=options.force)
+    if len({Path(path).resolve() for path in outputs}) < len(outputs):
+        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
+
+
 def _run(options: argparse.Namespace) -> int:
     import sys
 
@@ -41,11 +50,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan_file is None:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    outputs = [path for path in (options.html, options.json) if path]
-    for path in outputs:
-        _require_writable(path, [], force=options.force)
-    if len({Path(path).resolve() for path in outputs}) < len(outputs):
-        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
+    _require_outputs(options)
     from .report import describe, page_of, plotly_source
 
     if options.html:
@@ -60,6 +65,28 @@ def _run(options: argparse.Namespace) -> int:
         print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), options.json, force=options.force)
+    return 0
+
+
+def _gain(options: argparse.Namespace) -> int:
+    import sys
+
+    from ..system.output import write_text
+    from .gain import gain
+    from .json_file import write_json
+    from .plan_file import load, parse_override
+    from .report import describe_gain, gain_page_of
+
+    asked = load(options.plan_file, [parse_override(text) for text in options.set])
+    _require_outputs(options)
+    with progress_bar("gain", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
+        found = gain(asked, progress=lambda stage, done, total: show(done, total, f"gain: {stage}"))
+    print(describe_gain(found, colours=sys.stdout.isatty()))
+    if options.html:
+        write_text(Path(options.html), gain_page_of(found), force=options.force)
+        print(f"\nthe page: {options.html}")
+    if options.json:
+        write_json(found.to_dict(), options.json, force=options.force)
     return 0
 
 
@@ -301,6 +328,10 @@ _WRITTEN: Final = (
     _arg("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)"),
     _arg("--force", help="replace OUT if it exists"),
 )
+_FORCED_BOTH: Final = _arg("--force", help="replace these files if they exist")
+_SET: Final = _arg(
+    "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
+)
 _FORCED: Final = _arg("--force", help="replace that file if it exists")
 
 _TRACE_COMMANDS: Final[Mapping[str, Command]] = {
@@ -341,14 +372,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
             _arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
             _arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
             _arg("--json", metavar="OUT.json", help="write all figures of the answer"),
-            _arg("--force", help="replace these files if they exist"),
-            _arg(
-                "--set",
-                action="append",
-                default=[],
-                metavar="SECTION.KEY=VALUE",
-                help="set any key, as setup.ddr=64GiB",
-            ),
+            _FORCED_BOTH,
+            _SET,
             _arg("--keys", help="print every key with its default, and exit"),
         ),
         "answer a plan file",
@@ -357,6 +382,21 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "  tierstore plan run --keys > plan.toml\n"
         "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
+    ),
+    "gain": _part(
+        _gain,
+        (
+            _arg("plan_file", metavar="FILE.toml", help="a plan file with a target, and without setup.ddr"),
+            _arg("--html", metavar="OUT.html", help="write it as one page that needs no network"),
+            _arg("--json", metavar="OUT.json", help="write all figures"),
+            _FORCED_BOTH,
+            _SET,
+        ),
+        "say what tiers would save",
+        "Compare the cheapest fleet with all rows in memory and the cheapest of all, with 1, 2 and 10 times the rows.",
+        "examples:\n"
+        "  tierstore plan gain plan.toml --html gain.html\n"
+        "  tierstore plan gain plan.toml --set pricing.spread=0.3",
     ),
     "curve": _part(
         _curve,

@@ -1,7 +1,7 @@
 """The demand: what a workload asks of the tiers, batch by batch, pool by pool. From a trace, or by formula."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
@@ -11,12 +11,13 @@ from ..cache import resolve_policy
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
-from .accesses import Accesses, numbered, of_tables, once_a_batch
+from .accesses import Accesses, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .cold_log import ColdLog, cold_log_of
 from .curves import MissRatioCurve, curve
 from .workload import TableShape, Workload
 
+RowsOf = Callable[[int], float]
 ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
 """Of all but the first the curve is that of perfect-lfu."""
 
@@ -31,7 +32,7 @@ class PoolDemand:
         lookups: ids of a batch, on average.
         unique: distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
-        new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
+        rows_of: distinct rows of one of so many equal parts of a batch, on average; None where that is not known.
         cold_log: what is read and moved below a cache of rows, which keeps the trace; None where no whole trace says
             it.
     """
@@ -42,8 +43,14 @@ class PoolDemand:
     lookups: float
     unique: float
     curve: MissRatioCurve
-    new_rows: float = 0.0
+    rows_of: RowsOf | None = field(default=None, compare=False)
     cold_log: ColdLog | None = None
+
+    def rows_of_a_part(self, parts: int) -> float:
+        """Of ``rows_of``; where that is not known, the most that there can be."""
+        if parts == 1 or self.rows_of is None:
+            return min(self.unique, self.lookups / parts)
+        return self.rows_of(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +89,7 @@ class Demand:
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             lookups = [workload.batch_samples * table.pooling_factor for table in tables]
-            found = popularity(
-                [(table.num_embeddings, table.exponent, own) for table, own in zip(tables, lookups, strict=True)]
-            )
+            found = _popularity(tables, workload.batch_samples)
             return PoolDemand(
                 layout=layout,
                 tables=tuple(table.name for table in tables),
@@ -92,6 +97,7 @@ class Demand:
                 lookups=sum(lookups),
                 unique=found.unique,
                 curve=_analytic_curve(found, formula),
+                rows_of=lru_cache(lambda parts: _popularity(tables, workload.batch_samples / parts).unique),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
@@ -134,12 +140,32 @@ class Demand:
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(resolve_policy(policy)),
+                rows_of=lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
                 cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
-                new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
+
+    def stretched(self, factor: int) -> "Demand":
+        """As if the tables had so many times the rows, and each row's uses were divided among as many rows.
+
+        Caches of so many times the rows hit as often. A batch's distinct rows stay, so there are somewhat too few of
+        them. What is read and moved on SSD is by formula, as no trace is of such rows.
+
+        Args:
+            factor: 1 or more.
+        """
+        pools = tuple(
+            replace(
+                pool,
+                num_rows=factor * pool.num_rows,
+                curve=replace(pool.curve, sizes=factor * pool.curve.sizes, num_rows=factor * pool.curve.num_rows),
+                cold_log=None,
+            )
+            for pool in self.pools
+        )
+        return replace(self, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
         """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
@@ -171,6 +197,17 @@ def _by_layout(workload: Workload) -> Mapping[RowLayout, list[TableShape]]:
 
 def _rows(tables: list[TableShape]) -> int:
     return sum(table.num_embeddings for table in tables)
+
+
+def _popularity(tables: list[TableShape], samples: float) -> Popularity:
+    return popularity([(table.num_embeddings, table.exponent, samples * table.pooling_factor) for table in tables])
+
+
+def split(accesses: Accesses, parts: int) -> Accesses:
+    """The same whose batches are equal parts of the batches that are listed, in their order."""
+    starts = accesses.starts
+    begins = starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts) // parts
+    return accesses._replace(starts=np.append(begins.ravel(), starts[-1]), unlisted=parts * accesses.unlisted)
 
 
 def _analytic_curve(found: Popularity, policy: str) -> MissRatioCurve:

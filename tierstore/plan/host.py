@@ -3,10 +3,12 @@
 ``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
+from ..rows import RowLayout
 from ..settings.options import check_ranges, option
 from ..system.sizes import format_size
 
@@ -82,12 +84,31 @@ class Accelerator(Checked):
     usd: float = option(0.0, "price", low=0)
 
 
+def pooling_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
+    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name."""
+    of = {"pool": ids, "pool_row": rows, "pool_bag": bags}
+    return {key: cost for name, count in of.items() for key, cost in per_byte(name, count, layout.weight_bytes).items()}
+
+
+def updating_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
+    """The same of backward and optimizer, which reads gradients of ids and bags, and rows with their state."""
+    weights, whole = layout.weight_bytes, layout.row_bytes
+    of = {"update": (ids, weights), "update_row": (rows, whole), "update_bag": (bags, weights)}
+    return {key: cost for name, (count, size) in of.items() for key, cost in per_byte(name, count, size).items()}
+
+
+def per_byte(name: str, count: float, size_bytes: float) -> dict[str, float]:
+    """Of things of so many bytes."""
+    return {f"{name}_ns": count, f"{name}_ns_per_byte": count * size_bytes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftwareCosts(Checked):
     """What tierstore's own work takes on one core of the host, beside what the parts are limited to.
 
-    Each cost a row grows with its bytes: ``ns + ns_per_byte * row_bytes``. ``tierstore plan measure`` fits them to
-    loops over small stores; none is a guess.
+    Each cost a row grows with the bytes that it touches: ``ns + ns_per_byte * bytes``. Of ids, bags and pooling these
+    are the weights'; of a row that is updated, brought in or written, the optimizer's state too. ``tierstore plan
+    measure`` fits them to loops over small stores; none is a guess.
 
     Lookup and training are paid by the id, by the distinct row of a batch (``row``: many ids may ask for one, and its
     bytes come from memory once) and by the bag (``bag``: its result, and in training its gradient). All three add up.
@@ -122,19 +143,16 @@ class SoftwareCosts(Checked):
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
 
-    def lookup_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
+    def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
-        return self._ns("pool", ids, rows, bags, row_bytes)
+        return self._ns(pooling_work(ids=ids, rows=rows, bags=bags, layout=layout))
 
-    def training_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
+    def training_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
-        return self._ns("update", ids, rows, bags, row_bytes)
+        return self._ns(updating_work(ids=ids, rows=rows, bags=bags, layout=layout))
 
-    def _ns(self, what: str, ids: float, rows: float, bags: float, row_bytes: float) -> float:
-        total = 0.0
-        for name, count in ((what, ids), (f"{what}_row", rows), (f"{what}_bag", bags)):
-            total += count * (getattr(self, f"{name}_ns") + getattr(self, f"{name}_ns_per_byte") * row_bytes)
-        return total
+    def _ns(self, work: Mapping[str, float]) -> float:
+        return float(sum(getattr(self, name) * amount for name, amount in work.items()))
 
     def admission_ns(self, *, ids: float, rows: float) -> float:
         """Of finding them in a cache in which not all rows fit."""

@@ -7,21 +7,26 @@ first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others
 ``WAITS`` are for a core that another thread has: of few cores each is taken for its share of what the others do.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from .prediction import Lane, ResourceLoad, Setup
+from ..dist.wire import Precision
+from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
-AHEAD: Final = ("cold rows", "write-back", "wait ahead")
+AHEAD: Final = ("id exchange", "cold rows", "write-back", "wait ahead")
 LINKS: Final = ("pcie",)
 DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
 WAITS: Final = ("wait for a core", "wait ahead")
 
 ID_BYTES: Final = 8
-FLOAT_BYTES: Final = 4
+_WIRE_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+_WIRE_SCALE_BYTES: Final = 4
+"""Of a row or bag as int8."""
+_TOGETHER: Final = 3
+"""Exchanges of a group of tables with every batch: of forward and backward, and as many before them, of ids."""
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own."""
 FLOPS_PER_WEIGHT: Final = 2
@@ -41,6 +46,7 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
         work.hbm(),
         work.model(),
         work.network(),
+        work.id_exchange(),
         work.cold_rows(),
         work.write_back(),
         work.pcie(),
@@ -81,7 +87,7 @@ def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     work = _Work(setup, pools, is_ahead=False)
-    latencies = work.read_latency_s() + work.network_latency_s()
+    latencies = work.read_latency_s() + work.latency_s(work.exchanges)
     return work.batch_s() + latencies + (work.pcie_latency_s() if setup.hbm_bytes else 0.0)
 
 
@@ -120,9 +126,40 @@ class _Work(NamedTuple):
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
         ids, costs, nanoseconds = sum(pool.lookups for pool in self.pools), self.setup.host.costs, 0.0
         for pool in () if self.setup.hbm_bytes else self.pools:
-            of_pool = {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "row_bytes": pool.layout.row_bytes}
-            nanoseconds += costs.lookup_ns(**of_pool) + (costs.training_ns(**of_pool) if self.is_training else 0.0)
-        return ResourceLoad("lookups", nanoseconds * 1e-9 / self.threads, ids, "ids")
+            for share in self._shares_of(pool):
+                nanoseconds += costs.lookup_ns(**share) + (costs.training_ns(**share) if self.is_training else 0.0)
+        copied = self._copied_s() if self.setup.is_deferred else 0.0
+        return ResourceLoad("lookups", nanoseconds * 1e-9 / self.threads + copied, ids, "ids")
+
+    def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
+        """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
+        it sends them; and as an owner it looks up and updates each that it is asked for, as a bag of one id."""
+        if self._crosses_by_row(pool):
+            yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
+            yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
+        else:
+            yield {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "layout": pool.layout}
+
+    def _crosses_by_row(self, pool: PoolLoad) -> bool:
+        """Over hosts that train: each distinct row of a host's batch crosses once, or else each bag and its ids, where
+        owners pool. What sends less."""
+        if self.setup.hosts == 1 or not self.is_training:
+            return False
+        by_row = pool.sent_rows * (ID_BYTES + 2 * self._wire_bytes(pool))
+        return by_row <= self._pooled_bytes(pool) + ID_BYTES * (pool.lookups + pool.bags)
+
+    def _wire_bytes(self, pool: PoolLoad) -> float:
+        """Of a row, or of a bag, between hosts."""
+        wire = self.setup.wire
+        return pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
+
+    def _pooled_bytes(self, pool: PoolLoad) -> float:
+        return self.directions * pool.bags * self._wire_bytes(pool)
+
+    def _copied_s(self) -> float:
+        """Of keeping a copy of the gradient of pooled rows until it is applied."""
+        speed = self.setup.host.ddr.bytes_per_s
+        return 2 * self.setup.gradient_bytes / speed if speed else 0.0
 
     @property
     def threads(self) -> int:
@@ -144,24 +181,49 @@ class _Work(NamedTuple):
         return ResourceLoad("model", flops / speed, flops, "flops")
 
     def network(self) -> ResourceLoad:
-        """What a host sends: ids to the hosts that have their rows, as many as it asks others and itself for; pooled
-        rows back, in training their gradients, and the dense weights' in a ring."""
-        workload, hosts, link = self.setup.workload, self.setup.hosts, self.setup.host.network
+        """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
+        and the dense weights' in a ring. In serving it sends the ids before, too."""
+        workload, hosts = self.setup.workload, self.setup.hosts
         if hosts == 1:
             return ResourceLoad("network", 0.0, 0.0, "bytes")
         others = (hosts - 1) / hosts
-        columns = sum(table.embedding_dim for table in workload.tables)
-        pooled = others * workload.batch_samples / hosts * columns * FLOAT_BYTES
-        sent = others * sum(pool.lookups for pool in self.pools) * ID_BYTES + self.directions * pooled
+        sent = others * sum(self._values_bytes(pool) for pool in self.pools)
         if self.is_training:
             sent += 2 * others * (workload.dense_flops / FLOPS_PER_WEIGHT) * FLOAT_BYTES
-        return ResourceLoad("network", sent / link.bytes_per_s + self.network_latency_s(), sent, "bytes")
+        else:
+            sent += others * sum(map(self._id_bytes, self.pools))
+        return ResourceLoad("network", self._sent_s(sent, self.exchanges), sent, "bytes")
 
-    def network_latency_s(self) -> float:
-        """Of the exchanges of a step: ids, pooled rows; gradients, and two for each other host of the ring."""
-        if self.setup.hosts == 1:
-            return 0.0
-        exchanges = 2 + (1 + 2 * (self.setup.hosts - 1) if self.is_training else 0)
+    def id_exchange(self) -> ResourceLoad:
+        """What a host sends before it computes, in training: ids, so that their owners bring the rows in."""
+        if self.setup.hosts == 1 or not self.is_training:
+            return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
+        sent = (self.setup.hosts - 1) / self.setup.hosts * sum(map(self._id_bytes, self.pools))
+        return ResourceLoad("id exchange", self._sent_s(sent, _TOGETHER * len(self.pools)), sent, "bytes")
+
+    def _values_bytes(self, pool: PoolLoad) -> float:
+        if self._crosses_by_row(pool):
+            return self.directions * pool.sent_rows * self._wire_bytes(pool)
+        return self._pooled_bytes(pool)
+
+    def _id_bytes(self, pool: PoolLoad) -> float:
+        """Where bags cross, their sizes too."""
+        return ID_BYTES * (pool.sent_rows if self._crosses_by_row(pool) else pool.lookups + pool.bags)
+
+    def _sent_s(self, sent_bytes: float, exchanges: int) -> float:
+        return sent_bytes / self.setup.host.network.bytes_per_s + self.latency_s(exchanges)
+
+    @property
+    def exchanges(self) -> int:
+        """Of a batch that is computed: those of each pool, and of training two for each other host of the ring."""
+        hosts = self.setup.hosts
+        if hosts == 1:
+            return 0
+        if not self.is_training:
+            return 2 * len(self.pools)
+        return _TOGETHER * len(self.pools) + (2 * (hosts - 1) if self.setup.workload.dense_flops else 0)
+
+    def latency_s(self, exchanges: int) -> float:
         return exchanges * self.setup.host.network.latency_us * 1e-6
 
     # Rows on their way
@@ -178,9 +240,12 @@ class _Work(NamedTuple):
             per_byte = costs.pool_ns_per_byte + costs.pool_row_ns_per_byte
             copying = costs.pool_ns + costs.pool_row_ns + per_byte * pool.layout.row_bytes
             return pool.hbm_misses * self.directions * (costs.admit_ns + costs.admit_row_ns + copying)
-        if pool.is_full or not pool.lookups:
-            return 0.0
-        return pool.asked / pool.unique * costs.admission_ns(ids=pool.lookups, rows=pool.unique)
+        asked, found = pool.lookups, 0.0
+        if self._crosses_by_row(pool):  # distinct rows of the batch are found before they are sent for
+            found, asked = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows), pool.sent_rows
+        if pool.is_full or not asked:
+            return found
+        return found + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
 
     def _bringing_ns(self, pool: PoolLoad) -> float:
         costs = self.setup.host.costs

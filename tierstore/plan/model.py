@@ -65,6 +65,7 @@ def predict(
         bottleneck=bottleneck_of(seconds, is_ahead=is_ahead),
         drive_writes_a_day=drive_writes_a_day(setup.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
+        is_in_memory=all(pool.is_in_memory for pool in pools),
         latency=_latency(setup, queue, queries_per_s),
     )
 
@@ -100,7 +101,8 @@ def misfit(setup: Setup, demand: Demand) -> str:
                 f"{file.segments_max:,}; use more hosts"
             )
     maps = sum(MAP_BYTES * file.rows + SEGMENT_BYTES * file.segments for file in files)
-    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
+    kept = setup.gradient_bytes if setup.is_deferred else 0.0
+    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps + kept
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
     stored = sum(file.bytes for file in files)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ..settings import sections
 from ..settings.names import nearest
@@ -116,6 +116,10 @@ class SetupSection(Checked):
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
     rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
+    is_deferred: bool = option(False, "of training: store.optimizer() collects gradients, its step() applies them")
+    wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
+        "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
+    )
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
     replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)

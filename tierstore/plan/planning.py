@@ -62,16 +62,8 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
             progress(_STAGES[min(done, len(_STAGES) - 1)], done, len(_STAGES))
 
     tell(0)
-    workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
-    accesses = read_accesses(asked.trace.path) if asked.trace.path else None
-    if asked.target.queries_per_s and workload.is_training:
-        raise ConfigError(
-            f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with {workload.optimizer}; "
-            'set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
-        )
-    question = _Question(asked, hosts, sizes, accesses)
-    if accesses is not None:  # it says the rest
-        workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
+    question, workload = question_of(asked)
+    sizes, accesses = question.sizes, question.accesses
     demand = question.demand(workload)
     tell(1)
     prediction, found = question.answer(workload, demand)
@@ -115,13 +107,7 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
     return result
 
 
-class _Answer(NamedTuple):
-    prediction: Prediction
-    found: SearchResult | None
-    """Of a search."""
-
-
-class _Question(NamedTuple):
+class Question(NamedTuple):
     """What is asked of a workload, or of another in its place."""
 
     asked: PlanFile
@@ -136,7 +122,7 @@ class _Question(NamedTuple):
         made = partial(curve, prefetch_depth=_ahead(self.asked.setup.prefetch_depth, workload))
         return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate, make_curve=made)
 
-    def answer(self, workload: Workload, demand: Demand) -> _Answer:
+    def answer(self, workload: Workload, demand: Demand) -> "Answer":
         """What the given setup does, or the cheapest that meets the target.
 
         Raises:
@@ -146,14 +132,41 @@ class _Question(NamedTuple):
         if asked.is_fixed:
             setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
             prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
-            return _Answer(prediction, None)
+            return Answer(prediction, None)
         target, space = _target_of(asked), _space_of(asked, workload)
         try:
             found = search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
         except ValueError as error:
             assumed = f"; assumed: {assumed_words(workload)}" if workload.assumed else ""
             raise ValueError(f"{error}{assumed}") from None
-        return _Answer(found.best, found)
+        return Answer(found.best, found)
+
+
+class Answer(NamedTuple):
+    """Attributes:
+    found: of a search.
+    """
+
+    prediction: Prediction
+    found: SearchResult | None
+
+
+def question_of(asked: PlanFile) -> tuple[Question, Workload]:
+    """What the file asks, and of which workload.
+
+    Raises:
+        ValueError: as of ``plan``.
+    """
+    workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
+    accesses = read_accesses(asked.trace.path) if asked.trace.path else None
+    if asked.target.queries_per_s and workload.is_training:
+        raise ConfigError(
+            f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with {workload.optimizer}; "
+            'set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
+        )
+    if accesses is not None:  # it says the rest
+        workload = replace(workload, assumed=tuple(each for each in workload.assumed if not each.tables))
+    return Question(asked, hosts, sizes, accesses), workload
 
 
 def _alternatives(found: SearchResult, most: int) -> tuple[Alternative, ...]:
@@ -313,6 +326,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         workers=section.workers,
         replicas=max(1, section.replicas),
         batch_samples_max=section.batch_samples_max,
+        is_deferred=section.is_deferred,
+        wire=section.wire,
     )
 
 

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from ..cache import POLICIES
+from ..dist.wire import Precision
 from ..settings.options import option
 from ..system.excerpt import excerpt
 from .host import Checked, Host
 from .workload import Workload
 
 _MOST: Final = 1e18
+FLOAT_BYTES: Final = 4
 TierName = Literal["hbm", "ddr", "ssd", "remote"]
 
 _IN_WORDS: Final = {
@@ -18,6 +20,7 @@ _IN_WORDS: Final = {
     "hbm": "HBM bandwidth",
     "model": "dense model",
     "cold rows": "bringing rows in",
+    "id exchange": "exchanging ids",
     "write-back": "writing rows back",
     "wait for a core": "waiting for a core",
     "wait ahead": "waiting for a core",
@@ -73,6 +76,10 @@ class Setup(Checked):
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
     replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+    is_deferred: bool = False
+    """Of training: backward collects gradients, and ``step`` of ``store.optimizer()`` applies them."""
+    wire: Precision = "fp32"
+    """Of rows and gradients between hosts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +87,12 @@ class Setup(Checked):
             raise ValueError(f"policy={excerpt(self.policy)} is not one of {', '.join(POLICIES)}")
         if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
             raise ValueError("workers and replicas are for serving; training has hosts")
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of a host's pooled rows, and of their gradient."""
+        columns = sum(table.embedding_dim for table in self.workload.tables)
+        return self.workload.batch_samples / self.hosts * columns * FLOAT_BYTES
 
     @property
     def num_hosts(self) -> int:
@@ -160,6 +173,7 @@ class Prediction:
         samples_per_s: of all hosts.
         lanes: the longest first; a step takes as long as that.
         bottleneck: the resource that takes longest in the longest lane.
+        is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
         latency: None for training.
         drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
     """
@@ -173,5 +187,6 @@ class Prediction:
     bottleneck: str
     drive_writes_a_day: float
     price: Price
+    is_in_memory: bool = False
     latency: Latency | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED

@@ -26,9 +26,9 @@ _RUNNERS_UP: Final = 10
 _QUANTIZED: Final = ("int8", "int4")
 _OVERLOAD: Final = 1.000001
 """So that a rate which is just what could be answered counts as too high."""
-_MEMORY_SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)
+_MEMORY_SHARES: Final = tuple(eighths / 8 for eighths in range(1, 9))
 _ROW_SHARES: Final = (0.5, 0.8)
-_HOSTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_HOSTS: Final = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
 _WORKERS: Final = (1, 2, 4, 8)
 _USED_SHARE: Final = 0.9
 """Of memory: for rows and page cache together; the rest is the system's."""
@@ -90,6 +90,7 @@ class SearchSpace(Checked):
     drives: tuple[int, ...] = option((), "of a host, of those it has; []: 1, 2, 4, ... and all")
     accelerators: tuple[int, ...] = option((), "of a host, of those it has; []: none, 1, 2, 4, ... and all")
     workers: tuple[int, ...] = option((), "of serving; []: 1, 2, 4 and 8")
+    in_memory: bool = option(False, "only setups that have every row in DDR or HBM")
     runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
 
     def __post_init__(self) -> None:
@@ -182,7 +183,7 @@ def search(
             failed.append(found)
         else:
             met = _first_of_parts(sorted([*met, found.prediction], key=finder.rank))
-    failed.sort(key=lambda each: each.shortfall)
+    failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
         raise ValueError(_impossible(failed))
     return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
@@ -336,9 +337,15 @@ class _Finder(NamedTuple):
         return queue_of(prediction, self.demand, self.query_sizes)
 
     def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
-        return predict(
+        found = predict(
             setup, self.demand, query_sizes=self.query_sizes, queries_per_s=queries_per_s, pricing=self.pricing
         )
+        if self.space.in_memory and not found.is_in_memory:
+            whole = format_size(setup.workload.table_bytes / setup.hosts)
+            raise ValueError(
+                f"memory: {whole} of rows of a host are wanted in it, there are {_for_rows(setup)} for rows"
+            )
+        return found
 
     def _try(self, setup: Setup) -> Attempt:
         try:
@@ -399,6 +406,11 @@ def _missed(lacks: Iterable[_Lack]) -> list[_Lack]:
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
     return Attempt(setup, None, f"does not fit: {error}", math.inf)
+
+
+def _for_rows(setup: Setup) -> str:
+    hbm = f" and {format_size(setup.hbm_bytes)} of each GPU" if setup.hbm_bytes else ""
+    return f"{format_size(setup.ddr_bytes / setup.workers)}{hbm}"
 
 
 def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:

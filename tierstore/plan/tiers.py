@@ -42,11 +42,14 @@ class PoolLoad(NamedTuple):
         lookups: ids.
         bags: lists of ids, one a sample and table.
         unique: distinct rows of the ids.
+        sent_rows: distinct rows of a host's own part of the batch: those that it asks their owners for, itself among
+            them; of one host ``unique``.
         asked: rows asked of the highest tier: ``unique``, twice where backward has to bring them in again.
         hbm_rows, ddr_rows: slots, of all accelerators and of host memory.
         hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
         misses: rows asked of the SSD.
         is_full: every row has a slot in host memory, and stays there.
+        is_in_memory: the same, or in memory of accelerators.
         keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
         device_misses: of ``misses``, those whose page the system has not in memory.
         pages_read: by the device, for missing rows.
@@ -61,6 +64,7 @@ class PoolLoad(NamedTuple):
     lookups: float
     bags: float
     unique: float
+    sent_rows: float
     asked: float
     hbm_rows: int
     ddr_rows: int
@@ -68,6 +72,7 @@ class PoolLoad(NamedTuple):
     misses: float
     device_misses: float
     is_full: bool
+    is_in_memory: bool
     keeps_batch: bool
     pages_read: float
     rows_written: float
@@ -235,6 +240,7 @@ def _load(own: _Share) -> PoolLoad:
         lookups=own.pool.lookups / own.setup.hosts,
         bags=len(own.pool.tables) * own.setup.workload.batch_samples / own.setup.hosts,
         unique=unique,
+        sent_rows=own.pool.rows_of_a_part(own.setup.hosts),
         asked=unique + again,
         hbm_rows=own.hbm_rows,
         ddr_rows=own.ddr_rows,
@@ -242,6 +248,7 @@ def _load(own: _Share) -> PoolLoad:
         misses=misses,
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
+        is_in_memory=own.is_full or stays,
         keeps_batch=keeps_batch,
         pages_read=from_device * elsewhere * pages,
         rows_written=written.rows,

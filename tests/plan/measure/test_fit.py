@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tierstore import KeyedJaggedTensor
 from tierstore.plan import SoftwareCosts
+from tierstore.plan.host import per_byte
 from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs, solve_nonnegative
-from tierstore.plan.measure.loops import Amounts, _per_byte
+from tierstore.plan.measure.loops import Amounts
 from tierstore.rows import RowLayout
 
 
@@ -55,7 +56,7 @@ def test_the_loops_and_the_host_count_alike() -> None:
     generator = np.random.default_rng(0)
     costs = SoftwareCosts(**{field.name: float(generator.random()) for field in dataclasses.fields(SoftwareCosts)})
     layout = RowLayout(dim=30, state_dim=1)
-    given = {"ids": 50, "rows": 20, "bags": 10, "row_bytes": layout.row_bytes}
+    given = {"ids": 50, "rows": 20, "bags": 10, "layout": layout}
     ids = np.concatenate([np.arange(20), np.zeros(30, np.int64)])
     amounts = Amounts.of([KeyedJaggedTensor(["f"], torch.from_numpy(ids), offsets=torch.arange(0, 51, 5))], layout)
     own = dataclasses.asdict(costs)
@@ -64,7 +65,7 @@ def test_the_loops_and_the_host_count_alike() -> None:
     assert cost_ns(amounts.training(), own) == pytest.approx(costs.step_us * 1000 + costs.training_ns(**given))
     hits = lookup + costs.admission_ns(ids=50, rows=20)
     assert cost_ns(amounts.admitting() | amounts.lookup(), own) == pytest.approx(hits)
-    missing = _per_byte("miss", 20, layout)
+    missing = per_byte("miss", 20, layout.row_bytes)
     missed = hits + 20 * (costs.miss_ns + costs.miss_ns_per_byte * layout.row_bytes)
     assert cost_ns(amounts.admitting() | amounts.lookup() | missing, own) == pytest.approx(missed)
 

@@ -44,6 +44,7 @@ from ...kernels.arrays import Int64s
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...rows import RowLayout
 from ...store import Store, open_store
+from ..host import per_byte, pooling_work, updating_work
 from .fit import Loop
 from .machine import torch_threads
 from .page_cache import drop, warm
@@ -232,7 +233,7 @@ class _Counts(NamedTuple):
 
     def writing(self, layout: RowLayout) -> dict[str, float]:
         """As ``Loop.work`` has it."""
-        rows = _per_byte("append", self.written, layout) | _per_byte("move", self.moved, layout)
+        rows = per_byte("append", self.written, layout.row_bytes) | per_byte("move", self.moved, layout.row_bytes)
         return rows | {"transaction_us": 1000 * self.transactions}
 
 
@@ -252,25 +253,15 @@ class Amounts(NamedTuple):
 
     def lookup(self) -> dict[str, float]:
         """Of a lookup whose rows are all in memory."""
-        return {"batch_us": 1000, **self._of("pool")}
+        return {"batch_us": 1000, **pooling_work(**self._asdict())}
 
     def training(self) -> dict[str, float]:
         """Of a training step, beyond its lookup."""
-        return {"step_us": 1000, **self._of("update")}
-
-    def _of(self, what: str) -> dict[str, float]:
-        counts = {what: self.ids, f"{what}_row": self.rows, f"{what}_bag": self.bags}
-        return {
-            key: cost for name, count in counts.items() for key, cost in _per_byte(name, count, self.layout).items()
-        }
+        return {"step_us": 1000, **updating_work(**self._asdict())}
 
     def admitting(self) -> dict[str, float]:
         """Of finding them in a cache in which not all rows fit."""
         return {"admit_ns": self.ids, "admit_row_ns": self.rows}
-
-
-def _per_byte(name: str, count: float, layout: RowLayout) -> dict[str, float]:
-    return {f"{name}_ns": count, f"{name}_ns_per_byte": count * layout.row_bytes}
 
 
 def _jagged(ids: Int64s, pooling_factor: int, *, tables: int = 1) -> KeyedJaggedTensor:
@@ -371,7 +362,7 @@ def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
         ns = statistics.median(_thread_ns(subject.forward, batch) for batch in batches)
         missing = _Counts.by(subject).since(before, len(batches)).misses
         amounts = Amounts.of(batches, subject.layout)
-        work = amounts.admitting() | amounts.lookup() | _per_byte("miss", missing, subject.layout)
+        work = amounts.admitting() | amounts.lookup() | per_byte("miss", missing, subject.layout.row_bytes)
         yield Loop(f"missed lookup, {subject.name}", "misses", ns, work)
 
 
@@ -416,7 +407,7 @@ def _of_writes(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loop
                 train(batch)
             ns = 1e9 * (time.process_time() - began) / len(batches)
             amounts, counts = Amounts.of(batches, layout), _Counts.by(subject).since(before, len(batches))
-            looked_up = amounts.admitting() | amounts.lookup() | _per_byte("miss", counts.misses, layout)
+            looked_up = amounts.admitting() | amounts.lookup() | per_byte("miss", counts.misses, layout.row_bytes)
             work = looked_up | amounts.training() | counts.writing(layout)
             yield Loop(f"{stage}, {subject.name}, 1 of {part} cached", stage, ns, work)
 
@@ -459,7 +450,7 @@ def _ahead(subject: _Subject, rows: int) -> Iterator[Loop]:
     amounts = Amounts(ids, counts.unique, ids, layout)
     computing = amounts.lookup() | amounts.training() | _of_further("table_us", "step_table_us")
     yield Loop("steps whose batches are brought in ahead", "hand-over", own_ns, {"hand_over_us": 1000, **computing})
-    bringing = amounts.admitting() | _per_byte("miss", counts.read, layout) | counts.writing(layout)
+    bringing = amounts.admitting() | per_byte("miss", counts.read, layout.row_bytes) | counts.writing(layout)
     yield Loop("bringing them in ahead", "ahead", others_ns, {"ahead_us": 1000, **bringing})
 
 

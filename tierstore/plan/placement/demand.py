@@ -5,10 +5,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import Float64s, Int64s
+from ...kernels.arrays import Float64s
 from ...rows import MAX_ROWS
 from ..accesses import Accesses, of_tables, once_a_batch
 from ..analytic import popularity
+from ..demand import split
 from ..workload import Workload
 
 _RANGES: Final = 64
@@ -65,7 +66,7 @@ def measured_demand(workload: Workload, accesses: Accesses, ranks: int) -> dict[
             continue
         own = of_tables(accesses, [index])
         ids = len(own.keys) / weight if own.all_lookups is None else sum(own.all_lookups) / own.all_batches
-        of_ranks = once_a_batch(own._replace(starts=_divided(own.starts, ranks))).keys
+        of_ranks = once_a_batch(split(own, ranks)).keys
         hot_ids, hot_rows = (
             np.bincount((keys & (MAX_ROWS - 1)) * _RANGES // rows_of[name], minlength=_RANGES).astype(np.float64)
             for keys in (own.keys, of_ranks)
@@ -73,9 +74,3 @@ def measured_demand(workload: Workload, accesses: Accesses, ranks: int) -> dict[
         all_rows = min(ids, len(once_a_batch(own).keys) / weight)
         found[name] = TableDemand(ids / ranks, min(ids, len(of_ranks) / weight) / ranks, all_rows, hot_ids, hot_rows)
     return found
-
-
-def _divided(starts: Int64s, parts: int) -> Int64s:
-    """int64 [batches * parts + 1]: where the equal parts of each batch begin, and all end."""
-    begins = starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts) // parts
-    return np.append(begins.ravel(), starts[-1])

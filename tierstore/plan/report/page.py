@@ -5,12 +5,16 @@ What comes from files is escaped where it enters: in text by the template, in pl
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...settings.sections import to_toml
 from ..json_file import plain
 from ..result import PlanResult
 from . import words
 from .plots import plots_of
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def page_of(result: PlanResult) -> str:
@@ -19,15 +23,10 @@ def page_of(result: PlanResult) -> str:
     Raises:
         ImportError: plotly is not installed.
     """
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    page.filters |= {name: getattr(words, name) for name in words.__all__}
     sections = plots_of(result)
     figures = {plot.name: plain(plot.figure) for group in sections.values() for plot in group}
     tiers = [tier for tier in result.prediction.tiers if tier.tier in ("hbm", "ddr")]
-    return page.get_template("page.html").render(
+    return template("page.html").render(
         result=result,
         prediction=result.prediction,
         say=words,
@@ -37,6 +36,16 @@ def page_of(result: PlanResult) -> str:
         plan_file=to_toml(result.asked),
         plotly=plotly_source(),
     )
+
+
+def template(name: str) -> "jinja2.Template":
+    """A file beside this one, whose filters are ``words``."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    page.filters |= {each: getattr(words, each) for each in words.__all__}
+    return page.get_template(name)
 
 
 def plotly_source() -> str:

@@ -36,6 +36,7 @@ _ROWS: Final = 12
 _MAX_CURVES: Final = 40
 """In one plot; a workload may have thousands of tables."""
 _BARS: Final = 12
+_TICKS: Final = 6
 _HEADROOM: Final = 1.2
 _FAINT: Final = 0.02
 """Of a step: resources that nowhere take more are left out of the roofline's lines."""
@@ -302,7 +303,7 @@ def _gains(result: PlanResult) -> Plot:
     useful = [name for name in best if best[name] > NEGLIGIBLE * whole] or list(best)
     names = sorted(useful, key=lambda name: best[name])[-_BARS:]
     data = []
-    for index, change in enumerate(dict.fromkeys(gain.change for gain in result.gains)):
+    for index, change in enumerate(dict.fromkeys(gain.change for gain in result.gains if gain.resource in names)):
         found = {gain.resource: gain.samples_per_s for gain in result.gains if gain.change == change}
         data.append(
             {
@@ -360,7 +361,7 @@ def _grid(grid: Grid) -> Plot:
     hover = "this plan<extra></extra>"
     mark = drawn([columns[column]], [rows[row]], hover, mode="markers", marker=ring, showlegend=False)
     layout = {
-        "xaxis": axis("DDR for rows, of a host", type="category"),
+        "xaxis": axis("DDR for rows, of a host", type="category", tickvals=columns[column % 2 :: 2], tickangle=0),
         "yaxis": axis("reads/s of its drives", type="category"),
         "height": 380,
     }
@@ -402,8 +403,8 @@ def _alternatives(result: PlanResult) -> Plot:
         )  # fmt: skip
     data.append(plan_mark(chosen.price.usd, chosen.samples_per_s))
     layout = {
-        "xaxis": axis("US dollars to buy", type="log", tickformat="~s"),
-        "yaxis": axis("samples/s", type="log", tickformat="~s"),
+        "xaxis": axis("US dollars to buy", type="log", tickformat="~s", nticks=_TICKS),
+        "yaxis": axis("samples/s", type="log", tickformat="~s", dtick="D2"),
         "height": 360,
     }
     title = f"The best of {result.num_setups:,} setups, beside the next ones and the nearest of those that fail"

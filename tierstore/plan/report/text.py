@@ -20,10 +20,11 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
     Args:
         colours: mark headings and the answer for a terminal.
     """
-    step = "step" if result.prediction.setup.workload.is_training else "query"
+    setup, target = result.prediction.setup, targets(result.asked)
+    step = "step" if setup.workload.is_training else "query"
     tiers = tiers_table(result)
     sections: list[tuple[str, list[str]]] = [
-        ("Asked", [asked(result), *([f"target: {targets(result)}"] if targets(result) else [])]),
+        ("Asked", [asked(setup.workload, setup.host.name), *([f"target: {target}"] if target else [])]),
         ("Assumed, as nobody said it", _assumed(result)),
         ("Answer", [answer(result)]),
         ("Warnings", [f"! {named_words(text)}" for text in result.warnings]),
@@ -36,6 +37,11 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
         ("Figures come from", [f"- {named_words(text)}" for text in result.sources]),
         ("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
     ]
+    return laid_out(sections, colours=colours)
+
+
+def laid_out(sections: Sequence[tuple[str, list[str]]], *, colours: bool) -> str:
+    """Those that have lines, each under its heading."""
     lines: list[str] = []
     for title, body in sections:
         if body:

@@ -5,8 +5,10 @@ from typing import Final
 
 from ...system.sizes import format_size
 from ..assumptions import WhatIf, machines_of
+from ..plan_file import PlanFile
 from ..prediction import Prediction, Setup, in_words, some
 from ..result import PlanResult
+from ..workload import Workload
 
 __all__ = [
     "answer",
@@ -106,34 +108,32 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def asked(result: PlanResult) -> str:
+def asked(workload: Workload, hosts: str) -> str:
     """The workload, what is done with it, and on what."""
-    setup = result.prediction.setup
-    workload = setup.workload
     rows = sum(table.num_embeddings for table in workload.tables)
     use = f"training with {workload.optimizer}" if workload.is_training else "serving"
     tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
     unit = "step" if workload.is_training else "query"
     return (
         f"{named(workload.name)}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {unit}; "
-        f"on {named(setup.host.name)}"
+        f"on {named_words(hosts)}"
     )
 
 
-def targets(result: PlanResult) -> str:
+def targets(asked: PlanFile) -> str:
     """What was asked for; "" where nothing was."""
-    target = result.asked.target
+    target = asked.target
     parts = [f"{count(target.samples_per_s)} samples/s"] if target.samples_per_s else []
     parts += [f"{count(target.queries_per_s)} queries/s"] if target.queries_per_s else []
-    parts += [f"{part} of queries within {significant(value)} ms" for part, value in _bounds(result) if value]
+    parts += [f"{part} of queries within {significant(value)} ms" for part, value in _bounds(asked) if value]
     parts += [f"at most {money(target.usd)}"] if target.usd else []
     parts += [f"at most {money(target.usd_a_month)} a month"] if target.usd_a_month else []
     parts += [f"at most {watts(target.watts)}"] if target.watts else []
     return ", ".join(parts)
 
 
-def _bounds(result: PlanResult) -> tuple[tuple[str, float], tuple[str, float]]:
-    return ("99 %", result.asked.target.p99_ms), ("95 %", result.asked.target.p95_ms)
+def _bounds(asked: PlanFile) -> tuple[tuple[str, float], tuple[str, float]]:
+    return ("99 %", asked.target.p99_ms), ("95 %", asked.target.p95_ms)
 
 
 def summary_of(setup: Setup) -> str:
@@ -188,4 +188,5 @@ def within(result: PlanResult) -> str:
     """The share of rows that memory holds, for a reader who thinks in those."""
     setup = result.prediction.setup
     whole = setup.workload.table_bytes / setup.hosts
-    return f"memory for {share(min(1.0, setup.ddr_bytes / whole))} of the bytes of all rows"
+    memory = setup.ddr_bytes + setup.hbm_bytes * len(setup.host.accelerators)
+    return f"memory for {share(min(1.0, memory / whole))} of the bytes of all rows"
