@@ -33,6 +33,8 @@ def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, polic
         count.clear()
         step(new)
         assert count.waits == ["synchronize"] * 2
+        listing = ["sort", "list_keys", "move_rows", "move_rows", "edit_flags"]
+        assert sorted(count.launches) == sorted(expected + estimating + listing)
         count.clear()
         step(torch.arange(30, 40))  # over dirty victims
         # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
