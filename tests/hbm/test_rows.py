@@ -63,7 +63,8 @@ def test_rows_are_moved_whole(rows: Rows, words: tuple[int, int]) -> None:
     )
     if rows.device == "cuda":
         buffers = tuple(each.pin_memory() for each in buffers)
-    on_device, slots = tuple(each.to(rows.device) for each in arenas), torch.randperm(500, generator=generator)[:203]
+    on_device = tuple(each.clone().to(rows.device) for each in arenas)
+    slots = torch.randperm(500, generator=generator)[:203]
     there = slots.to(rows.device, torch.int32)
     given = [each.clone() for each in buffers]
     rows.module.move_rows(on_device, buffers, there[1:], up=True)
