@@ -29,6 +29,8 @@ _LAUNCHES_MAX: Final = {"all": 10, "hits": 15}
 _WAITS_MAX: Final = {"all": 0, "hits": 0, "misses": 2}
 _SENT_MAX: Final = 12
 _FASTER: Final = 5
+_KEPT_BYTES: Final = 2**25
+"""The most that glibc keeps at once of memory that was freed."""
 
 
 def _case(kind: str, config: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -60,8 +62,12 @@ def _counting_cases(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _ask(root: Path, task: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a version says of each case."""
-    # Threads that spin for a while after torch's work would take the host's time.
-    environment = os.environ | {"TRITON_INTERPRET": "1" if task == "count" else "0", "OMP_NUM_THREADS": "1"}
+    # Threads that spin for a while after torch's work would take the host's time; so would the system's memory that
+    # large tensors are made of, which a device's allocator keeps.
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1" if task == "count" else "0", "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": f"{_KEPT_BYTES}", "MALLOC_TRIM_THRESHOLD_": f"{_KEPT_BYTES * 64}",
+    }  # fmt: skip
     command = [sys.executable, "-P", str(_WORKER), str(root), task, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
     if done.returncode:
@@ -220,9 +226,9 @@ def _how(config: dict[str, Any]) -> str:
     own, count = config["time"], config["count"]
     return (
         "No GPU was used. A step: lookup, backward with row-wise Adagrad, one thread, no prefetching; Zipf "
-        f"{config['exponent']} ids; some rows: {config['some_share']:.0%}. Launches (kernels of Triton, torch "
-        "operations, copies) and waits of the host: counted by Python, the tier launching what it would launch on a "
-        "GPU, page-locking pretended, twins computing, the device a step behind; the most of "
+        f"{config['exponent']} ids; some rows: {config['some_share']:.0%}, and all of them in host memory. Launches "
+        "(kernels of Triton, torch operations, copies) and waits of the host: counted by Python, the tier launching "
+        "what it would launch on a GPU, page-locking pretended, twins computing, the device a step behind; the most of "
         f"{count['steps']} steps of {count['batch']} samples. "
         "Bytes: what is copied to the device for a position, rows apart. Host: a step's time less what "
         "runs on the device (torch operations, the kernels' twins), by torch's profiler on the CPU, the same for both "

@@ -101,10 +101,11 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         listed, own = keys.tolist(), sets.tolist()
         asked = [random.randint(1, 3) for _ in listed] if is_asked and policy == "lfu" else None  # type: ignore[attr-defined]
         taken = {key for key in listed if key not in model.rows and random.random() < 0.1}  # type: ignore[attr-defined]
+        lying = [CAPACITY + number if key in taken else -1 for number, key in enumerate(listed)]
         padded = torch.cat([keys, KEYS[:STALE]]).to(device)
         plan = cache.plan(
             padded, torch.tensor([len(keys)], dtype=torch.int32, device=device),
-            taken=torch.tensor([key in taken for key in listed] + [True] * STALE, device=device) if taken else None,
+            lying=torch.tensor(lying + [CAPACITY] * STALE, dtype=torch.int32, device=device) if taken else None,
             counts=None if asked is None else torch.tensor(asked + [0] * STALE, dtype=torch.int32, device=device),
         )  # fmt: skip
         statuses = model.plan(listed, own, asked, taken)
@@ -122,7 +123,8 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
             cache.commit(plan, forced=True)
         model.commit(listed, own, asked, statuses)
         model.clock += STALE
-        slots = plan.slots[plan.slots >= 0]
+        assert plan.slots[plan.statuses == Status.TAKEN].tolist() == [each for each in lying if each >= 0]
+        slots = plan.slots[(plan.slots >= 0) & (plan.statuses != Status.TAKEN)]
         assert len(set(slots.tolist())) == len(slots)
         rows = [model.rows[key] for key in cache.keys_at(slots).tolist()]
         if action == "give up":
@@ -181,3 +183,9 @@ def test_check_integrity_sees_damage(damage: object, law: str) -> None:
     damage(cache._books)  # type: ignore[operator]
     with pytest.raises(AssertionError, match=rf"'[^']*{law}[^']*': [1-9]"):
         cache.check_integrity()
+
+
+def test_every_tensor_is_counted() -> None:
+    cache = HbmCache(70, weight_words=3, state_words=2, policy="lru", device=torch.device("cpu"), extra_rows=5)
+    tensors = [each for each in vars(cache).values() if isinstance(each, torch.Tensor)]
+    assert cache.size_bytes == sum(each.nbytes for each in (*tensors, *cache._books))

@@ -60,15 +60,16 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
     keys = torch.randperm(4 * capacity, generator=generator)[: 2 * capacity]
     keys = torch.cat([keys, torch.tensor([-1, 2**63 - 1, -(2**63)])]).to(DEVICE)
     keys = keys[mixed(keys).argsort()]
-    some = torch.rand(len(keys), generator=generator).to(DEVICE) < 0.2
+    some = torch.where(torch.rand(len(keys), generator=generator) < 0.2, capacity + torch.arange(len(keys)), -1)
+    some = some.to(DEVICE, torch.int32)
     asked = torch.randint(1, 4, (len(keys),), generator=generator).to(DEVICE, torch.int32)
-    for taken, counts in ((None, None), (some, None), (None, asked), (some, asked)):
-        given = (len(keys), len(keys) - 7) if taken is None else (len(keys) // 2,)
+    for lying, counts in ((None, None), (some, None), (None, asked), (some, asked)):
+        given = (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)
         for num_unique in map(number, given if counts is None else given[:1]):
             plans = []
             for kernels in (hbm_twin, hbm_triton):
                 own = summary()
-                slots, statuses = kernels.plan(books, keys, num_unique, taken, counts, own)
+                slots, statuses = kernels.plan(books, keys, num_unique, lying, counts, own)
                 plans.append(Plan(keys, slots, statuses, counts, own))
             expected, planned = plans
             assert torch.equal(planned.statuses, expected.statuses)
@@ -80,7 +81,7 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
             assert {Status.HIT, Status.DIRTY_VICTIM} <= seen
             assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
             assert Status.CONFLICT in seen or share_pinned < 0.5
-            assert (Status.TAKEN in seen) == (taken is not None)
+            assert (Status.TAKEN in seen) == (lying is not None)
             assert Status.REFUSED not in seen or counts is not None
             assert Status.REFUSED in seen or counts is None or share_pinned > 0.5
 
@@ -101,6 +102,40 @@ def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
             assert torch.equal(one, other)
             goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
             assert torch.equal(one, before) != goes
+
+
+def test_keys_are_listed_with_those_in_their_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    books = some_books(generator, 70, 0.1)
+    keys = torch.randperm(280, generator=generator).to(DEVICE)
+    slots = torch.randint(-1, 90, (280,), generator=generator, dtype=torch.int32).to(DEVICE)
+    plan = Plan(keys, slots, slots.to(torch.int8), None, summary())
+    places = torch.randperm(280, generator=generator).to(DEVICE)[1:]
+    for kernels in (hbm_twin, hbm_triton):
+        told = torch.zeros((2, 279), dtype=torch.int64, device=DEVICE)
+        assert torch.equal(kernels.list_keys(books, plan, places, 70, told), slots[places])
+        assert torch.equal(told[0], keys[places])
+        held = books.keys.tolist()
+        assert told[1].tolist() == [held[each] if 0 <= each < 70 else each for each in slots[places].tolist()]
+
+
+@given(st.lists(st.integers(0, 80), unique=True, min_size=1), st.lists(st.integers(0, 80), min_size=1))
+def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) -> None:
+    ordered, order = torch.sort(torch.tensor([*known, -1, -1], device=DEVICE))
+    expected = [known.index(key) + 9 if key in known else -1 for key in asked]
+    for kernels in (hbm_twin, hbm_triton):
+        found = kernels.find_sorted(ordered, order, torch.tensor(asked, device=DEVICE), 9)
+        assert found.dtype == torch.int32
+        assert found.tolist() == expected
+
+
+def test_ages_are_halved() -> None:
+    ranks = torch.arange(600) << 40 | torch.arange(600) + 2**39
+    for kernels in (hbm_twin, hbm_triton):
+        aged = ranks.clone().to(DEVICE)
+        kernels.age(aged)
+        expected = [max(count // 2, 1) << 40 | count + 2**39 for count in range(600)]
+        assert aged.tolist() == expected
 
 
 @given(

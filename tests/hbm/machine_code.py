@@ -27,6 +27,7 @@ import torch
 MODULES: Final = (
     "tierstore.cache.hbm_triton",
     "tierstore.hbm.grouping_triton",
+    "tierstore.hbm.moving_triton",
     "tierstore.hbm.pooling_triton",
     "tierstore.hbm.updating_triton",
 )
@@ -151,6 +152,10 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             grad_out=torch.zeros(2, 2 * dim), grad_scale=torch.zeros(length),
         )  # fmt: skip
 
+    def move(*words: int, up: bool) -> None:
+        buffers = tuple(torch.zeros((64, width), dtype=torch.int64) for width in words)
+        rows_triton.move_rows(buffers, buffers, numbers[:64], up=up)
+
     narrow, middle, wide, widest = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104), torch.zeros(4, 512)
     wide = wide.bfloat16()
     yield "number", lambda: rows_triton.number_bags(numbers[:5], numbers)
@@ -162,6 +167,8 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "pool max of 16", lambda: pool(16, narrow.half(), kernels.MAX, first=1)
     yield "dot of 16", lambda: dot(16, narrow)
     yield "dot of 100", lambda: dot(100, wide)
+    yield "move up", lambda: move(8, 1, up=True)
+    yield "move down", lambda: move(256, 512, up=False)
     yield "sgd of 16", lambda: update(16, narrow, optim.SGD)
     yield "sgd of 512", lambda: update(512, widest, optim.SGD)
     yield "rowwise_adagrad of 64", lambda: update(64, middle, optim.RowWiseAdagrad)
@@ -179,11 +186,13 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     books = Books.empty(2 * WAYS, torch.device("cpu"))
     summary = torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32)
     counters = torch.zeros(64, dtype=torch.int16)
-    taken = slots > 0
-    for name, marks, counts, lfu in (("lru", None, None, False), ("lfu", taken, slots, True)):
+    for name, lying, counts, lfu in (("lru", None, None, False), ("lfu", slots, slots, True)):
         plan = Plan(keys, slots, slots.to(torch.int8), counts, summary)
-        yield f"plan {name}", partial(hbm_triton.plan, books, keys, slots[:1], marks, counts, summary)
+        yield f"plan {name}", partial(hbm_triton.plan, books, keys, slots[:1], lying, counts, summary)
         yield f"commit {name}", partial(hbm_triton.commit, books, plan, summary, 1, lfu, lfu)
+        yield f"list {name}", partial(hbm_triton.list_keys, books, plan, keys, 64, torch.stack([keys, keys]))
+    yield "find", lambda: hbm_triton.find_sorted(keys, keys, keys, 64)
+    yield "age", lambda: hbm_triton.age(books.ranks)
     edit = partial(hbm_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
     yield "edit", partial(edit, forget=False)
     yield "forget", partial(edit, forget=True)

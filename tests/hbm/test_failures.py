@@ -13,6 +13,7 @@ import tierstore
 from tests.hbm.stores import ALL, hot, open_store, simple
 from tierstore.cache.hbm import HbmCache
 from tierstore.hbm import rows_twin
+from tierstore.hbm.overflow import Overflow
 
 
 class OutOfMemory(Exception):
@@ -88,6 +89,17 @@ def test_no_row_is_there_that_was_not_brought_in(store: tierstore.Store, broken:
     hot(store).check_integrity()
     assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
     assert not table.pool.in_use
+
+
+def test_nothing_stays_pinned_where_a_lease_cannot_be_made(store: tierstore.Store, broken: Any) -> None:
+    table = store["t"]
+    table.write(ALL, torch.arange(600.0)[:, None].expand(-1, 4))
+    broken(Overflow, "touch")
+    with pytest.raises(OutOfMemory):
+        table.read(ALL[50:60])
+    hot(store).check_integrity()
+    assert not table.pool.in_use
+    assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
 
 
 def test_memory_of_a_pool_goes_with_it(store: tierstore.Store) -> None:

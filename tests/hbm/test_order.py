@@ -1,5 +1,6 @@
 """Whatever the streams' speeds, no row is overwritten, moved or read before it may be; and the bits are the same."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_work_on_a_row_is_ordered(
 def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     trace = tracing.install(monkeypatch, 0)
     if broken == "forward does not wait":
-        monkeypatch.setattr(HbmLease, "use", lambda self: None)
+        monkeypatch.setattr(HbmLease, "in_use", lambda self: contextlib.nullcontext())
     else:
 
         def reclaim(self: HbmPool, *, wait: bool) -> None:

@@ -363,7 +363,8 @@ def test_pins_come_back_when_leases_are_released_or_dropped(hot: HbmPool) -> Non
     assert hot.cache.num_pinned + hot.overflow.num_pinned == ROOM
     leases[0].release()
     leases[0].release()
-    leases[1].use()
+    with leases[1].in_use():
+        pass
     del leases[1:3]
     assert hot.num_leased == 1
     assert hot.cache.num_pinned + hot.overflow.num_pinned == 10

@@ -54,6 +54,31 @@ def rows(request: pytest.FixtureRequest) -> Rows:
     return Rows(*request.param)
 
 
+@pytest.mark.parametrize("words", [(2, 0), (5, 1), (32, 64), (3, 1000)])
+def test_rows_are_moved_whole(rows: Rows, words: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(words[1])
+    arenas, buffers = (
+        tuple(torch.randint(-(2**63), 2**63 - 1, (count, width), generator=generator) for width in words)
+        for count in (500, 210)
+    )
+    if rows.device == "cuda":
+        buffers = tuple(each.pin_memory() for each in buffers)
+    on_device = tuple(each.clone().to(rows.device) for each in arenas)
+    slots = torch.randperm(500, generator=generator)[:203]
+    there = slots.to(rows.device, torch.int32)
+    given = [each.clone() for each in buffers]
+    rows.module.move_rows(on_device, buffers, there[1:], up=True)
+    for arena, moved, rest in zip(arenas, on_device, given, strict=True):
+        arena[slots[1:]] = rest[:202]
+        assert torch.equal(moved.cpu(), arena)
+    rows.module.move_rows(on_device, buffers, there, up=False)
+    if rows.device == "cuda":
+        torch.cuda.synchronize()
+    for arena, buffer, rest in zip(arenas, buffers, given, strict=True):
+        assert torch.equal(buffer[:203], arena[slots])
+        assert torch.equal(buffer[203:], rest[203:])
+
+
 def pool(
     rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool, by_row: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -84,7 +84,7 @@ RULES: dict[str, optim.Optimizer] = {
 @pytest.mark.parametrize(
     ("rule", "dim", "dtype", "policy", "pooling"),
     [
-        ("sgd", 1, "float32", "lru", "max"), ("sgd", 15, "bfloat16", "lfu", "mean"),
+        ("sgd", 3, "float32", "lru", "max"), ("sgd", 15, "bfloat16", "lfu", "mean"),
         ("rowwise", 64, "float32", "lru", "sum"), ("rowwise", 3, "float16", "lru", "max"),
         ("adagrad", 1, "bfloat16", "tinylfu", "sum"), ("adam", 64, "float16", "lru", "mean"),
         ("adam", 5, "float32", "reference-lfu", "max"),
@@ -294,8 +294,8 @@ def ones() -> Any:
 def test_backward_over_a_pool_made_anew(tmp_path: Path, mode: Any) -> None:
     """A large batch keeps no rows pinned; a table made before its backward brings another pool, with fewer sets."""
     ended = []
-    for hbm in (0, 10 * 2**10):
-        with open_store(tmp_path / str(hbm), config(pooling=mode), hbm=hbm) as store:
+    for hbm in (0, 13 * 2**10):
+        with open_store(tmp_path / str(hbm), config(pooling=mode, num_embeddings=2 * ROWS), hbm=hbm) as store:
             ids, offsets = jagged(np.random.default_rng(0), 60, 16)
             bag = tierstore.TieredEmbeddingBag(store["t"], include_last_offset=True)
             weights = torch.rand(len(ids), generator=torch.Generator().manual_seed(1)).requires_grad_()

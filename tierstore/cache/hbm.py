@@ -27,7 +27,6 @@ from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import (
     NO_SUCH_SLOT,
     PIN,
-    STAMP_BITS,
     SUMMARY_ROWS,
     WAYS,
     Books,
@@ -41,6 +40,8 @@ PolicyName = Literal["lru", "lfu"]
 
 INDEX_BYTES: Final = 20
 """Key, rank and flags of a slot."""
+SUMMARY_BYTES: Final = 2 * SUMMARY_ROWS * len(Status) * 4
+"""Of a plan and the next, of a cache."""
 CAPACITY_MAX: Final = 2**31 - 2 * WAYS
 """Slots are int32, those behind the cache's included."""
 
@@ -92,7 +93,7 @@ class HbmCache:
         return hbm_twin.find(self._books, keys)
 
     def plan(
-        self, keys: Tensor, num_unique: Tensor, *, taken: Tensor | None = None, counts: Tensor | None = None
+        self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None, counts: Tensor | None = None
     ) -> Plan:
         """Plan which slots a batch's rows take, and their victims. Changes nothing.
 
@@ -100,7 +101,7 @@ class HbmCache:
             keys: int64 [N], N > 0; the first U are distinct, in order of their ``sets_of``; within a set, in the
                 order to treat them.
             num_unique: int32 [1], U.
-            taken: bool [N], keys that lie elsewhere and take no slot; None for none.
+            lying: int32 [N]: of keys that lie behind the cache's slots, and take none, where; else -1. None for none.
             counts: int32 [N], how often each is asked for. By policy "lfu", a row does not enter where the row that
                 would leave has a higher count, and enters with its own. None: every row enters, with a count of 1.
         """
@@ -109,7 +110,7 @@ class HbmCache:
         self._is_ready = False
         self._turn ^= 1
         summary = self._summaries[self._turn]
-        slots, statuses = self.kernels.plan(self._books, keys, num_unique, taken, counts, summary)
+        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, counts, summary)
         return Plan(keys, slots, statuses, counts, summary)
 
     def commit(self, plan: Plan, *, forced: bool = False) -> None:
@@ -123,6 +124,20 @@ class HbmCache:
         self.kernels.commit(self._books, plan, following, self._clock, self._is_lfu, forced)
         self._is_ready = True
         self._clock += len(plan.keys)
+
+    def list_keys(self, plan: Plan, places: Tensor, told: Tensor) -> Tensor:
+        """Some keys of a plan, for the host, which then waits; and their slots.
+
+        Args:
+            places: int64 [n], in the plan.
+            told: int64 [2, n], page-locked. It gets the keys; and those of the rows that have their slots now, or,
+                of a slot that is none of the cache's, its number.
+
+        Returns:
+            int32 [n], on the device.
+        """
+        slots: Tensor = self.kernels.list_keys(self._books, plan, places, self.capacity, told)
+        return slots
 
     # Slots: int32 [n], distinct but for those below 0 and from the capacity on, which stay as they are
 
@@ -147,21 +162,23 @@ class HbmCache:
         self.kernels.edit_flags(flags, slots, self.capacity, unpin=unpin, keep=keep, add=add, forget=forget)
 
     def warm_up(self) -> None:
-        """Have the kernels compiled. Changes nothing."""
+        """Have the kernels compiled. Changes no row that is there."""
         device = self._books.flags.device
         keys = torch.zeros(1, dtype=torch.int64, device=device)
         none = torch.zeros(1, dtype=torch.int32, device=device)
-        for taken in (None, none.bool()):
+        for lying in (None, none):
             for counts in (None, none) if self._is_lfu else (None,):
-                self.commit(self.plan(keys, none, taken=taken, counts=counts))
+                plan = self.plan(keys, none, lying=lying, counts=counts)
+                self.commit(plan)
+        self.list_keys(plan, keys, torch.empty((2, 1), dtype=torch.int64, device=device))
+        if self._is_lfu:
+            self.age()
         for edit in (self.settle, self.drop_loading):
             edit(none - 1)
 
     def age(self) -> None:
         """Halve the counts of all rows (policy "lfu")."""
-        ranks = self._books.ranks
-        counts = (ranks >> (STAMP_BITS + 1)).clamp(min=1)
-        ranks.copy_((counts << STAMP_BITS) | (ranks & hbm_twin.STAMP_MASK))
+        self.kernels.age(self._books.ranks)
 
     def keys_at(self, slots: Tensor) -> Tensor:
         """int64 [n]: keys of resident slots."""
@@ -184,7 +201,7 @@ class HbmCache:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.weights, self.state, *self._books))
+        return sum(tensor.nbytes for tensor in (self.weights, self.state, self._summaries, *self._books))
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold: each resident key lies in its own set,

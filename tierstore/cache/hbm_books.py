@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     keys: Tensor
     """int64 [N]."""
     slots: Tensor
-    """int32 [N]; -1 for a conflict miss or a refused one, for a key that lies elsewhere, and from U on."""
+    """int32 [N]; where a key lies if that is elsewhere; -1 for a conflict miss or a refused one, and from U on."""
     statuses: Tensor
     """int8 [N]: Status; from U on NO_KEY."""
     counts: Tensor | None

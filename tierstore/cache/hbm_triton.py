@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
-from .hbm_twin import MAX_COUNT
+from .hbm_twin import MAX_COUNT, STAMP_MASK
 from .triton_launch import launch
 
 _WAYS: Final = tl.constexpr(WAYS)
@@ -26,6 +26,7 @@ _DIRTY: Final = tl.constexpr(DIRTY)
 _PIN: Final = tl.constexpr(PIN)
 _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
 _STAMP_BITS: Final = tl.constexpr(STAMP_BITS)
+_STAMP_MASK: Final = tl.constexpr(STAMP_MASK)
 _MAX_COUNT: Final = tl.constexpr(MAX_COUNT)
 _NEVER: Final = tl.constexpr(2**63 - 1)
 _HIT: Final = tl.constexpr(int(Status.HIT))
@@ -60,8 +61,8 @@ def set_of(key, num_sets):
 
 @triton.jit(do_not_specialize=["num_sets"])
 def plan_sets(
-    book_keys, ranks, flags, keys, num_unique, taken, counts, slots, statuses, summary, num_sets,
-    HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    book_keys, ranks, flags, keys, num_unique, lying, counts, slots, statuses, summary, num_sets,
+    HAS_LYING: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One warp a set: the program of a set's first key plans all its keys, with the set's state in registers."""
     number = tl.program_id(0)
@@ -95,10 +96,12 @@ def plan_sets(
                 status = tl.where(was == 0, _FREE_SLOT, status)
                 status = tl.where(least == _NEVER, _CONFLICT, status)
                 status = tl.where(is_hit, _HIT, status)
-                if HAS_TAKEN:
-                    status = tl.where(tl.load(taken + number) != 0, _TAKEN, status)
+                elsewhere = tl.full([], -1, tl.int32)
+                if HAS_LYING:
+                    elsewhere = tl.load(lying + number)
+                    status = tl.where(elsewhere >= 0, _TAKEN, status)
                 fits = (status < _CONFLICT) & (status != _TAKEN)
-                tl.store(slots + number, tl.where(fits, first + chosen, -1).to(tl.int32))
+                tl.store(slots + number, tl.where(fits, (first + chosen).to(tl.int32), elsewhere))
                 tl.store(statuses + number, status.to(tl.int8))
                 seen += (kind == status).to(tl.int32)
                 set_keys = tl.where(is_chosen & fits, key, set_keys)
@@ -124,8 +127,9 @@ def commit_slots(
     stop = tl.where((forced != 0) | (hindered == 0), count, 0)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + number, mask=number < stop, other=-1).to(tl.int64)
-    fits = slot >= 0
-    is_hit = fits & (tl.load(statuses + number, mask=fits, other=_CONFLICT) == _HIT)
+    status = tl.load(statuses + number, mask=slot >= 0, other=_CONFLICT)
+    fits = (slot >= 0) & (status != _TAKEN)
+    is_hit = fits & (status == _HIT)
     rank = (clock_high.to(tl.int64) << _CLOCK_BITS) + clock_low + number + 1
     if LFU:
         accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
@@ -136,6 +140,48 @@ def commit_slots(
     tl.store(book_keys + slot, tl.load(keys + number, mask=fits, other=0), mask=fits)
     tl.store(ranks + slot, rank, mask=fits)
     tl.store(flags + slot, tl.where(is_hit, flag + _PIN, _ENTERED), mask=fits)
+
+
+@triton.jit(do_not_specialize=["count", "capacity"], do_not_specialize_on_alignment=["places", "told_others"])
+def list_tile(book_keys, keys, slots, places, told_keys, told_others, listed, count, capacity, BLOCK: tl.constexpr):
+    """BLOCK places."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < count
+    place = tl.load(places + number, mask=inside, other=0)
+    slot = tl.load(slots + place, mask=inside, other=-1)
+    tl.store(listed + number, slot, mask=inside)
+    tl.store(told_keys + number, tl.load(keys + place, mask=inside, other=0), mask=inside)
+    is_own = (slot >= 0) & (slot < capacity)
+    other = tl.load(book_keys + slot, mask=is_own, other=0)
+    tl.store(told_others + number, tl.where(is_own, other, slot.to(tl.int64)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["length", "count", "behind"])
+def find_tile(ordered, order, keys, found, length, count, behind, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK keys, by bisection."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < count
+    key = tl.load(keys + number, mask=inside, other=0)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + length
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) >> 1
+        goes_on = low < high
+        is_below = goes_on & (tl.load(ordered + middle, mask=goes_on, other=0) < key)
+        low = tl.where(is_below, middle + 1, low)
+        high = tl.where(goes_on & (is_below == 0), middle, high)
+    is_there = (low < length) & (tl.load(ordered + low, mask=low < length, other=0) == key)
+    place = tl.load(order + low, mask=is_there, other=0).to(tl.int32) + behind
+    tl.store(found + number, tl.where(is_there, place, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def age_tile(ranks, count, BLOCK: tl.constexpr):
+    """BLOCK ranks."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.load(ranks + number, mask=number < count, other=0)
+    accesses = tl.maximum(rank >> (_STAMP_BITS + 1), 1)
+    tl.store(ranks + number, (accesses << _STAMP_BITS) | (rank & _STAMP_MASK), mask=number < count)
 
 
 @triton.jit(do_not_specialize=["count", "capacity", "unpin", "keep", "add"])
@@ -187,15 +233,15 @@ def count_tile(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> Non
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, taken: Tensor | None, counts: Tensor | None, summary: Tensor
+    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``hbm_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     launch(
-        plan_sets, (len(keys),), *books, keys, num_unique, slots if taken is None else taken.view(torch.int8),
+        plan_sets, (len(keys),), *books, keys, num_unique, slots if lying is None else lying,
         slots if counts is None else counts, slots, statuses, summary, len(books.flags) // WAYS,
-        HAS_TAKEN=taken is not None, HAS_COUNTS=counts is not None, num_warps=1,
+        HAS_LYING=lying is not None, HAS_COUNTS=counts is not None, num_warps=1,
     )  # fmt: skip
     return slots, statuses
 
@@ -208,6 +254,31 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
         plan.slots if plan.counts is None else plan.counts, plan.summary, following, len(plan.keys), high, low,
         int(forced), LFU=lfu, HAS_COUNTS=plan.counts is not None, BLOCK=_BLOCK,
     )  # fmt: skip
+
+
+def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
+    """See ``hbm_twin.list_keys``."""
+    slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
+    launch(
+        list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *told, slots,
+        len(places), capacity, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return slots
+
+
+def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
+    """See ``hbm_twin.find_sorted``."""
+    found = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+    launch(
+        find_tile, (triton.cdiv(len(keys), _BLOCK),), ordered, order, keys, found, len(ordered), len(keys), behind,
+        STEPS=len(ordered).bit_length(), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return found
+
+
+def age(ranks: Tensor) -> None:
+    """See ``hbm_twin.age``."""
+    launch(age_tile, (triton.cdiv(len(ranks), _BLOCK),), ranks, len(ranks), BLOCK=_BLOCK)
 
 
 def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:

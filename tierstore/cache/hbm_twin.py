@@ -23,7 +23,7 @@ def find(books: Books, keys: Tensor) -> Tensor:
 
 
 def plan(
-    books: Books, keys: Tensor, num_unique: Tensor, taken: Tensor | None, counts: Tensor | None, summary: Tensor
+    books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(slots, statuses), see ``HbmCache.plan``: the first key of every set, then the second of every set, and so on.
 
@@ -41,10 +41,10 @@ def plan(
     ways = distinct.long()[:, None] * WAYS + torch.arange(WAYS, device=device)
     set_keys, set_flags = books.keys[ways], books.flags[ways].clone()
     set_ranks = torch.where(set_flags & RESIDENT != 0, books.ranks[ways], -1)
+    if lying is not None:
+        slots[: len(keys)] = lying[: len(keys)]
     for place in range(int(length.max()) if len(length) else 0):
-        number = torch.nonzero(place_in_run == place).flatten()
-        if taken is not None:
-            number = number[~taken[number]]
+        number = torch.nonzero((place_in_run == place) & (slots[: len(keys)] < 0)).flatten()
         row, key = run[number], keys[number]
         same = (set_flags[row] & RESIDENT != 0) & (set_keys[row] == key[:, None])
         is_hit = same.any(1)
@@ -81,7 +81,7 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
     following.zero_()
     if not forced and plan.summary[:, Status.DIRTY_VICTIM : Status.NO_KEY].any():
         return
-    chosen = torch.nonzero(plan.slots >= 0).flatten()
+    chosen = torch.nonzero((plan.slots >= 0) & (plan.statuses != int(Status.TAKEN))).flatten()
     slots = plan.slots[chosen].long()
     stamps = clock + 1 + chosen
     is_hit = plan.statuses[chosen] == int(Status.HIT)
@@ -95,6 +95,31 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
     books.keys[slots] = plan.keys[chosen]
     books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
+
+
+def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
+    """See ``HbmCache.list_keys``."""
+    slots = plan.slots[places]
+    told[0] = plan.keys[places]
+    told[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)
+    return slots
+
+
+def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
+    """int32 [n]: where each key (int64 [n]) was before the sort, plus ``behind``, or -1.
+
+    Args:
+        ordered: int64 [m], sorted; order: int64 [m], where each was before. Of those that a key may equal, each is
+            there once.
+    """
+    place = torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)
+    return torch.where(ordered[place] == keys, order[place] + behind, -1).to(torch.int32)
+
+
+def age(ranks: Tensor) -> None:
+    """Halve the counts of all ranks (policy "lfu")."""
+    counts = (ranks >> (STAMP_BITS + 1)).clamp(min=1)
+    ranks.copy_((counts << STAMP_BITS) | (ranks & STAMP_MASK))
 
 
 def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:

@@ -104,10 +104,10 @@ class DeviceBatch:
 
 
 class Part(NamedTuple):
-    """Positions ``[first, last)`` of a batch, whose rows are pinned.
+    """Positions, or distinct rows, from number ``first`` up to ``last`` of a batch, in pinned slots.
 
     Attributes:
-        slots: int32, the slot of each position; with ``inverse``, of each distinct row of the part.
+        slots: int32, the slot of each; with ``inverse``, of each distinct row of the part's positions.
         inverse: int32 [last - first], the distinct row of each position, or None.
     """
 
@@ -115,14 +115,6 @@ class Part(NamedTuple):
     last: int
     slots: Tensor
     inverse: Tensor | None
-    lease: DeviceLease
-
-
-class RowPart(NamedTuple):
-    """Distinct rows of a batch, from number ``first`` on, ``len(slots)`` at most, whose slots are pinned."""
-
-    first: int
-    slots: Tensor
     lease: DeviceLease
 
 
@@ -255,8 +247,9 @@ class DeviceRows(ABC):
         """
 
     @abstractmethod
-    def row_parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[RowPart]:
-        """Parts of the batch's distinct rows; the caller releases each before it asks for the next."""
+    def row_parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:
+        """Parts of the batch's distinct rows; the last may end behind them. The caller releases each before it asks for
+        the next."""
 
     @abstractmethod
     def groups(self, batch: DeviceBatch) -> Groups:

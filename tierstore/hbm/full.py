@@ -26,7 +26,7 @@ from ..kernels.arrays import Int32s, Int64s
 from ..pool import Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
+from .base import DeviceBatch, DeviceRows, Part, Positions
 from .batch import Groups
 from .grouping import group_slots
 from .lanes import Mark
@@ -113,7 +113,7 @@ class FullRows(DeviceRows):
             ]
             self.weights, self.state = words[0].view(layout.torch_dtype), words[1].view(torch.float32)
             self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
-            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.lane)
+            self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.lane, self.kernels)
         self.dirty = self._marks
         self.released: deque[None] = deque()
         self._count_lock = threading.Lock()
@@ -148,9 +148,10 @@ class FullRows(DeviceRows):
             lookups, hits, *others = self.counters
             self.counters = CacheCounters(lookups + count, hits + count, *others)
 
-    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
+    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
-        return iter((RowPart(0, self._grouped(batch).slots, lease or FullLease(self, batch)),))
+        slots = self._grouped(batch).slots
+        return iter((Part(0, len(slots), slots, None, lease or FullLease(self, batch)),))
 
     def groups(self, batch: DeviceBatch) -> Groups:
         """See ``DeviceRows``."""
@@ -320,7 +321,7 @@ class FullRows(DeviceRows):
     @property
     def size_bytes(self) -> int:
         """See ``DeviceRows``."""
-        return self.weights.nbytes + self.state.nbytes + self._marks.nbytes + self._staging.device_bytes
+        return self.weights.nbytes + self.state.nbytes + self._marks.nbytes
 
     @property
     def host_bytes(self) -> int:

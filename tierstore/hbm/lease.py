@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class HbmLease:
     Attributes:
         slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
         num_rows: U.
+        grouping: of those keys.
         overflow: numpy int32 [n], which overflow slots are among them.
         ready: when the rows are in place.
         held: whether it outlives the call that took it.
@@ -27,10 +28,13 @@ class HbmLease:
         changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("_pool", "changed", "held", "last_use", "num_rows", "overflow", "ready", "slots")
+    __slots__ = ("_pool", "changed", "grouping", "held", "last_use", "num_rows", "overflow", "ready", "slots")
 
-    def __init__(self, pool: "HbmPool", slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark) -> None:
+    def __init__(
+        self, pool: "HbmPool", grouping: Grouping, slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark
+    ) -> None:
         self._pool: HbmPool | None = pool
+        self.grouping = grouping
         self.slots = slots
         self.num_rows = num_rows
         self.overflow = overflow
@@ -39,25 +43,16 @@ class HbmLease:
         self.last_use = ready
         self.changed = False
 
-    def use(self) -> None:
-        """The calling thread's current stream is about to use the rows."""
-        if self._pool is not None:
-            self._pool.lane.follow(self.ready)
-
-    def used(self) -> None:
-        """It was given work that uses them; more may follow."""
-        if self._pool is not None:
-            self.last_use = self._pool.lane.mark()
-
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """See ``DeviceLease``."""
-        with contextlib.nullcontext() if self._pool is None else self._pool.rows_lock:
-            self.use()
+        assert self._pool is not None, "rows are used after their release"
+        with self._pool.rows_lock:
+            self._pool.lane.follow(self.ready)
             try:
                 yield
             finally:
-                self.used()
+                self.last_use = self._pool.lane.mark()
 
     def release(self, *, changed: bool = False) -> None:
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
@@ -69,12 +64,3 @@ class HbmLease:
     def __del__(self) -> None:
         # In any thread, under any lock: ``release`` neither waits nor asks which stream is current.
         self.release()
-
-
-class LeasedPart(NamedTuple):
-    """Positions, or distinct keys, ``[first, last)`` of a batch, whose rows are pinned."""
-
-    first: int
-    last: int
-    grouping: Grouping
-    lease: HbmLease

@@ -1,14 +1,17 @@
 """Overflow slots: for rows all of whose set is in use. Any row may take any slot; the host keeps which one does."""
 
 from collections.abc import Callable
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
 from ..kernels.arrays import Int32s, Int64s
+from .sending import Sender
 
 OVERFLOW_INDEX_BYTES: Final = 3 * 8
 """Device memory for each slot: its key, once as it is and once sorted, and the slot of the sorted one."""
@@ -26,24 +29,35 @@ _NOBODY: Final = -1
 class Overflow(DdrCache):
     """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device.
 
-    Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell the device.
+    Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell the device. Nothing waits for the device.
+
+    Args:
+        behind: slots of the arenas before these.
+        kernels: of the cache whose slots they are.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, *, behind: int, sender: Sender, kernels: ModuleType) -> None:
         super().__init__(capacity, weight_words=0, state_words=0, policy="lru")
-        self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=device)
+        self.behind = behind
+        self._sender = sender
+        self._kernels = kernels
+        self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=sender.device)
         self._ordered: tuple[Tensor, Tensor] | None = None
         """``_keys`` sorted, and the slot of each; None after a change."""
 
+    def warm_up(self) -> None:
+        """Have the kernel compiled."""
+        self._kernels.find_sorted(self._keys, self._keys, self._keys[:1], self.behind)
+
     def locate(self, keys: Tensor) -> Tensor | None:
-        """int32 [n], on the keys' device: each key's slot or -1. None if no key can have one. Waits for nothing."""
+        """int32 [n], on the keys' device: each key's slot of the arenas or -1. None if no key can have one."""
         if not self.num_resident:
             return None
         if self._ordered is None:
             self._ordered = torch.sort(self._keys)
         ordered, order = self._ordered
-        place = torch.searchsorted(ordered, keys).clamp(max=self.capacity - 1)
-        return torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
+        found: Tensor = self._kernels.find_sorted(ordered, order, keys, self.behind)
+        return found
 
     def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
         """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading.
@@ -68,13 +82,27 @@ class Overflow(DdrCache):
         if status is AdmitStatus.ALL_PINNED:
             self.drop(admission)
             return None
-        self._tell(admission.slots, torch.from_numpy(admission.keys).to(self._keys.device))
+        self._tell(admission.slots, admission.keys)
         return admission
 
-    def _tell(self, slots: Int32s, keys: Tensor | int) -> None:
+    def _tell(self, slots: Int32s, keys: Int64s | int) -> None:
         """Tell the device whose slots these are now."""
-        self._keys[torch.from_numpy(slots).to(self._keys.device)] = keys
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            arrays[0][:], arrays[1][:] = slots, keys
+
+        (places, owners), _ = self._sender.send([(torch.int64, len(slots))] * 2, fill)
+        self._keys.index_copy_(0, places, owners)
         self._ordered = None
+
+    def places(self, slots: Int32s) -> Tensor:
+        """int32 [n], on the device: slots of the arenas."""
+
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            arrays[0][:] = slots + np.int32(self.behind)
+
+        (places,), _ = self._sender.send([(torch.int32, len(slots))], fill)
+        return places
 
     def drop(self, admission: Admission) -> None:
         """Undo an admission that may be half done; rows that left for it are gone, so its slots are nobody's."""

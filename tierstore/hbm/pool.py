@@ -43,11 +43,11 @@ from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part, Positions, RowPart
+from .base import DeviceBatch, DeviceRows, Part, Positions
 from .batch import Groups
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Mark
-from .lease import HbmLease, LeasedPart
+from .lease import HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .sending import Sender
 from .staging import Staging, staging_bytes
@@ -73,16 +73,6 @@ class _Grouped(NamedTuple):
 
     grouping: Grouping
     made: Mark
-
-
-class _Begun(NamedTuple):
-    """A batch whose plan the device has, and carries out if that needs no help."""
-
-    plan: Plan
-    lying: Tensor | None
-    """int32 [N]: the overflow slot of each key, or -1; None if no row has one."""
-    seen: Mark
-    """When the host may read the plan's summary."""
 
 
 class _Misses(NamedTuple):
@@ -121,13 +111,15 @@ class HbmPool(DeviceRows):
                 device=device,
                 extra_rows=size.overflow_rows,
             )
-            self.overflow = Overflow(size.overflow_rows, device)
             kernels = self.cache.kernels
+            self.overflow = Overflow(size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=kernels)
             self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None
             self.weights = self.cache.weights.view(layout.torch_dtype)
             self.state = self.cache.state.view(torch.float32)
-            self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
-            self._summary = self._host_buffer((SUMMARY_ROWS, len(Status)), torch.int32)
+            arenas = self.cache.weights, self.cache.state
+            self._staging = Staging(layout, size.staging_rows, arenas, lane, self.kernels)
+            self._summary = self._host_buffer(SUMMARY_ROWS * len(Status), torch.int32)
+            self._told = self._host_buffer(0, torch.int64)
             self._warm_up()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[HbmLease] = deque()
@@ -140,6 +132,7 @@ class HbmPool(DeviceRows):
         """Have the kernels compiled, so that the first batch does not wait for that."""
         warm_up(self.device)
         self.cache.warm_up()
+        self.overflow.warm_up()
         if self._sketch is not None:
             self._sketch.warm_up()
 
@@ -167,15 +160,16 @@ class HbmPool(DeviceRows):
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``."""
         grouping = self._grouped(batch).grouping
-        leased = self._parts(batch.rows, grouping) if lease is None else [LeasedPart(0, len(batch), grouping, lease)]
-        for first, last, own, pinned in leased:
-            yield Part(first, last, pinned.slots, own.inverse, pinned)
+        leased = self._parts(batch.rows, grouping) if lease is None else [(0, len(batch), lease)]
+        for first, last, own in leased:
+            yield Part(first, last, own.slots, own.grouping.inverse, own)
 
-    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[RowPart]:
+    def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``."""
-        leased = self._row_parts(self._grouped(batch).grouping) if lease is None else [(0, lease)]
-        for first, pinned in leased:
-            yield RowPart(first, pinned.slots, pinned)
+        grouping = self._grouped(batch).grouping
+        leased = self._row_parts(grouping) if lease is None else [(0, len(batch), lease)]
+        for first, last, own in leased:
+            yield Part(first, last, own.slots, None, own)
 
     def groups(self, batch: DeviceBatch) -> Groups:
         """See ``DeviceRows``."""
@@ -196,8 +190,9 @@ class HbmPool(DeviceRows):
 
     # Leases
 
-    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[LeasedPart]:
-        """Leases that together cover ``keys`` (int64 [N], on the device) in order; one if the rows fit.
+    def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[tuple[int, int, HbmLease]]:
+        """Leases that together cover ``keys`` (int64 [N], on the device) in order, each with its range; one if the
+        rows fit.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
 
@@ -208,47 +203,46 @@ class HbmPool(DeviceRows):
             BudgetError: every slot stayed pinned by others for a minute.
         """
 
-        def acquire(first: int, last: int) -> LeasedPart | None:
-            own = grouping if last - first == len(keys) else self.group(keys[first:last])
-            lease = self.acquire(own, last - first)
-            return None if lease is None else LeasedPart(first, last, own, lease)
+        def acquire(first: int, last: int) -> HbmLease | None:
+            return self.acquire(grouping if last - first == len(keys) else self.group(keys[first:last]), last - first)
 
-        for part in self._in_parts(len(keys), acquire):
+        for first, last, lease in self._in_parts(len(keys), acquire):
             try:
-                yield part
+                yield first, last, lease
             finally:
-                if not part.lease.held:
-                    part.lease.release()
-                    self.retain(part.grouping)
+                if not lease.held:
+                    lease.release()
+                    self.retain(lease.grouping)
 
-    def _row_parts(self, grouping: Grouping) -> Iterator[tuple[int, HbmLease]]:
-        """Leases of the distinct keys of a batch from some number on; of all of them, if they fit."""
+    def _row_parts(self, grouping: Grouping) -> Iterator[tuple[int, int, HbmLease]]:
+        """Leases of the distinct keys of a batch, each with its range; of all of them, if they fit."""
         keys, num_unique = grouping.keys, grouping.groups.num_unique
 
-        def acquire(first: int, last: int) -> LeasedPart | None:
+        def acquire(first: int, last: int) -> HbmLease | None:
             own = grouping
             if last - first < len(keys):
                 with self.lane.side():
                     count = (num_unique - first).clamp(0, last - first)
                 own = grouping._replace(keys=keys[first:last], groups=grouping.groups._replace(num_unique=count))
-            lease = self.acquire(own, 0)
-            return None if lease is None else LeasedPart(first, last, own, lease)
+            return self.acquire(own, 0)
 
-        for first, last, _, lease in self._in_parts(len(keys), acquire):
-            yield first, lease
+        for first, last, lease in self._in_parts(len(keys), acquire):
+            yield first, last, lease
             if lease.num_rows < last - first:
                 return
 
-    def _in_parts(self, count: int, acquire: Callable[[int, int], LeasedPart | None]) -> Iterator[LeasedPart]:
+    def _in_parts(
+        self, count: int, acquire: Callable[[int, int], HbmLease | None]
+    ) -> Iterator[tuple[int, int, HbmLease]]:
         """``acquire`` of ranges that together cover ``[0, count)``: of everything, else of ever smaller ranges."""
         first, size = 0, count
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while first < count:
             last = min(first + size, count)
-            part = acquire(first, last)
-            if part is not None:
+            lease = acquire(first, last)
+            if lease is not None:
+                yield first, last, lease
                 first = last
-                yield part
                 deadline = time.monotonic() + PIN_WAIT_SECONDS
             elif last - first > self._least_part:
                 self.split_batches += size == count
@@ -357,26 +351,22 @@ class HbmPool(DeviceRows):
     # Bringing rows in; the caller holds ``lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
-        lease = self._finish(self._begin(grouping, counts), lookups)
+        lease = self._try(grouping, lookups, counts)
         if lease is None and counts is not None:
-            lease = self._finish(self._begin(grouping, None), lookups)
+            lease = self._try(grouping, lookups, None)
         return lease
 
-    def _begin(self, grouping: Grouping, counts: Tensor | None) -> _Begun:
-        """Launch all that a batch needs whose rows are there, or enter over clean ones. Waits for nothing."""
-        lying = self.overflow.locate(grouping.keys)
-        taken = None if lying is None else lying >= 0
-        plan = self.cache.plan(grouping.keys, grouping.groups.num_unique, taken=taken, counts=counts)
-        self._summary.copy_(plan.summary, non_blocking=True)
-        seen = self.lane.mark()
-        self.cache.commit(plan)
-        return _Begun(plan, lying, seen)
-
-    def _finish(self, begun: _Begun, lookups: int) -> HbmLease | None:
-        """Bring in what is missing; None, and nothing is pinned, if there are too few overflow slots."""
-        begun.seen.synchronize()
-        seen: list[int] = self._summary.numpy().sum(0).tolist()
-        plan, cache, overflow = begun.plan, self.cache, self.overflow
+    def _try(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
+        """Launch all that a batch needs whose rows are there, or enter over clean ones; then bring in what is missing.
+        None, and nothing is pinned, if there are too few overflow slots."""
+        cache, overflow = self.cache, self.overflow
+        lying = overflow.locate(grouping.keys)
+        plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying, counts=counts)
+        self._summary.copy_(plan.summary.view(-1), non_blocking=True)
+        is_told = self.lane.mark()
+        cache.commit(plan)
+        is_told.synchronize()
+        seen: list[int] = self._summary.numpy().reshape(SUMMARY_ROWS, -1).sum(0).tolist()
         total = sum(seen)
         own = extra = _NO_SLOTS
         slots = plan.slots
@@ -385,7 +375,7 @@ class HbmPool(DeviceRows):
             if is_committed:
                 undo.callback(cache.drop_loading, slots)
             if seen[Status.HIT] < total:
-                misses = self._misses(begun, seen)
+                misses = self._misses(plan, seen)
                 own = misses.own
                 overflow.pin(own)
                 undo.callback(overflow.unpin, own)
@@ -400,45 +390,40 @@ class HbmPool(DeviceRows):
                     extra = admission.slots
                 self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
                 cache.settle(slots)
-                slots = self._with_overflow(begun, misses, extra)
+                if len(extra):
+                    slots = self._bring_into_overflow(slots, misses, extra)
+            overflow.touch(own)
+            # The lease unpins what it has, where anything fails from here on.
+            lease = HbmLease(self, grouping, slots, total, np.concatenate([extra, own]), self.lane.mark())
             undo.pop_all()
         self._num_leased += 1
-        overflow.touch(own)
         self._count(lookups, seen)
-        return HbmLease(self, slots, total, np.concatenate([extra, own]), self.lane.mark())
+        return lease
 
-    def _misses(self, begun: _Begun, seen: list[int]) -> _Misses:
+    def _misses(self, plan: Plan, seen: list[int]) -> _Misses:
         """What is no hit; and the dirty victims are written down, and clean. The host waits once if there are none."""
-        plan, total = begun.plan, sum(seen)
-        taken = seen[Status.TAKEN]
-        places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : total]
-        slots = plan.slots[places]
+        places = torch.sort(plan.statuses, stable=True).indices[seen[Status.HIT] : sum(seen)]
+        if len(self._told) < 2 * len(places):
+            self._told = self._host_buffer(1 << (2 * len(places) - 1).bit_length(), torch.int64)
+        told = self._told[: 2 * len(places)].view(2, -1)
+        slots = self.cache.list_keys(plan, places, told)
+        keys, others = told.numpy()
         first = sum(seen[Status.TAKEN : Status.DIRTY_VICTIM])
-        victims = slots[first : first + seen[Status.DIRTY_VICTIM]]
-        parts = [plan.keys[places], self.cache.keys_at(victims)]
-        if begun.lying is not None:
-            parts.append(begun.lying[places[:taken]].long())
-        sent = self._host_buffer((sum(map(len, parts)),), torch.int64)
-        sent.copy_(torch.cat(parts), non_blocking=True)
-        keys, leaving, own = np.split(sent.numpy(), [len(places), len(places) + len(victims)])
-        if len(victims):
-            self._write_down(leaving, victims)
-            self.cache.clean(victims)
+        victims = slice(first, first + seen[Status.DIRTY_VICTIM])
+        if seen[Status.DIRTY_VICTIM]:
+            self._write_down(others[victims], slots[victims])
+            self.cache.clean(slots[victims])
         else:
             self.lane.mark().synchronize()
-        return _Misses(places, slots, keys, own.astype(np.int32))
+        own = (others[: seen[Status.TAKEN]] - self.cache.capacity).astype(np.int32)
+        return _Misses(places, slots, keys, own)
 
-    def _with_overflow(self, begun: _Begun, misses: _Misses, extra: Int32s) -> Tensor:
-        """The plan's slots and, for keys without, their overflow slots; rows new there (``extra``) are brought in."""
-        slots, behind = begun.plan.slots, self.cache.capacity
-        if len(extra):
-            places = torch.from_numpy(extra + np.int32(behind)).to(self.device)
-            slots = slots.index_copy(0, misses.places[-len(extra) :], places)
-            self._staging.bring(misses.keys[-len(extra) :], places, self._below.take)
-            self.overflow.filled(extra)
-        if begun.lying is not None:
-            slots = torch.where(begun.plan.statuses == Status.TAKEN, begun.lying + behind, slots)
-        return slots
+    def _bring_into_overflow(self, slots: Tensor, misses: _Misses, extra: Int32s) -> Tensor:
+        """Bring the last misses into these overflow slots; the plan's slots, with those."""
+        places = self.overflow.places(extra)
+        self._staging.bring(misses.keys[-len(extra) :], places, self._below.take)
+        self.overflow.filled(extra)
+        return slots.index_copy(0, misses.places[-len(extra) :], places)
 
     def _count(self, lookups: int, seen: list[int]) -> None:
         hits = seen[Status.HIT] + seen[Status.TAKEN]
@@ -447,15 +432,15 @@ class HbmPool(DeviceRows):
         self.counters = CacheCounters(*map(operator.add, self.counters, more))
         self.conflict_misses += seen[Status.CONFLICT]
 
-    def _host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
+    def _host_buffer(self, length: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # it is kept
+            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=self.lane.pin_memory)
 
     # Writing rows down; the caller holds ``lock`` and is on the side stream
 
     def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
-        places = torch.from_numpy(slots + np.int32(self.cache.capacity)).to(self.device)
-        self._write_down(self.overflow.keys_of(slots), places)
+        self._write_down(self.overflow.keys_of(slots), self.overflow.places(slots))
 
     def _write_down(self, keys: Int64s, slots: Tensor) -> None:
         with self.rows_lock:
@@ -489,17 +474,17 @@ class HbmPool(DeviceRows):
         """See ``DeviceRows``."""
         sent = self._send_keys(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
-        for first, last, grouping, lease in self._parts(sent, self.group(sent)):
+        for first, last, lease in self._parts(sent, self.group(sent)):
             with lease.in_use():
-                out[first:last] = self.weights[lease.slots[grouping.inverse]][:, : self.layout.dim]
+                out[first:last] = self.weights[lease.slots[lease.grouping.inverse]][:, : self.layout.dim]
         return out
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
         """See ``DeviceRows``."""
         sent, rows = self._send_keys(keys), rows.to(self.device)
-        for first, _, grouping, lease in self._parts(sent, self.group(sent)):
-            order, starts, _ = grouping.groups
+        for first, _, lease in self._parts(sent, self.group(sent)):
+            order, starts, _ = lease.grouping.groups
             try:
                 with lease.in_use():
                     last = first + order[starts[1 : lease.num_rows + 1] - 1]
@@ -539,10 +524,10 @@ class HbmPool(DeviceRows):
 
     @property
     def size_bytes(self) -> int:
-        """See ``DeviceRows``: arenas, index, policy, staging."""
+        """See ``DeviceRows``: arenas, index, policy."""
         sketch = 0 if self._sketch is None else self._sketch.size_bytes
         overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
-        return self.cache.size_bytes + overflow + sketch + self._staging.device_bytes
+        return self.cache.size_bytes + overflow + sketch
 
     @property
     def host_bytes(self) -> int:

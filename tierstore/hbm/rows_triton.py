@@ -35,11 +35,15 @@ from ..cache.triton_launch import launch
 from ..optim.configs import NUM_HYPER
 from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, Groups
+from .moving_triton import move_tile
 from .pooling_triton import dot_positions, number_positions, pool_bags
+from .rows_twin import Pair
 from .updating_triton import AVERAGED, CHOSEN, PLAIN, SCALED, sum_runs, sum_super_runs, update_tile
 
 TILE: Final = 256
 NUMBER_TILE: Final = 256
+MOVED_WORDS: Final = 512
+"""Of 64 bits, that a program moves."""
 
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
@@ -119,6 +123,17 @@ def update_rows(
             CODE=code, MIXED=len(rules) > 1, HAS_DIRTY=dirty is not None, SOURCE=source.value,
             STATE_STRIDE=state.stride(0), **_layout(weights), **tile,
         )  # fmt: skip
+
+
+def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
+    """As ``rows_twin.move_rows``."""
+    words = [arena.shape[1] for arena in arenas]
+    widths = [triton.next_power_of_2(max(width, 1)) for width in words]
+    rows = max(1, MOVED_WORDS // max(widths))
+    launch(
+        move_tile, (triton.cdiv(len(slots), rows),), *arenas, *buffers, slots, len(slots), *words, *widths, UP=up,
+        ROWS=rows,
+    )  # fmt: skip
 
 
 def warm_up(

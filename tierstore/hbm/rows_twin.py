@@ -18,6 +18,9 @@ from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, Groups
 
+Pair = tuple[Tensor, ...]
+"""Weights and state of rows, int64 [rows, words] each."""
+
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
     """Fill ``bag_of``, int32 [N], with the bag of each position: those of bag ``k`` are ``bag_starts[k:k + 2]``."""
@@ -115,6 +118,20 @@ def update_rows(
         _update(code, hyper[tables[chosen]], gradient[chosen], slot[chosen], weights, state)
     if dirty is not None:
         dirty[slot] = 1
+
+
+def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
+    """Copy whole rows between the device and page-locked memory of the host: ``arenas[slots[i]]`` from (``up``) or to
+    ``buffers[i]``.
+
+    Args:
+        slots: int32 [n], distinct.
+    """
+    for arena, buffer in zip(arenas, buffers, strict=True):
+        if up:
+            arena[slots] = buffer[: len(slots)]
+        else:
+            torch.index_select(arena, 0, slots, out=buffer[: len(slots)])
 
 
 def warm_up(**_: object) -> None:

@@ -1,9 +1,10 @@
-"""Rows on their way between host and device: a few buffers of fixed size, page-locked where copies can overlap.
+"""Rows on their way between host and device: a few page-locked buffers of fixed size, which kernels read and write.
 
-Up: two buffers in turn, so that the host fills one while the other is copied. Down: one, as the host waits for it.
+Up: two buffers in turn, so that the host fills one while a kernel reads the other. Down: one, as the host waits for it.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -13,24 +14,23 @@ from ..kernels.arrays import Int64s, Words
 from ..rows import RowLayout
 from .lanes import Lane, Mark
 
-NUM_BUFFERS: Final = 3
-"""Each takes ``rows`` rows of host memory, and as much on the device."""
+_NUM_BUFFERS: Final = 3
+"""Each takes ``rows`` rows of host memory."""
 
 
 class _Buffer:
-    """Room for some rows on both sides."""
+    """Room for weights and state of some rows."""
 
-    def __init__(self, layout: RowLayout, rows: int, device: torch.device, *, pin_memory: bool) -> None:
-        words = layout.weight_words, layout.state_words
-        self.host = [
-            torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=pin_memory) for width in words
-        ]
-        self.device = [torch.empty((rows, width), dtype=torch.int64, device=device) for width in words]
+    def __init__(self, layout: RowLayout, rows: int, lane: Lane) -> None:
+        self.words = tuple(
+            torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=lane.pin_memory)
+            for width in (layout.weight_words, layout.state_words)
+        )
         self.free: Mark | None = None
 
-    def host_words(self, count: int) -> list[Words]:
+    def first(self, count: int) -> list[Words]:
         """Weights and state of the first rows, uint64 [count, words]."""
-        return [part[:count].numpy().view("uint64") for part in self.host]
+        return [part[:count].numpy().view("uint64") for part in self.words]
 
 
 class Staging:
@@ -39,15 +39,21 @@ class Staging:
     Args:
         rows: of each buffer.
         arenas: weights and state on the device, int64 [slots, words].
+        kernels: ``rows_triton`` or ``rows_twin``.
     """
 
-    def __init__(self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], lane: Lane) -> None:
-        device = arenas[0].device
+    def __init__(
+        self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], lane: Lane, kernels: ModuleType
+    ) -> None:
         self.rows = rows
         self._arenas = arenas
         self._lane = lane
-        self._up = [_Buffer(layout, rows, device, pin_memory=lane.pin_memory) for _ in range(NUM_BUFFERS - 1)]
-        self._down = _Buffer(layout, rows, device, pin_memory=lane.pin_memory)
+        self._kernels = kernels
+        *self._up, self._down = (_Buffer(layout, rows, lane) for _ in range(_NUM_BUFFERS))
+        for up in (False, True):  # has the kernel compiled; no row is there yet
+            kernels.move_rows(
+                arenas, self._down.words, torch.zeros(1, dtype=torch.int32, device=arenas[0].device), up=up
+            )
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers, and copy them into ``slots``.
@@ -57,40 +63,29 @@ class Staging:
         """
         for number, first in enumerate(range(0, len(keys), self.rows)):
             part = slice(first, first + self.rows)
-            count = len(keys[part])
             buffer = self._up[number % len(self._up)]
             if buffer.free is not None:
                 buffer.free.synchronize()
-            read(keys[part], *buffer.host_words(count))
-            for arena, host, device in zip(self._arenas, buffer.host, buffer.device, strict=True):
-                device[:count].copy_(host[:count], non_blocking=True)
-                arena.index_copy_(0, slots[part].long(), device[:count])
+            read(keys[part], *buffer.first(len(keys[part])))
+            self._kernels.move_rows(self._arenas, buffer.words, slots[part], up=True)
             buffer.free = self._lane.mark()
 
     def take(self, keys: Int64s, slots: Tensor, write: Callable[[Int64s, Words, Words], None]) -> None:
         """Copy the rows of ``slots`` to the host and give them to ``write(keys, weights, state)``, some at a time."""
-        buffer = self._down
         for first in range(0, len(keys), self.rows):
             part = slice(first, first + self.rows)
-            count = len(keys[part])
-            for arena, host, device in zip(self._arenas, buffer.host, buffer.device, strict=True):
-                torch.index_select(arena, 0, slots[part], out=device[:count])
-                host[:count].copy_(device[:count], non_blocking=True)
+            self._kernels.move_rows(self._arenas, self._down.words, slots[part], up=False)
             self._lane.mark().synchronize()
-            write(keys[part], *buffer.host_words(count))
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(part.nbytes for buffer in (*self._up, self._down) for part in buffer.device)
+            write(keys[part], *self._down.first(len(keys[part])))
 
     @property
     def host_bytes(self) -> int:
-        return sum(_pinned_bytes(part.nbytes) for buffer in (*self._up, self._down) for part in buffer.host)
+        return sum(_pinned_bytes(part.nbytes) for buffer in (*self._up, self._down) for part in buffer.words)
 
 
 def staging_bytes(layout: RowLayout, rows: int) -> int:
     """Host memory of all buffers of so many rows."""
-    return NUM_BUFFERS * sum(_pinned_bytes(rows * words * 8) for words in (layout.weight_words, layout.state_words))
+    return _NUM_BUFFERS * sum(_pinned_bytes(rows * words * 8) for words in (layout.weight_words, layout.state_words))
 
 
 def _pinned_bytes(size_bytes: int) -> int:

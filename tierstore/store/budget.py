@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from .. import cache
-from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES
+from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
 from ..cache.hbm_books import WAYS
 from ..cache.hbm_sketch import SKETCH_BYTES
 from ..errors import BudgetError
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
-from ..hbm.staging import NUM_BUFFERS
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..rows import RowLayout
 from ..system.sizes import format_size
@@ -139,17 +138,15 @@ def _full_hbm_size(layout: RowLayout, count: int) -> FullSize:
 
 def full_hbm_bytes_of(layout: RowLayout, count: int) -> int:
     """Device memory of a pool that has all of its rows there; what ``FullRows.size_bytes`` says."""
-    staging = NUM_BUFFERS * _staging_rows(layout, count) * layout.row_bytes
-    return count * (layout.row_bytes + DIRTY_BYTES) + staging
+    return count * (layout.row_bytes + DIRTY_BYTES)
 
 
 def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
     """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
     size = _hbm_size(layout, cached)
-    moving = (size.overflow_rows + NUM_BUFFERS * size.staging_rows) * layout.row_bytes
-    index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES
+    index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES + SUMMARY_BYTES
     sketch = cached * SKETCH_BYTES if policy.endswith("lfu") else 0
-    return cached * layout.row_bytes + moving + index + sketch
+    return (cached + size.overflow_rows) * layout.row_bytes + index + sketch
 
 
 def _outbox_rows(cached: int) -> int:

@@ -46,8 +46,8 @@ def open_store(
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
             memory) or "5% of tables" (of all rows and state). A map of rows comes on top: 4 bytes a row of all tables,
             in pages of 4 KiB that take memory once one of their 1,024 rows is stored.
-        hbm: budget of device memory for the hottest rows, their index and staging, written as ``ddr`` is ("50%" is of
-            the device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
+        hbm: budget of device memory for the hottest rows and their index, written as ``ddr`` is ("50%" is of the
+            device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
             "lru" where a sample says that it hits more) or "lookahead" (by next use, as announced to ``prefetch``);

@@ -26,7 +26,7 @@ class Row(NamedTuple):
 def table_of(runs: Sequence[Run]) -> list[Row]:
     """The runs' results; lines that say nothing of any run are left out."""
     texts: list[tuple[str, Callable[[Run], str]]] = [
-        ("HBM tier: rows, index, staging", lambda run: _if_hbm(run, format_size(run["tiers"]["hbm"]["bytes"]))),
+        ("HBM tier: rows, index", lambda run: _if_hbm(run, format_size(run["tiers"]["hbm"]["bytes"]))),
         ("hit rate of the HBM tier", lambda run: _if_hbm(run, _percent(run["tiers"]["hbm"]["hit_rate"]))),
         ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
         ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
