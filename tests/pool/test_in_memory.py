@@ -242,7 +242,9 @@ def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> No
         want = table.read(torch.from_numpy(ids)).float().numpy()
         before = store.stats().ddr
         found = table.rows_in_memory(ids)
-        assert found is not None and found.dtype == np.float32 and found.tobytes() == want.tobytes()
+        assert found is not None
+        assert found.dtype == np.float32
+        assert found.tobytes() == want.tobytes()
         after = store.stats().ddr
         assert (after.lookups - before.lookups, after.hits - before.hits) == (4, 4)
         for absent in (4, -1, ROWS):
