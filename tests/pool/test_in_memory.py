@@ -229,3 +229,26 @@ def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:
         assert not errors
         assert made
         assert table.read(ids)[0, 0] == written[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_as_they_are_if_all_are_in_memory(tmp_path: Path, dtype: Any) -> None:
+    ids = np.array([3, ROWS - 1, 3, 0])
+    with _open(tmp_path, dtype=dtype) as store:
+        other, table = store["a"], store["b"]
+        assert table.rows_in_memory(ids) is None
+        other.read(torch.from_numpy(ids))
+        table.write(torch.tensor([3]), torch.full((1, 20), -0.0, dtype=table.layout.torch_dtype))
+        want = table.read(torch.from_numpy(ids)).float().numpy()
+        before = store.stats().ddr
+        found = table.rows_in_memory(ids)
+        assert found is not None
+        assert found.dtype == np.float32
+        assert found.tobytes() == want.tobytes()
+        after = store.stats().ddr
+        assert (after.lookups - before.lookups, after.hits - before.hits) == (4, 4)
+        for absent in (4, -1, ROWS):
+            assert table.rows_in_memory(np.array([3, absent])) is None
+        assert table.rows_in_memory(ids[:0]).shape == (0, 20)  # type: ignore[union-attr]
+    with pytest.raises(ClosedError):
+        table.rows_in_memory(ids)

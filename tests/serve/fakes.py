@@ -64,6 +64,9 @@ class FakeEngine:
             raise ServeError(Status.NOT_FOUND, f"version {version!r} is not served; {VERSION} is")
         return self._models[name]
 
+    def require(self, name: str, version: str = "") -> None:
+        self.model(name, version)
+
     def statistics(self, name: str) -> ModelStatistics:
         return ModelStatistics(1_700_000_000_123, 3, 0.5, 2, 0.25, 1, 3, 0.125, 0.0625 if name == "double" else 0.0)
 

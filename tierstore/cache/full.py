@@ -27,6 +27,8 @@ _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
 
 _RESIDENT: Final = int(Tally.RESIDENT)
+_LOOKUPS: Final = int(Tally.LOOKUPS)
+_HITS: Final = int(Tally.HITS)
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
@@ -112,9 +114,7 @@ class FullCache(HostCache):
 
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        self._require(self.flags[slots] != 0, slots, "touch", "resident")
-        self.tallies[Tally.LOOKUPS] += len(slots)
-        self.tallies[Tally.HITS] += _count_distinct(slots, self.number)
+        self.require(_touch(slots, self.flags, self.number, self.tallies), slots, "touch", "resident")
 
     def admit(self, admission: Admission) -> AdmitStatus:
         slots = self.numbering.slots_of(checked_keys(admission.keys[admission.consumed :])).astype(np.int32)
@@ -233,15 +233,18 @@ def _are_in(slots: Int32s, flags: Bytes) -> bool:
 
 
 @kernel
-def _count_distinct(slots: Int32s, number: Int32s) -> int:
+def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
+    """Count lookups, and distinct slots as hits: NOTHING_WRONG. Or, nothing counted, the first without a row."""
     for i in range(slots.size):
+        if not 0 <= slots[i] < flags.size or flags[slots[i]] == 0:
+            return i
         number[slots[i]] = i
-    count = 0
     for i in range(slots.size):
         if i + _AHEAD < slots.size:
             prefetch_item(number, np.int64(slots[i + _AHEAD]))
-        count += number[slots[i]] == i
-    return count
+        tallies[_HITS] += number[slots[i]] == i
+    tallies[_LOOKUPS] += slots.size
+    return NOTHING_WRONG
 
 
 @kernel

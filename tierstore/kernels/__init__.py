@@ -10,6 +10,7 @@ from .slots import (
     are_offsets,
     copy_offsets,
     copy_rows_in,
+    copy_rows_of_ids,
     copy_rows_out,
     dot_rows,
     group_rows,
@@ -21,6 +22,7 @@ from .slots import (
     pool_rows,
     put_rows,
     renumber,
+    row_keys,
     unique_in_order,
 )
 
@@ -34,6 +36,7 @@ __all__ = [
     "are_offsets",
     "copy_offsets",
     "copy_rows_in",
+    "copy_rows_of_ids",
     "copy_rows_out",
     "dot_rows",
     "group_rows",
@@ -45,5 +48,6 @@ __all__ = [
     "pool_rows",
     "put_rows",
     "renumber",
+    "row_keys",
     "unique_in_order",
 ]

@@ -32,6 +32,16 @@ CHECKED_BAGS: Final = 64
 
 
 @uncounted_kernel
+def row_keys(ids: Ids, first: int, stop: int, table_key: int, keys: Int64s) -> int:
+    """``keys[i]`` = ids[i] | table_key, of ids in [first, stop): -1. Or the position of the first id that is not."""
+    for i in range(ids.size):
+        if not first <= ids[i] < stop:
+            return i
+        keys[i] = ids[i] | table_key
+    return -1
+
+
+@uncounted_kernel
 def join_ids(
     begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
     joined: Ids,
@@ -343,6 +353,24 @@ def copy_rows_out(slots: Int32s, weights: Weights, dim: int, out: Weights) -> No
         row, target = weights[slots[i]], out[i]
         for column in range(dim):
             target[column] = row[column]
+
+
+@uncounted_kernel
+def copy_rows_of_ids(
+    ids: Int64s, first: int, num_rows: int, flags: Bytes, asked: int, wanted: int, weights: Weights, dim: int,
+    out: Weights,
+) -> int:  # fmt: skip
+    """``out[i] = weights[first + ids[i], :dim]``, bits unchanged: DONE. ABSENT if an id is not in [0, num_rows), or, of
+    flags that are not empty, ``flags[first + ids[i]] & asked`` is not ``wanted``; ``out`` is then undefined."""
+    for i in range(ids.size):
+        if not 0 <= ids[i] < num_rows:
+            return ABSENT
+        slot = first + ids[i]
+        if flags.size and flags[slot] & asked != wanted:
+            return ABSENT
+        for column in range(dim):
+            out[i, column] = weights[slot, column]
+    return DONE
 
 
 @kernel

@@ -14,6 +14,8 @@ from torch import Tensor
 from .. import kernels
 from ..cache import FullCache
 from ..cache.flags import LOADING, RESIDENT
+from ..kernels.arrays import Floats, Int64s
+from ..kernels.floats import FLOAT32
 from ..system.signals import Shield
 from . import direct
 from .arena import Arena
@@ -40,6 +42,7 @@ class InMemory:
         self._few = direct.few(self._dim)
         firsts = cache.first_slots(np.array([table_index], np.int64))
         self._plan = np.zeros(1, np.int64), firsts, np.array([num_rows], np.int64)
+        self._range = int(firsts[0]), num_rows
         self._column = np.zeros(1, np.int32)
         self._alone: dict[torch.dtype, direct.Split] = {}
 
@@ -48,6 +51,26 @@ class InMemory:
         """Whether the pool was closed, as when a new table brought a new one."""
         arena = self._arena()
         return arena is None or arena.is_closed
+
+    def rows(self, ids: Int64s) -> Floats | None:
+        """float32 [n, dim], the rows of these ids; None if one is no row or not resident."""
+        arena = self._arena()
+        if arena is None or os.getpid() != self._process_id:
+            return None
+        cache, weights = arena.cache, arena.weights
+        assert isinstance(cache, FullCache)
+        rows = np.empty((len(ids), self._dim), weights.dtype)
+        flags = _NO_FLAGS if cache.is_complete else cache.flags
+        with arena.plain_lock:
+            if arena.is_closed:
+                return None
+            status = kernels.copy_rows_of_ids(
+                ids, *self._range, flags, RESIDENT | LOADING, RESIDENT, weights, self._dim, rows
+            )
+            if status != kernels.DONE:
+                return None
+            cache.note_hits(len(ids))
+        return rows if arena.half == FLOAT32 else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
 
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """As ``Table.pooled``; None where that must do it: a row is not resident, or an argument is wrong or not a

@@ -113,6 +113,10 @@ class OneTable(Protocol):
         """Whether the pool was closed."""
         ...
 
+    def rows(self, ids: Int64s) -> Floats | None:
+        """float32 [n, dim], the rows of these ids; None if one is no row or not resident."""
+        ...
+
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """float32 [bags, dim], or None if a lookup of the usual kind must do it."""
         ...

@@ -51,6 +51,9 @@ class Engine(Protocol):
     def model(self, name: str, version: str = "") -> ModelMetadata:
         """ServeError NOT_FOUND, with the nearest name or the version that is served."""
 
+    def require(self, name: str, version: str = "") -> None:
+        """The ServeError of ``model``, if it has one."""
+
     def statistics(self, name: str) -> ModelStatistics:
         """Of a model that there is."""
 

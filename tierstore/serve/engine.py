@@ -230,6 +230,9 @@ class StoreEngine:
     def model(self, name: str, version: str = "") -> ModelMetadata:
         return self._metadata(self._find(name, version))
 
+    def require(self, name: str, version: str = "") -> None:
+        self._find(name, version)
+
     def statistics(self, name: str) -> ModelStatistics:
         return self._metrics.statistics(name)
 

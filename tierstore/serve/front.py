@@ -64,6 +64,7 @@ class Front:
         self.limits: Final = limits
         self.requests: Final = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
         self.unsent: Final = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
+        self._nothing_unsent = self.unsent.hold()
         self._protocol = protocol
         self._token = None if token is None else Token(token)
 
@@ -92,7 +93,7 @@ class Front:
 
     def hold_unsent(self, size: int) -> Hold:
         """A large response's part of what clients may leave unaccepted."""
-        return self.unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
+        return self.unsent.hold(size) if size > LARGE_RESPONSE_BYTES else self._nothing_unsent
 
     def config(self, name: str, version: str) -> dict[str, Any]:
         """A model as Triton describes it; ServeError NOT_FOUND."""

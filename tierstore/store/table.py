@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
-from ..kernels import MODES
-from ..kernels.arrays import Int64s
+from ..kernels import MODES, row_keys
+from ..kernels.arrays import Floats, Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
@@ -176,11 +176,12 @@ class Table(Unpicklable):
             )
 
     def _keys(self, ids: Tensor) -> Int64s:
-        rows = check_ids(ids, device=self.store.device).astype(np.int64)
-        outside = (rows < self.rows.start) | (rows >= self.rows.stop)
-        if outside.any():
-            raise self.id_error(int(rows[outside.argmax()]))
-        return rows | (self.index << KEY_ROW_BITS)
+        rows = check_ids(ids, device=self.store.device)
+        keys: Int64s = np.empty(len(rows), np.int64)
+        outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
+        if outside >= 0:
+            raise self.id_error(int(rows[outside]))
+        return keys
 
     def are_in_memory(self, ids: Tensor) -> bool:
         """Whether to look these rows up reads nothing from SSD and nothing is copied to a device.
@@ -194,17 +195,32 @@ class Table(Unpicklable):
         keys = self._keys(ids)
         return in_pool_of(self, lambda pool: pool.hot is None and pool.transfers.are_in(keys))
 
-    def read_in_memory(self, ids: Tensor) -> Tensor | None:
-        """``read`` if ``are_in_memory``; else None."""
-        keys = self._keys(ids)
-        rows = in_pool_of(self, lambda pool: self._read_in_memory(pool, keys))
+    def rows_in_memory(self, ids: Int64s) -> Floats | None:
+        """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None.
+
+        Raises:
+            ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
+        """
+        memory = self._memory()
+        rows = in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
         if rows is not None and self.store.recorder is not None:
-            self.store.recorder.note_rows(keys)
+            self.store.recorder.note_rows(ids | (self.index << KEY_ROW_BITS))
         return rows
 
-    def _read_in_memory(self, pool: Pool, keys: Int64s) -> Tensor | None:
-        out = self._empty(len(keys))
-        return out if pool.hot is None and pool.transfers.read_in_memory(keys, raw_weights(out)) else None
+    def _read_in_memory(self, pool: Pool, ids: Int64s) -> Floats | None:
+        out = self._empty(len(ids))
+        keys = self._keys(torch.from_numpy(ids))
+        if pool.hot is not None or not pool.transfers.read_in_memory(keys, raw_weights(out)):
+            return None
+        rows: Floats = out.float().numpy()
+        return rows
+
+    def _memory(self) -> OneTable | None:
+        """Lookups by one compiled call; None if rows have no slots of their own."""
+        if self._in_memory is None or self._in_memory.is_over:
+            self.require_whole()
+            self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
+        return self._in_memory
 
     def _empty(self, num_rows: int) -> Tensor:
         return torch.empty((num_rows, self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
@@ -314,10 +330,8 @@ class Table(Unpicklable):
         in memory, or rows have no slots of their own."""
         self.store.require_open()
         self.require_whole()
-        if self._in_memory is not None and not self._in_memory.is_over:
-            return None
-        self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
-        return None if self._in_memory is None else self._in_memory.pooled(ids, offsets, mode)
+        before, memory = self._in_memory, self._memory()
+        return None if memory is None or memory is before else memory.pooled(ids, offsets, mode)
 
     def jagged(
         self,

@@ -105,14 +105,17 @@ class Batcher:
                 draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
                 if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
         """
-        waiter = self._waiter(query, deadline)
+        num_samples, now = query.num_samples, self._clock()
+        self._require_takable(num_samples, deadline, now)
         if not self._line and self._executor.is_idle:
             answer = self._at_once(query)
             if answer is not None:
-                self._observer(self._model, 1, waiter.num_samples, (0.0,), self._clock() - waiter.entered)
+                self._observer(self._model, 1, num_samples, (0.0,), self._clock() - now)
                 return answer
+        self._loop = asyncio.get_running_loop()
+        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
         self._enter(waiter)
-        timer = waiter.future.get_loop().call_later(deadline - waiter.entered, self._expire, waiter)
+        timer = self._loop.call_later(deadline - now, self._expire, waiter)
         try:
             return await waiter.future
         finally:
@@ -151,9 +154,8 @@ class Batcher:
         is_served = has_job or self._timer is not None or all(waiter.future.done() for waiter in self._present)
         assert not line or is_served, f"{len(line)} wait for no job"
 
-    def _waiter(self, query: Query, deadline: float) -> Waiter:
-        """A query that may be taken, by itself; ServeError if it may not."""
-        num_samples, now = query.num_samples, self._clock()
+    def _require_takable(self, num_samples: int, deadline: float, now: float) -> None:
+        """ServeError unless a query may be taken, by itself."""
         if not self._is_open:
             raise self._stopping()
         if num_samples > self._config.max_batch_samples:
@@ -165,8 +167,6 @@ class Batcher:
             )
         if deadline <= now:
             raise self._late()
-        self._loop = asyncio.get_running_loop()
-        return Waiter(query, num_samples, self._loop.create_future(), now, deadline)
 
     def _enter(self, waiter: Waiter) -> None:
         """Into the line; ServeError if it is full."""

@@ -142,7 +142,7 @@ class InferenceService:
     def _model_ready(self, message: Any) -> dict[str, Any]:
         """A model that is not there is not ready; it is no error to ask."""
         try:
-            self._engine.model(message.name, message.version)
+            self._engine.require(message.name, message.version)
         except ServeError as error:
             if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
                 raise
@@ -176,18 +176,19 @@ class InferenceService:
 
     async def _model_infer(self, context: Any, call: Call) -> bytes:
         data = await self._receive_first(context)
-        with ExitStack() as held:
-            with self.front.noting_refusals():
-                held.enter_context(self._calls.hold(1))
+        with self.front.noting_refusals():
+            held = self._calls.hold(1)
+        with held:
             encoded, hold = await self._infer(data, context.time_remaining())
-        call.when_over(hold.release)
+        if hold.size:
+            call.when_over(hold.release)
         return encoded
 
     async def _infer(self, data: bytes, seconds_left: float | None) -> _Answer:
         """The response; ServeError for all that can go wrong."""
-        with ExitStack() as held:
+        with self.front.requests.hold() as held:
             with self.front.noting_refusals():
-                held.enter_context(self.front.requests.hold(len(data)))
+                held.grow(len(data))
                 raw_request = codec.read_request(data)
             with self.front.noting_refusals(raw_request.message.id):
                 request = codec.decode_request(raw_request, seconds_left=seconds_left)
@@ -257,7 +258,7 @@ class InferenceService:
                     encoded, hold = await last
                     await self._write(encoded, context, call)
                     hold.release()
-                    holds.remove(hold)
+                    holds.discard(hold)
         finally:
             for hold in holds:
                 hold.release()

@@ -25,6 +25,8 @@ def _malformed(what: str) -> ServeError:
 
 def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
     """A variable-length integer and the position after it."""
+    if position < len(data) and data[position] < 0x80:  # as nearly all: without an iterator
+        return data[position], position + 1
     value = 0
     for count, byte in enumerate(data[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * count)

@@ -179,8 +179,8 @@ class Rows:
     def answer_at_once(self, query: _RowIds) -> Outputs | None:
         if not _is_quick(self._tables, query.jagged.values):
             return None
-        rows = self._tables[0].read_in_memory(torch.from_numpy(query.jagged.values))
-        return None if rows is None else _rows_of(query, rows.to(torch.float32).numpy())
+        rows = self._tables[0].rows_in_memory(query.jagged.values)
+        return None if rows is None else _rows_of(query, rows)
 
     def run(self, queries: Sequence[_RowIds]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])

@@ -96,7 +96,7 @@ class RestApp:
             case ["", "v2", "models", name]:
                 return json_reply(self._engine.model(name, version))
             case ["", "v2", "models", name, "ready"]:
-                self._engine.model(name, version)
+                self._engine.require(name, version)
                 return _ready(self._engine.is_ready, "ready", name=name)
         return None
 
@@ -109,7 +109,7 @@ class RestApp:
         try:
             with self.front.requests.hold() as held:
                 with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                    self._engine.model(model, version)
+                    self._engine.require(model, version)
                     body = await read_body(held, self.front.limits.body_bytes, headers, receive)
                     call = self._parse(body, headers, model, version, given_id)
                 request_id = call.request.id

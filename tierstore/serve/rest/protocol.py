@@ -22,12 +22,45 @@ UNDER_WAY: Final = "tierstore.under_way"
 """In a request's ``state``: a set in which an application puts its task, to be cancelled if the client leaves."""
 MAX_PIPELINED: Final = 16
 """Requests that may wait on a connection while one is answered."""
+_CONTINUE: Final = b"HTTP/1.1 100 "
 LINGER_SECONDS: Final = 2.0
 """For which a client that was refused is still read from: closing at once would take the answer back."""
 
 _LOGGER: Final = logging.getLogger(__name__)
 # The protocol below it warns of each malformed request: whoever can send those could fill the log.
 _LOGGER.setLevel(logging.ERROR)
+
+
+class _Responses:
+    """What a connection writes responses to: the head of each waits for the first of its body, so that one system
+    call sends both, and wakes the client once."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            self._transport.writelines((self._head, data))
+            self._head = b""
+        elif self._has_begun or data.startswith(_CONTINUE):
+            self._transport.write(data)
+        else:
+            self._head, self._has_begun = data, True
+
+    def end(self) -> None:
+        """The response is whole; it may have no body."""
+        if self._head:
+            self.write(b"")
+        self._has_begun = False
+
+    def close(self) -> None:
+        self.end()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -69,6 +102,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._responses = _Responses(transport)
         limit = self._limits.connections
         refusal = ServeError(Status.OVERLOADED, f"{limit} connections are open; try again later")
         if len(self.connections) <= limit:
@@ -151,6 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"more than {MAX_PIPELINED} requests wait on this connection"
             self._stop_parsing(ServeError(Status.OVERLOADED, message))
         super().on_headers_complete()
+        self.cycle.transport = self._responses  # type: ignore[assignment]
         self._has_headers = True
         self._under_way.append(self.cycle)
 
@@ -164,6 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._responses.end()
         super().on_response_complete()
         self._under_way = [cycle for cycle in self._under_way if not cycle.response_complete]
         if self.transport.is_closing():
