@@ -99,7 +99,7 @@ def test_statistics_grow_by_what_was_asked(server: InThread, protocol: str) -> N
             assert after[what] - before.get(what, 0) == 3
         for what, count in (("success", 3), ("fail", 1), ("queue", 3), ("compute_infer", 3)):
             counted, ns = map(int.__sub__, duration(after, what), duration(before, what))
-            assert (counted, 0 < ns < 60e9) == (count, True), what
+            assert (counted, (what == "queue" or ns > 0) and 0 <= ns < 60e9) == (count, True), what  # at once: no queue
         spent = [duration(after, what)[1] for what in ("success", "queue", "compute_infer")]
         assert spent[0] >= spent[1] + spent[2]
         everything = as_dict(client.get_inference_statistics())["model_stats"]
