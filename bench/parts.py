@@ -30,14 +30,22 @@ class Part(NamedTuple):
 
 
 def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
-    """Measure the parts that are asked for; the figures of the others stay as they are in the report's file."""
+    """Measure the parts that are asked for; the figures of the others stay as they are in the report's file.
+
+    The report is saved after each part, so that one that fails costs none before it.
+    """
     figures: dict[str, Any] = dict(request.earlier)
     for name in request.parts or tuple(parts):
         print(f"--- {name}", flush=True)
         start = time.perf_counter()
         found = parts[name].measure(request, figures)
         figures[name] = found | {"measured_seconds": round(time.perf_counter() - start, 1)}
-    figures = {name: figures[name] for name in parts if name in figures}
+        request.save(_told(question, parts, figures))
+    return _told(question, parts, figures)
+
+
+def _told(question: str, parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
+    figures = {name: measured[name] for name in parts if name in measured}
     told = [parts[name].tell(found) for name, found in figures.items()]
     return Report(
         question=question,

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
@@ -50,15 +51,15 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         for start in range(config["starts"]):
             with rig.server("--warm-up", "none") as server:
                 rig.warm(server, config["start_seconds"])
-                client = BlockingRest(HOST, server.rest_port)
-                firsts.append(served(client))
+                with closing(BlockingRest(HOST, server.rest_port)) as client:
+                    firsts.append(served(client))
                 if start == config["starts"] - 1:
-                    rig.warm(server)
-                    for _ in range(config["commits"]):
-                        # So that commits fall at any time between two looks of the server.
-                        time.sleep(generator.random() * 0.1)
-                        seconds.append(served(client))
-                client.close()
+                    rig.warm(server)  # longer than a connection may be idle
+                    with closing(BlockingRest(HOST, server.rest_port)) as client:
+                        for _ in range(config["commits"]):
+                            # So that commits fall at any time between two looks of the server.
+                            time.sleep(generator.random() * 0.1)
+                            seconds.append(served(client))
                 failures = int(server.status()["version"]["update_failures"])
     print(f"  commit to served: {1e3 * float(np.median(seconds)):.0f} ms, first {1e3 * max(firsts):.0f}", flush=True)
     return {

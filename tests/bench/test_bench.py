@@ -13,6 +13,7 @@ import pytest
 from bench import diskio, machine, memory, start
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
+from bench.parts import Part, Told, run_parts
 from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
@@ -141,6 +142,22 @@ def test_program(flags: list[str], size: int, goals: int, tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "How large?" in shown
     assert machine.summary(found["machine"]) in shown
+
+
+def test_a_part_that_fails_costs_none_before_it(tmp_path: Path) -> None:
+    def fails(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
+        raise OSError(f"after {figures['first']['rows']} rows in {request.folder}")
+
+    saved: list[Report] = []
+    parts = {
+        "first": Part(lambda *_: {"rows": 3}, lambda found: Told(tables=[], notes=[f"{found['rows']} rows"])),
+        "second": Part(fails, lambda _: Told(tables=[])),
+    }
+    request = Run(config={}, quick=True, folder=tmp_path, save=saved.append)
+    with pytest.raises(OSError, match="after 3 rows"):
+        run_parts(request, "How many?", parts)
+    (report,) = saved
+    assert (report.figures["first"]["rows"], report.notes) == (3, ["3 rows"])
 
 
 def test_unknown_quick_key_is_an_error(tmp_path: Path) -> None:
