@@ -54,11 +54,11 @@ class RowNumbering:
 
     def slots_of(self, keys: Int64s) -> Int64s:
         """int64 [n], of keys of the tables; AssertionError for others."""
-        assert self.are_rows(keys).all(), "a key that is no row of the tables"
+        assert self._are_rows(keys).all(), "a key that is no row of the tables"
         slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & _ROW_MASK)
         return slots
 
-    def are_rows(self, keys: Int64s) -> Bools:
+    def _are_rows(self, keys: Int64s) -> Bools:
         """bool [n]: which keys are of rows that have slots."""
         tables = keys >> KEY_ROW_BITS
         known = (tables >= 0) & (tables < len(self._high_of))

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -36,12 +36,24 @@ def _require_outputs(options: argparse.Namespace) -> None:
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
+def _write_outputs(
+    options: argparse.Namespace, name: str, page: Callable[[], str], figures: Callable[[], dict[str, Any]]
+) -> None:
+    """Write those that are asked for; ``name`` is what the page is called."""
+    from ..system.output import write_text
+    from .json_file import write_json
+
+    if options.html:
+        write_text(Path(options.html), page(), force=options.force)
+        print(f"\nthe {name}: {options.html}")
+    if options.json:
+        write_json(figures(), options.json, force=options.force)
+
+
 def _run(options: argparse.Namespace) -> int:
     import sys
 
     from ..settings.sections import to_toml
-    from ..system.output import write_text
-    from .json_file import write_json
     from .plan_file import PlanFile, load, parse_override
 
     if options.keys:
@@ -60,20 +72,14 @@ def _run(options: argparse.Namespace) -> int:
     with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
     print(describe(result, colours=sys.stdout.isatty()))
-    if options.html:
-        write_text(Path(options.html), page_of(result), force=options.force)
-        print(f"\nthe report: {options.html}")
-    if options.json:
-        write_json(result.to_dict(), options.json, force=options.force)
+    _write_outputs(options, "report", lambda: page_of(result), result.to_dict)
     return 0
 
 
 def _gain(options: argparse.Namespace) -> int:
     import sys
 
-    from ..system.output import write_text
     from .gain import gain
-    from .json_file import write_json
     from .plan_file import load, parse_override
     from .report import describe_gain, gain_page_of
 
@@ -82,11 +88,7 @@ def _gain(options: argparse.Namespace) -> int:
     with progress_bar("gain", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         found = gain(asked, progress=lambda stage, done, total: show(done, total, f"gain: {stage}"))
     print(describe_gain(found, colours=sys.stdout.isatty()))
-    if options.html:
-        write_text(Path(options.html), gain_page_of(found), force=options.force)
-        print(f"\nthe page: {options.html}")
-    if options.json:
-        write_json(found.to_dict(), options.json, force=options.force)
+    _write_outputs(options, "page", lambda: gain_page_of(found), found.to_dict)
     return 0
 
 
