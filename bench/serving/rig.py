@@ -12,7 +12,8 @@ from tierstore.plan.measure import direct_reader, page_cache
 
 from ..common import Run
 from . import queries
-from .clients import Answer, Client, GrpcClient, RestClient
+from .clients import Answer, Client, RestClient
+from .http2 import GrpcClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
 from .server import HOST, ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
@@ -93,7 +94,7 @@ class Rig:
 
     def client(self, server: ServerProcess, protocol: str) -> Client:
         if protocol == "grpc":
-            return GrpcClient(HOST, server.grpc_port, self.config["channels"])
+            return GrpcClient(HOST, server.grpc_port, self.config["connections"])
         return RestClient(HOST, server.rest_port, self.config["connections"])
 
     def requests(self, count: int, protocol: str) -> list[bytes]:

@@ -14,11 +14,13 @@ from bench.common import Report, Run, program
 from bench.peers import loopback, redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
+from bench.serving.http2 import GrpcClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
 from bench.serving.search import Found, by_turns, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
+from tests.serve import grpc_harness
 from tierstore.serve.rest.infer_body import parse_infer
 
 
@@ -143,6 +145,24 @@ def test_answers_are_whole_only_at_their_end() -> None:
     failed = client.whole(bytearray(text.replace(b"200 OK", b"503 No")))
     assert failed is not None
     assert failed.error == "503: abc"
+
+
+def test_calls_by_hand_are_grpcs() -> None:
+    """Several after each other, longer than any window at first, both ways; and one that fails."""
+    arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
+    requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]
+    answers: list[tuple[int, Answer]] = []
+    with grpc_harness.serving() as served:
+        failing = queries.encoded_grpc(queries.Query("full", {"x": arrays[0]}))
+        asked = Stream(GrpcClient("127.0.0.1", served.port, 2), [*requests, failing], np.zeros(6),
+                       lambda *each: answers.append(each))  # fmt: skip
+        (load,) = open_loop([asked])
+    bodies = {index: answer.body for index, answer in answers}
+    for index, (request, array) in enumerate(zip(requests, arrays, strict=True)):
+        assert bodies[index].endswith(array.tobytes())
+        assert len(bodies[index]) == pytest.approx(len(request), abs=20)
+    assert load.num_failed == 1
+    assert "the queue is full" in load.errors[0]
 
 
 def test_redis_replies_are_cut_into_rows() -> None:
