@@ -97,10 +97,10 @@ class Rig:
             return GrpcClient(HOST, server.grpc_port, self.config["connections"])
         return RestClient(HOST, server.rest_port, self.config["connections"])
 
-    def requests(self, count: int, protocol: str) -> list[bytes]:
+    def requests(self, count: int, protocol: str, *, sizes_from: np.random.Generator | None = None) -> list[bytes]:
         """So many ranking queries that were never asked before."""
         encode = queries.encoded_grpc if protocol == "grpc" else queries.encoded_rest
-        return [encode(query) for query in self._queries.draw(self.generator, count)]
+        return [encode(query) for query in self._queries.draw(self.generator, count, sizes_from=sizes_from)]
 
     def stream(
         self,
@@ -109,9 +109,16 @@ class Rig:
         rate: float,
         seconds: float,
         on_answer: Callable[[int, Answer], None] | None = None,
+        *,
+        pattern: Sequence[int] = (),
     ) -> Stream:
-        intended = poisson(self.generator, rate, seconds)
-        return Stream(self.client(server, protocol), self.requests(len(intended), protocol), intended, on_answer)
+        """Args:
+        pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn anew.
+        """
+        times, sizes = np.random.default_rng(pattern).spawn(2) if pattern else (self.generator, self.generator)
+        intended = poisson(times, rate, seconds)
+        requests = self.requests(len(intended), protocol, sizes_from=sizes)
+        return Stream(self.client(server, protocol), requests, intended, on_answer)
 
     def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
         return open_loop([self.stream(server, protocol, rate, seconds)])[0]
