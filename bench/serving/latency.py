@@ -38,10 +38,11 @@ class _Slice(NamedTuple):
 def _slice(rig: Rig, server: ServerProcess, protocol: str, rate: float, pattern: Sequence[int]) -> _Slice:
     seconds = rig.config["lead_seconds"] + rig.config["slice_seconds"]
     stream = rig.stream(server, protocol, rate, seconds, pattern=pattern)
-    cpu, disk, hits = server.cpu_seconds(), server.device_bytes_read(), HitRate.of(server)
+    hits, disk, cpu = HitRate.of(server), server.device_bytes_read(), server.cpu_seconds()
     load = open_loop([stream])[0]
+    cpu, disk = server.cpu_seconds() - cpu, server.device_bytes_read() - disk
     since = HitRate(*(now - before for now, before in zip(HitRate.of(server), hits, strict=True)))
-    return _Slice(load, server.cpu_seconds() - cpu, since, server.device_bytes_read() - disk)
+    return _Slice(load, cpu, since, disk)
 
 
 def _told(protocol: str, rate: float, slices: Sequence[_Slice], lead: float) -> dict[str, Any]:
