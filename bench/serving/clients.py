@@ -10,11 +10,10 @@ import grpc
 
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
-__all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Done", "GrpcClient", "RestClient", "SocketClient"]
+__all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Connection", "Done", "RestClient", "SocketClient"]
 
 _HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = b"\r\ncontent-length:"
-_MAX_MESSAGE_BYTES: Final = 64 << 20
 
 
 class Answer(NamedTuple):
@@ -38,7 +37,7 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One request at a time."""
 
     def __init__(self, owner: "SocketClient") -> None:
@@ -51,15 +50,19 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def send(self, request: bytes, done: Done) -> None:
+        """Ask, once the request before is answered."""
         self._done = done
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         answer = self._owner.whole(self._buffer)
-        if answer is None:
-            return
-        self._buffer.clear()
+        if answer is not None:
+            self._buffer.clear()
+            self.answered(answer)
+
+    def answered(self, answer: Answer) -> None:
+        """Free for the next request, and this one done."""
         done, self._done = self._done, None
         if done is not None:
             self._owner.freed(self)
@@ -81,9 +84,13 @@ class SocketClient:
     def __init__(self, host: str, port: int, connections: int) -> None:
         self._address = host, port
         self._num_connections = connections
-        self._free: list[_Connection] = []
-        self._all: list[_Connection] = []
+        self._free: list[Connection] = []
+        self._all: list[Connection] = []
         self._waiting: deque[tuple[bytes, Done]] = deque()
+
+    def connection(self) -> Connection:
+        """Another one."""
+        return Connection(self)
 
     def whole(self, buffer: bytearray) -> Answer | None:
         """The answer at the start of the buffer, which holds nothing else; None if more is to come."""
@@ -92,7 +99,7 @@ class SocketClient:
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(self._num_connections):
-            _, connection = await loop.create_connection(lambda: _Connection(self), *self._address)
+            _, connection = await loop.create_connection(self.connection, *self._address)
             self._all.append(connection)
             self._free.append(connection)
 
@@ -104,13 +111,13 @@ class SocketClient:
         else:
             done(Answer(b"", "all connections are lost"))
 
-    def freed(self, connection: _Connection) -> None:
+    def freed(self, connection: Connection) -> None:
         if self._waiting:
             connection.send(*self._waiting.popleft())
         else:
             self._free.append(connection)
 
-    def lost(self, connection: _Connection) -> None:
+    def lost(self, connection: Connection) -> None:
         self._all.remove(connection)
         if connection in self._free:
             self._free.remove(connection)
@@ -142,46 +149,6 @@ class RestClient(SocketClient):
         body = bytes(buffer[start:])
         status = head.split(b" ", 2)[1]
         return Answer(body) if status == b"200" else Answer(b"", f"{status.decode()}: {body[:200].decode()}")
-
-
-class GrpcClient:
-    """Calls of ModelInfer, bytes in and bytes out, spread over channels that each have a connection of their own."""
-
-    def __init__(self, host: str, port: int, channels: int) -> None:
-        self._target = f"{host}:{port}"
-        self._num_channels = channels
-        self._channels: list[Any] = []
-        self._calls: list[Any] = []
-        self._next = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def open(self) -> None:
-        options = [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        ]
-        self._channels = [grpc.aio.insecure_channel(self._target, options) for _ in range(self._num_channels)]
-        self._calls = [each.unary_unary(f"/{INFERENCE_SERVICE}/ModelInfer") for each in self._channels]
-        for channel in self._channels:
-            await asyncio.wait_for(channel.channel_ready(), 30)
-
-    def ask(self, request: bytes, done: Done) -> None:
-        self._next = (self._next + 1) % len(self._calls)
-        task = asyncio.create_task(self._ask(self._calls[self._next], request, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _ask(self, call: Any, request: bytes, done: Done) -> None:
-        try:
-            answer = Answer(await call(request))
-        except grpc.aio.AioRpcError as error:
-            answer = Answer(b"", f"{error.code().name}: {error.details()}")
-        done(answer)
-
-    async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
 
 
 class BlockingRest:

@@ -12,7 +12,8 @@ from ..common import Goal, Run, Table
 from ..parts import Part, Told
 from ..peers.bare import BareServer
 from . import queries
-from .clients import BlockingGrpc, BlockingRest, GrpcClient, RestClient
+from .clients import BlockingGrpc, BlockingRest, RestClient
+from .http2 import GrpcClient
 from .load import closed_loop
 from .server import HOST, ServerProcess
 from .shape import ROWS_TABLE, rows_store

@@ -14,7 +14,8 @@ from ..common import Goal, Run, Spread, Table
 from ..parts import Part, Told
 from ..peers import loopback, redis_rows
 from . import queries
-from .clients import Answer, Client, GrpcClient, RestClient
+from .clients import Answer, Client, RestClient
+from .http2 import GrpcClient
 from .load import Load, Quantiles, Stream, closed_loop, open_loop, poisson
 from .server import HOST, ServerProcess
 from .shape import ROWS_TABLE, rows_store

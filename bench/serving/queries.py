@@ -27,8 +27,10 @@ class Query(NamedTuple):
 
 
 def _sizes(generator: np.random.Generator, count: int) -> Any:
-    """Samples of each of ``count`` queries: every size as often as it is due, in random order."""
-    return generator.permutation(np.resize(QUERY_SIZES, count))
+    """Samples of each of ``count`` queries: every size as often as it is due, in random order. A longer list begins
+    with the shorter one."""
+    blocks = [generator.permutation(QUERY_SIZES) for _ in range(-(-count // len(QUERY_SIZES)))]
+    return np.concatenate([np.empty(0, np.int64), *blocks])[:count]
 
 
 class Ranking:
@@ -37,9 +39,15 @@ class Ranking:
     def __init__(self, rows: Sequence[int], exponent: float) -> None:
         self._laws = [Zipf(each, exponent) for each in rows]
 
-    def draw(self, generator: np.random.Generator, count: int) -> list[Query]:
-        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each anew."""
-        sizes = _sizes(generator, count)
+    def draw(
+        self, generator: np.random.Generator, count: int, *, sizes_from: np.random.Generator | None = None
+    ) -> list[Query]:
+        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each anew.
+
+        Args:
+            sizes_from: draws the sizes alone, so that they can be drawn again.
+        """
+        sizes = _sizes(sizes_from or generator, count)
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         ids = np.stack([law.draw(generator, int(bounds[-1])) for law in self._laws])
         dense = generator.integers(0, 1000, (int(bounds[-1]), _NUM_DENSE)).astype(np.float32)

@@ -12,7 +12,8 @@ from tierstore.plan.measure import direct_reader, page_cache
 
 from ..common import Run
 from . import queries
-from .clients import Answer, Client, GrpcClient, RestClient
+from .clients import Answer, Client, RestClient
+from .http2 import GrpcClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
 from .server import HOST, ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
@@ -93,13 +94,13 @@ class Rig:
 
     def client(self, server: ServerProcess, protocol: str) -> Client:
         if protocol == "grpc":
-            return GrpcClient(HOST, server.grpc_port, self.config["channels"])
+            return GrpcClient(HOST, server.grpc_port, self.config["connections"])
         return RestClient(HOST, server.rest_port, self.config["connections"])
 
-    def requests(self, count: int, protocol: str) -> list[bytes]:
+    def requests(self, count: int, protocol: str, *, sizes_from: np.random.Generator | None = None) -> list[bytes]:
         """So many ranking queries that were never asked before."""
         encode = queries.encoded_grpc if protocol == "grpc" else queries.encoded_rest
-        return [encode(query) for query in self._queries.draw(self.generator, count)]
+        return [encode(query) for query in self._queries.draw(self.generator, count, sizes_from=sizes_from)]
 
     def stream(
         self,
@@ -108,9 +109,16 @@ class Rig:
         rate: float,
         seconds: float,
         on_answer: Callable[[int, Answer], None] | None = None,
+        *,
+        pattern: Sequence[int] = (),
     ) -> Stream:
-        intended = poisson(self.generator, rate, seconds)
-        return Stream(self.client(server, protocol), self.requests(len(intended), protocol), intended, on_answer)
+        """Args:
+        pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn anew.
+        """
+        times, sizes = np.random.default_rng(pattern).spawn(2) if pattern else (self.generator, self.generator)
+        intended = poisson(times, rate, seconds)
+        requests = self.requests(len(intended), protocol, sizes_from=sizes)
+        return Stream(self.client(server, protocol), requests, intended, on_answer)
 
     def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
         return open_loop([self.stream(server, protocol, rate, seconds)])[0]

@@ -1,71 +1,57 @@
-"""The highest load that is carried within bounds: raised until it is too much, then bisected; several by turns."""
+"""The highest load within bounds, found from latencies that scatter; several searches by turns."""
 
+import statistics
 from collections.abc import Callable, Generator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
-__all__ = ["Found", "Search", "by_turns", "search"]
+__all__ = ["NUM_FIRST", "Search", "by_turns", "search"]
 
-_FACTOR: Final = 1.5
-_RANGE: Final = 100
-"""So far below the first rate the search gives up."""
+_GAIN: Final = -0.5
+_FACTOR: Final = 1.25
+"""From one rate to the next at most: a stall of the machine must not send the search far off."""
+NUM_FIRST: Final = 2
+"""Rates on the way to the highest load, which do not count."""
 
-
-class Found(NamedTuple):
-    """The highest rate that was carried and the lowest that was not; 0 if there was none."""
-
-    carried: float
-    too_much: float
-
-
-Search = Generator[float, bool, Found]
-"""Gives the rate to measure next, and is sent whether it was carried."""
+Search = Generator[float, float, float]
+"""Gives the rate to measure next, is sent latency over its bound there (inf where requests failed), and returns the
+highest load; 0 if latency was far above its bound at every rate."""
 
 
-def search(first: float, precision: float, ceiling: float, *, needed: int = 1) -> Search:
-    """Search upwards or downwards from ``first`` by factors of 1.5, then between the two until they are close.
+def search(first: float, ceiling: float, *, steps: int) -> Search:
+    """Let each rate follow from the latency at the one before, by its root; their median is the highest load.
+
+    This is Robbins and Monro's stochastic approximation. A bisection asks for yes or no, and keeps an error for good.
 
     Args:
-        precision: the two are at most so far apart, of the lower.
         ceiling: no higher rate is tried.
-        needed: measurements of a rate that say the same, to believe them.
+        steps: measurements.
     """
-    low = high = 0.0
-    rate = min(first, ceiling)
-    while not (low and high) and first / _RANGE < rate <= ceiling:
-        if (yield from _majority(rate, needed)):
-            low, rate = rate, rate * _FACTOR
-        else:
-            high, rate = rate, rate / _FACTOR
-    while low and high > low * (1 + precision):
-        middle = (low * high) ** 0.5
-        if (yield from _majority(middle, needed)):
-            low = middle
-        else:
-            high = middle
-    return Found(low, high)
+    rates = [min(first, ceiling)]
+    is_near = False
+    for _ in range(steps):
+        excess = yield rates[-1]
+        factor = max(excess**_GAIN, 1 / _FACTOR)
+        is_near |= factor > 1 / _FACTOR
+        rates.append(min(rates[-1] * min(factor, _FACTOR), ceiling))
+    return statistics.median(rates[min(NUM_FIRST, steps) :]) if is_near else 0.0
 
 
-def _majority(rate: float, needed: int) -> Generator[float, bool, bool]:
-    votes = [0, 0]
-    while max(votes) < needed:
-        votes[(yield rate)] += 1
-    return votes[1] > votes[0]
-
-
-def by_turns(searches: Mapping[str, Search], carries: Callable[[str, float], bool]) -> dict[str, Found]:
-    """What each search finds; they take turns, measurement by measurement: what differs is not what the machine did
-    meanwhile.
+def by_turns(
+    searches: Mapping[str, Search], measure: Callable[[Mapping[str, float]], Mapping[str, float]]
+) -> dict[str, float]:
+    """What each search finds, all measured together step by step: what differs is not what the machine did meanwhile.
 
     Args:
-        carries: measures a rate, given the search's name.
+        measure: latencies over their bounds at these rates, by the searches' names.
     """
-    found: dict[str, Found] = {}
-    rates: dict[str, float] = {}
-    while len(found) < len(searches):
-        for name, each in searches.items():
-            if name not in found:
-                try:
-                    rates[name] = each.send(carries(name, rates[name])) if name in rates else next(each)
-                except StopIteration as end:
-                    found[name] = end.value
+    found: dict[str, float] = {}
+    rates = {name: next(each) for name, each in searches.items()}
+    while rates:
+        excess = measure(rates)
+        rates = {}
+        for name, over in excess.items():
+            try:
+                rates[name] = searches[name].send(over)
+            except StopIteration as end:
+                found[name] = end.value
     return found

@@ -1,8 +1,10 @@
 """The serving benchmark: whether its load, its checks and its search tell the truth, and that each part runs."""
 
 import asyncio
+import itertools
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from bench.common import Report, Run, program
 from bench.peers import loopback, redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
+from bench.serving.http2 import GrpcClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
-from bench.serving.search import Found, by_turns, search
+from bench.serving.search import by_turns, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
+from tests.serve import grpc_harness
 from tierstore.serve.rest.infer_body import parse_infer
 
 
@@ -88,32 +92,55 @@ def test_poisson_times() -> None:
     assert abs(gaps.std() / gaps.mean() - 1) < 0.05
 
 
-@pytest.mark.parametrize("limit", [7.0, 100.0, 3000.0])
-def test_search_finds_the_highest_load(limit: float) -> None:
-    found = by_turns({"": search(100, 0.05, 10_000)}, lambda _, rate: rate <= limit)[""]
-    assert found.carried <= limit < found.too_much <= found.carried * 1.05
+def _found(
+    limits: dict[str, float], *, first: float, steps: int, scatter: float = 0.0, seed: int = 0
+) -> dict[str, float]:
+    """Highest loads where latency grows with the load, to some power, and scatters."""
+    generator = np.random.default_rng(seed)
+
+    def measure(rates: Mapping[str, float]) -> dict[str, float]:
+        return {name: float((rate / limits[name]) ** 1.2 * np.exp(scatter * generator.normal()))
+                for name, rate in rates.items()}  # fmt: skip
+
+    return by_turns({name: search(first, 10_000, steps=steps) for name in limits}, measure)
+
+
+def test_search_finds_the_highest_load() -> None:
+    limits = {"a": 60.0, "b": 100.0, "c": 300.0}
+    found = _found(limits, first=100, steps=16)
+    assert found == {name: pytest.approx(limit, rel=0.02) for name, limit in limits.items()}
+
+
+def test_search_is_steadier_than_what_it_measures() -> None:
+    found = [_found({"": 140.0}, first=115, steps=10, scatter=0.12, seed=seed)[""] for seed in range(200)]
+    assert np.mean(found) == pytest.approx(140, rel=0.02)
+    assert np.std(found) / 140 < 0.05
+
+
+def test_search_is_not_sent_off_by_one_stall() -> None:
+    calls = itertools.count()
+    found = by_turns(
+        {"": search(130, 10_000, steps=10)}, lambda rates: {"": 6.0 if next(calls) == 4 else rates[""] / 140}
+    )
+    assert found[""] == pytest.approx(140, rel=0.03)
 
 
 def test_search_ends() -> None:
-    limits = {"none": 0.0, "all": 1e9}
-    searches = {name: search(100, 0.05, 300) for name in limits}
-    found = by_turns(searches, lambda name, rate: rate <= limits[name])
-    assert found["none"].carried == 0
-    assert found["all"] == Found(225, 0)
+    ends = {"none": float("inf"), "all": 0.01}
+    found = by_turns(
+        {name: search(100, 300, steps=20) for name in ends}, lambda rates: {name: ends[name] for name in rates}
+    )
+    assert found == {"none": 0, "all": 300}
 
 
-def test_searches_take_turns_and_believe_the_majority() -> None:
-    limits, asked = {"a": 120.0, "b": 1000.0}, []
-
-    def carries(name: str, rate: float) -> bool:
-        asked.append(name)
-        is_wrong = asked.count(name) % 3 == 0  # at most one of three is
-        return (rate <= limits[name]) != is_wrong
-
-    found = by_turns({name: search(100, 0.05, 10_000, needed=2) for name in limits}, carries)
-    assert all(found[name].carried <= limit < found[name].too_much for name, limit in limits.items())
-    shared = 2 * min(map(asked.count, limits))
-    assert asked[:shared] == ["a", "b"] * (shared // 2)
+def test_patterns_are_the_same_at_any_rate() -> None:
+    few, many = (poisson(np.random.default_rng(5), rate, 10) * rate for rate in (50, 80))
+    assert np.allclose(few, many[: len(few)])
+    law = queries.Ranking([3], 1.05)
+    few, many = ([len(query.inputs["dense"]) for query in law.draw(np.random.default_rng(seed), count,
+                                                                 sizes_from=np.random.default_rng(5))]
+                 for seed, count in ((0, 30), (1, 90)))  # fmt: skip
+    assert few == many[:30]
 
 
 def test_queries_are_what_the_server_reads() -> None:
@@ -143,6 +170,24 @@ def test_answers_are_whole_only_at_their_end() -> None:
     failed = client.whole(bytearray(text.replace(b"200 OK", b"503 No")))
     assert failed is not None
     assert failed.error == "503: abc"
+
+
+def test_calls_by_hand_are_grpcs() -> None:
+    """Several after each other, longer than any window at first, both ways; and one that fails."""
+    arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
+    requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]
+    answers: list[tuple[int, Answer]] = []
+    with grpc_harness.serving() as served:
+        failing = queries.encoded_grpc(queries.Query("full", {"x": arrays[0]}))
+        asked = Stream(GrpcClient("127.0.0.1", served.port, 2), [*requests, failing], np.zeros(6),
+                       lambda *each: answers.append(each))  # fmt: skip
+        (load,) = open_loop([asked])
+    bodies = {index: answer.body for index, answer in answers}
+    for index, (request, array) in enumerate(zip(requests, arrays, strict=True)):
+        assert bodies[index].endswith(array.tobytes())
+        assert len(bodies[index]) == pytest.approx(len(request), abs=20)
+    assert load.num_failed == 1
+    assert "the queue is full" in load.errors[0]
 
 
 def test_redis_replies_are_cut_into_rows() -> None:
