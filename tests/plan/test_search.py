@@ -9,10 +9,11 @@ import pytest
 
 from tests.plan.hosts import DRIVE, GIB, make_host, make_workload
 from tierstore.plan import Host, Memory, Prediction, Setup
+from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.price import Pricing, years_of_life
-from tierstore.plan.search import SearchResult, SearchSpace, Target, describe_setup, search, with_parts
+from tierstore.plan.search import SearchResult, SearchSpace, Target, search, with_parts
 
 TRAINED = make_workload(rows=2_000_000, tables=2)
 SERVED = make_workload(rows=2_000_000, tables=2, training=False, batch_samples=100)
@@ -168,5 +169,6 @@ def test_parts_of_a_host_and_its_line() -> None:
     assert (host.ddr.capacity_bytes, host.ddr.watts, host.ddr.usd) == (16 * GIB, 5.0, 160.0)
     assert (len(host.storage), len(host.accelerators)) == (3, 1)
     setup = Setup(workload=SERVED, host=host, ddr_bytes=8 * GIB, hbm_bytes=GIB, replicas=2, workers=4)
-    line = "2 x box with 1 of 2 GPUs (16.0 GiB DDR, 3 SSDs, 1 GPU; 8.0 GiB of it for float32 rows, 4 workers)"
+    memory, gpus = "16.0 GiB DDR, 8.0 GiB of it for float32 rows", "1 GPU, 1.0 GiB HBM of each for rows"
+    line = f"2 x box with 1 of 2 GPUs ({memory}; {gpus}; 3 SSDs; 4 workers)"
     assert describe_setup(setup) == line

@@ -9,14 +9,13 @@ from typing import Any, Final, Literal, NamedTuple
 from ..cache import resolve_policy
 from ..system.sizes import format_size
 from .accesses import Accesses
-from .assumptions import Assumption
+from .assumptions import Assumption, describe_setup
 from .curves import MissRatioCurve
 from .host import parts_of
 from .json_file import plain
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup, in_words, rate
 from .price import years_of_life
-from .search import describe_setup
 
 
 class ShownCurve(NamedTuple):
@@ -108,6 +107,7 @@ class PlanResult:
     """The answer to a plan file.
 
     Attributes:
+        hosts: names of those that were asked about.
         searched: whether the setup was chosen among others, rather than given.
         num_setups: looked at, hosts counted once.
         curves: first those of the pools that the prediction is made of.
@@ -122,6 +122,7 @@ class PlanResult:
     assumptions: tuple[Assumption, ...] = ()
     asked: PlanFile
     prediction: Prediction
+    hosts: tuple[str, ...]
     searched: bool
     num_setups: int = 1
     curves: tuple[ShownCurve, ...] = ()
@@ -206,6 +207,11 @@ def _tight(prediction: Prediction) -> list[str]:
         )
     if setup.host.accelerators and not setup.hbm_bytes:
         found.append("the host's GPUs are not used: give them memory for rows with setup.hbm, or host.accelerators = 0")
+    if setup.hbm_bytes and not setup.workload.is_training:
+        found.append(
+            "tierstore serve has rows in DDR alone and computes on cores: with GPUs, rows and model are served by a "
+            "program of yours; search.accelerators = [0] plans without"
+        )
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
     return found

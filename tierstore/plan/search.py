@@ -10,10 +10,11 @@ from ..rows import DtypeName
 from ..settings.options import option
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
+from .assumptions import describe_setup
 from .demand import Demand
 from .host import Checked, Host, with_accelerators
 from .model import predict, queue_of
-from .prediction import Latency, Prediction, Setup, in_words, rate, some
+from .prediction import Latency, Prediction, Setup, in_words, rate
 from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload
@@ -200,16 +201,6 @@ def with_memory(host: Host, memory_bytes: float) -> Host:
     memory, share = host.ddr, memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
     scaled = replace(memory, capacity_bytes=memory_bytes, watts=share * memory.watts, usd=share * memory.usd)
     return replace(host, ddr=scaled)
-
-
-def describe_setup(setup: Setup) -> str:
-    """In one line."""
-    host = setup.host
-    parts = [f"{format_size(int(host.ddr.capacity_bytes))} DDR", some(len(host.storage), "SSD")]
-    parts += [some(len(host.accelerators), "GPU")] if setup.hbm_bytes else []
-    rows = f"{format_size(int(setup.ddr_bytes))} of it for {setup.workload.dtype} rows"
-    workers = f", {setup.workers} workers" if setup.workers > 1 else ""
-    return f"{setup.num_hosts} x {host.name} ({', '.join(parts)}; {rows}{workers})"
 
 
 class _Finder(NamedTuple):
