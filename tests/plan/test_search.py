@@ -94,7 +94,7 @@ def test_the_cheaper_host_is_chosen_and_drives_that_last() -> None:
 @pytest.mark.parametrize("rate", [20_000.0, 150_000.0])
 def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     target = Target(queries_per_s=rate, p99_s=0.006)
-    space = replace(SPACE, hosts=(1, 200), workers=(1, 2))
+    space = replace(SPACE, hosts=tuple(range(1, 201)), workers=(1, 2))
     found = find(target, SERVED, space=space, query_sizes=(50.0, 100.0, 300.0)).best
     assert found.latency is not None
     assert found.latency.queries_per_s == rate
@@ -105,6 +105,13 @@ def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     less = predict(fewer, DEMANDS[SERVED], queries_per_s=rate, query_sizes=(50.0, 100.0, 300.0))
     assert less.latency is not None
     assert less.latency.p99_s > 0.006
+
+
+@pytest.mark.parametrize("target", [Target(usd=20_000.0), Target(queries_per_s=6e3), Target(samples_per_s=6e5)])
+@pytest.mark.parametrize("hosts", [(1, 4), (2, 5, 6), (3, 5, 6)])
+def test_serving_takes_as_many_hosts_as_the_space_has(target: Target, hosts: tuple[int, ...]) -> None:
+    found = find(target, SERVED, space=replace(SPACE, hosts=hosts, workers=(1,), drives=(1,)))
+    assert {each.setup.num_hosts for each in (found.best, *found.runners_up)} <= set(hosts)
 
 
 def test_no_rows_of_few_bits_in_device_memory() -> None:

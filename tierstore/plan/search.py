@@ -1,6 +1,7 @@
 """The cheapest setup that meets a target: every one of a bounded grid is looked at."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -270,10 +271,11 @@ class _Finder(NamedTuple):
         group = self._group(setup)
         if group.prediction is None:
             return group
-        most = self.space.counts[-1] // group.setup.hosts
+        hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
+        replicas = [count // hosts for count in counts if count % hosts == 0]
         if self.target.has_rate:
-            return self._least_replicas(group.prediction, most)
-        return self._best(replace(group.setup, replicas=count) for count in self.space.counts if count <= most)
+            return self._least_replicas(group.prediction, replicas)
+        return self._best(replace(group.setup, replicas=count) for count in replicas)
 
     def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
@@ -306,22 +308,24 @@ class _Finder(NamedTuple):
             return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
         return max(1, math.ceil((target.samples_per_s or 0.0) / group.samples_per_s))
 
-    def _least_replicas(self, group: Prediction, most: int) -> Attempt:
-        """As many as meet the target: found by doubling what is added, and then by bisection."""
-        count = min(self._fewest(group), most)
-        low, step = count - 1, 1
-        best = self._try(replace(group.setup, replicas=count))
+    def _least_replicas(self, group: Prediction, counts: Sequence[int]) -> Attempt:
+        """The least of the counts that meets the target: found by doubling what is added, and then by bisection."""
+        last = len(counts) - 1
+        place = min(bisect_left(counts, self._fewest(group)), last)
+        low, step = place - 1, 1
+        best = self._try(replace(group.setup, replicas=counts[place]))
         while best.reason:
-            if count == most or not best.is_rate:
+            if place == last or not best.is_rate:
                 return best
-            low, count, step = count, min(count + step, most), 2 * step
-            best = self._try(replace(group.setup, replicas=count))
-        while best.setup.replicas - low > 1:
-            tried = self._try(replace(group.setup, replicas=(low + best.setup.replicas) // 2))
+            low, place, step = place, min(place + step, last), 2 * step
+            best = self._try(replace(group.setup, replicas=counts[place]))
+        while place - low > 1:
+            middle = (low + place) // 2
+            tried = self._try(replace(group.setup, replicas=counts[middle]))
             if tried.reason:
-                low = tried.setup.replicas
+                low = middle
             else:
-                best = tried
+                best, place = tried, middle
         return best
 
     def _queue(self, prediction: Prediction) -> Queue:
