@@ -273,6 +273,7 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["workload.file="], r"workload\.preset = '': give one of .*rmc1"),
         (["workload.file=", "workload.preset=rmc11"], r"did you mean 'rmc1'"),
         (["workload.optimizer=adams"], r"workload: optimizer='adams' is not one of none, sgd"),
+        (["workload.dtype=int8", "setup.ddr=8MiB"], r"workload: dtype='int8': such rows are looked up, not trained"),
         (["host.file="], r"host\.name = '': give one of workstation"),
         (["host.file=", "host.name=server-2"], r"did you mean 'server-2s'\?"),
         (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
