@@ -162,6 +162,9 @@ def test_searches_that_cannot_be() -> None:
     target = Target(samples_per_s=1.0)
     with pytest.raises(ValueError, match="no host"):
         find(target, hosts=())
+    with pytest.raises(ValueError, match="ask for drives and GPUs that they have"):
+        find(target, space=replace(SPACE, drives=(5,)))
+    assert find(target, space=replace(SPACE, drives=(2, 5))) == find(target, space=replace(SPACE, drives=(2,)))
     with pytest.raises(ValueError, match="queries_per_s is a target of serving"):
         find(Target(queries_per_s=1.0))
     with pytest.raises(ValueError, match=r"the grid has [\d,]+ setups; at most 100,000"):

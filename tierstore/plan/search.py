@@ -172,7 +172,7 @@ def search(
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
     size = len(grid) * len(finder.space.counts)
     if not grid:
-        raise ValueError("the search space allows no setup of these hosts")
+        raise ValueError("the search space allows no setup of these hosts: ask for drives and GPUs that they have")
     if size > _MAX_SETUPS:
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
@@ -218,8 +218,8 @@ class _Finder(NamedTuple):
         space = self.space
         for dtype in space.dtypes or _dtypes(workload):
             own = replace(workload, dtype=dtype)
-            for drives in space.drives or _counts(len(host.storage)):
-                for accelerators in space.accelerators or (0, *_counts(len(host.accelerators))):
+            for drives in _asked(space.drives, _counts(len(host.storage))):
+                for accelerators in _asked(space.accelerators, (0, *_counts(len(host.accelerators)))):
                     if accelerators and dtype in _QUANTIZED:
                         continue  # the tier in device memory has no such rows
                     for share in space.memory_shares or _MEMORY_SHARES:
@@ -415,6 +415,11 @@ def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:
 def _counts(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and all."""
     return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
+
+
+def _asked(counts: tuple[int, ...], default: tuple[int, ...]) -> list[int]:
+    """Those of the counts that there are, where the default ends in all."""
+    return [count for count in counts or default if count <= max(default, default=0)]
 
 
 def _first_of_parts(ranked: Sequence[Prediction]) -> list[Prediction]:
