@@ -3,7 +3,7 @@
 from .costs import Predicted, RankCosts, predict
 from .demand import Demands, TableDemand, expected_demand, measured_demand
 from .describe import describe_costs, describe_placement
-from .search import Found, Search
+from .search import Found, Search, SearchName
 
 __all__ = [
     "Demands",
@@ -11,6 +11,7 @@ __all__ = [
     "Predicted",
     "RankCosts",
     "Search",
+    "SearchName",
     "TableDemand",
     "describe_costs",
     "describe_placement",
