@@ -84,7 +84,7 @@ def _power(config: dict[str, Any]) -> list[dict[str, Any]]:
     for model in config["power_models"]:
         workload = _model(config, model)
         demand = Demand.analytic(workload)
-        target = Target(queries_per_s=config["power_queries_per_s"], p99_s=config["power_p99_ms"] / 1e3)
+        target = Target(queries_per_s=config["power_queries_per_s"], p99_ms=config["power_p99_ms"])
         sizes = tuple(float(size) for size in config["query_sizes"])
         space = SearchSpace(memory_shares=_SHARES, dtypes=(workload.dtype,))
         memory, tiers = (

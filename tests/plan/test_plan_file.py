@@ -80,7 +80,7 @@ def test_overrides_win(write: Write) -> None:
         (
             "[target]\nsamples_per_s = 1\nqueries_per_s = 1",
             [],
-            r"target\.queries_per_s = 1\.0: samples_per_s is given too",
+            r"target\.queries_per_s=1\.0: samples_per_s is given too",
         ),
         ("[search]\ndtypes = ['float8']", [], r"search\.dtypes\[0\] = 'float8': expected \"float32\" or "),
         ("[[workload.tables]]\nrows = 1", [], r'workload\.tables\[0\]: unknown key "rows"; expected one of name, num_'),

@@ -93,7 +93,7 @@ def test_the_cheaper_host_is_chosen_and_drives_that_last() -> None:
 
 @pytest.mark.parametrize("rate", [20_000.0, 150_000.0])
 def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
-    target = Target(queries_per_s=rate, p99_s=0.006)
+    target = Target(queries_per_s=rate, p99_ms=6.0)
     space = replace(SPACE, hosts=tuple(range(1, 201)), workers=(1, 2))
     found = find(target, SERVED, space=space, query_sizes=(50.0, 100.0, 300.0)).best
     assert found.latency is not None
@@ -135,9 +135,9 @@ def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> 
     with pytest.raises(
         ValueError, match=r"p99 of queries that never wait is .* ms, .* times the limit; what stops it is"
     ):
-        find(Target(queries_per_s=10.0, p99_s=1e-5), SERVED)
+        find(Target(queries_per_s=10.0, p99_ms=0.01), SERVED)
     with pytest.raises(ValueError, match=r"too slow: at most .* queries/s"):
-        find(Target(queries_per_s=1e7, p99_s=1.0), SERVED)
+        find(Target(queries_per_s=1e7, p99_ms=1000.0), SERVED)
     with pytest.raises(ValueError, match=r"usd is .* times the limit"):
         find(Target(usd=10.0))
     with pytest.raises(ValueError, match=r"does not fit: SSD"):
@@ -148,14 +148,15 @@ def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> 
     ("wrong", "said"),
     [
         ({}, "names no rate and no limit"),
-        ({"p99_s": 0.1, "usd": 1.0}, "needs queries_per_s"),
-        ({"usd": 0.0}, "usd=0.0: expected more than 0"),
+        ({"p99_ms": 100.0, "usd": 1.0}, "needs queries_per_s"),
+        ({"usd": -1.0}, "usd=-1.0: expected a number from 0"),
+        ({"samples_per_s": 1.0, "queries_per_s": 1.0}, "queries_per_s=1.0: samples_per_s is given too"),
         ({"samples_per_s": math.nan}, "samples_per_s=nan"),
     ],
 )
 def test_targets_that_cannot_be(wrong: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Target(**wrong)
+        find(Target(**wrong))
 
 
 def test_searches_that_cannot_be() -> None:

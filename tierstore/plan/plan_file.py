@@ -16,11 +16,10 @@ from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .host import Checked
 from .price import Pricing
-from .search import SearchSpace
+from .search import SearchSpace, Target
 from .workload import TableSpec
 
 _MAX_SCALE: Final = 1e6
-_MAX_RATE: Final = 1e12
 _MAX_HOSTS: Final = 1 << 16
 _MAX_PARTS: Final = 1 << 10
 CurvePolicy = Literal["auto", "lru", "lfu", "tinylfu", "perfect-lfu", "opt"]
@@ -124,24 +123,10 @@ class SetupSection(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetSection(Checked):
+class TargetSection(Target):
     """[target]: what the setup must reach. 0: not asked for."""
 
-    samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
-    queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
-    p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
-    p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
     query_sizes: str = option("", 'file with samples of queries, each as likely, as 100, 200; "": all alike')
-    usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
-    usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
-    watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples_per_s and self.queries_per_s:
-            raise ConfigError(
-                f"target.queries_per_s = {self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

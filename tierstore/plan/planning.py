@@ -30,7 +30,7 @@ from .result import (
     sources_of,
     warnings_of,
 )
-from .search import SearchResult, SearchSpace, Target, search, with_memory
+from .search import SearchResult, SearchSpace, search, with_memory
 from .tiers import pool_loads
 from .traces import read_accesses
 from .workload import Workload, specified
@@ -132,7 +132,11 @@ class Question(NamedTuple):
             setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
             prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
             return SearchResult(prediction, (), (), 1)
-        target, space = _target_of(asked), _space_of(asked, workload)
+        target, space = asked.target, _space_of(asked, workload)
+        try:
+            target.require()
+        except ValueError as error:
+            raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
         try:
             return search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
         except ValueError as error:
@@ -335,22 +339,6 @@ def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
         raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _target_of(asked: PlanFile) -> Target:
-    """What the search must reach.
-
-    Raises:
-        ValueError: the section asks for nothing.
-    """
-    section = asked.target
-    given: dict[str, float] = {"p95_s": 1e-3 * section.p95_ms, "p99_s": 1e-3 * section.p99_ms}
-    alike = ("samples_per_s", "queries_per_s", "usd", "usd_a_month", "watts")
-    given |= {name: getattr(section, name) for name in alike}
-    try:
-        return Target(**{name: value for name, value in given.items() if value})
-    except ValueError as error:
-        raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
 
 
 def _space_of(asked: PlanFile, workload: Workload) -> SearchSpace:

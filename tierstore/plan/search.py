@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 from ..cache import POLICIES as STORE_POLICIES
 from ..rows import DtypeName
 from ..settings.options import option
-from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .assumptions import describe_setup
 from .demand import Demand
@@ -20,6 +19,7 @@ from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload
 
+_MAX_RATE: Final = 1e12
 _MAX_SETUPS: Final = 100_000
 """Of a grid."""
 _MAX_FAILURES: Final = 200
@@ -39,40 +39,38 @@ _HBM_SHARE: Final = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """What is asked. With a rate the cheapest setup is looked for, else the fastest.
-
-    Attributes:
-        samples_per_s: at least.
-        queries_per_s: of serving, at least, within the bounds on latency.
-        p95_s, p99_s: at most, waiting included.
-        usd: to buy all hosts, at most; usd_a_month: likewise, with power; watts: of all hosts, at most.
+class Target(Checked):
+    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest.
 
     Raises:
-        ValueError: nothing is asked, or a number is not more than 0.
+        ValueError: names the field, its value and what is accepted.
     """
 
-    samples_per_s: float | None = None
-    queries_per_s: float | None = None
-    p95_s: float | None = None
-    p99_s: float | None = None
-    usd: float | None = None
-    usd_a_month: float | None = None
-    watts: float | None = None
+    samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
+    queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
+    p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
+    p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
+    usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
+    usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
+    watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if not {"samples_per_s", "queries_per_s", "usd", "usd_a_month", "watts"} & set(given):
+        super().__post_init__()
+        if self.samples_per_s and self.queries_per_s:
+            raise ValueError(
+                f"queries_per_s={self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
+            )
+
+    def require(self) -> None:
+        """ValueError unless a search has something to reach."""
+        if not (self.has_rate or self.usd or self.usd_a_month or self.watts):
             raise ValueError("the target names no rate and no limit: give samples_per_s, queries_per_s, usd or watts")
-        for name, value in given.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={excerpt(value)}: expected more than 0")
-        if (self.p95_s or self.p99_s) and not self.queries_per_s:
+        if (self.p95_ms or self.p99_ms) and not self.queries_per_s:
             raise ValueError("a bound on latency needs queries_per_s, the rate at which it is to hold")
 
     @property
     def has_rate(self) -> bool:
-        return self.samples_per_s is not None or self.queries_per_s is not None
+        return bool(self.samples_per_s or self.queries_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +163,10 @@ def search(
         ValueError: no setup meets the target; names what is nearest and what stops it. Or the grid is too large.
     """
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing(), query_sizes)
+    target.require()
     if not hosts:
         raise ValueError("the search was given no host")
-    if target.queries_per_s is not None and workload.is_training:
+    if target.queries_per_s and workload.is_training:
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
     size = len(grid) * len(finder.space.counts)
@@ -304,9 +303,9 @@ class _Finder(NamedTuple):
     def _fewest(self, group: Prediction) -> int:
         """Replicas without which the rate cannot be carried, however long queries may wait."""
         target = self.target
-        if target.queries_per_s is not None:
+        if target.queries_per_s:
             return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
-        return max(1, math.ceil((target.samples_per_s or 0.0) / group.samples_per_s))
+        return max(1, math.ceil(target.samples_per_s / group.samples_per_s))
 
     def _least_replicas(self, group: Prediction, counts: Sequence[int]) -> Attempt:
         """The least of the counts that meets the target: found by doubling what is added, and then by bisection."""
@@ -345,7 +344,7 @@ class _Finder(NamedTuple):
     def _try(self, setup: Setup) -> Attempt:
         try:
             found, lacking = self._predicted(setup), list[_Lack]()
-            if self.target.queries_per_s is not None:
+            if self.target.queries_per_s:
                 alone = latency_alone(self._queue(found))
                 lacking = _missed(self._over_bound(alone, "of queries that never wait ", is_rate=False))
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
@@ -360,7 +359,7 @@ class _Finder(NamedTuple):
     def _lacks(self, found: Prediction) -> Iterator["_Lack"]:
         """Each thing asked for, and by how much it is missed."""
         target, price, latency = self.target, found.price, found.latency
-        if target.samples_per_s is not None:
+        if target.samples_per_s:
             factor = target.samples_per_s / found.samples_per_s
             yield _Lack(factor, f"too slow by {factor:.3g}: {rate(found.samples_per_s)} samples/s", is_rate=True)
         if latency is not None and math.isinf(latency.p99_s):
@@ -371,17 +370,18 @@ class _Finder(NamedTuple):
             yield from self._over_bound(latency, "", is_rate=True)
         for name, value in (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts)):
             limit = getattr(target, name)
-            if limit is not None:
+            if limit:
                 yield _Lack(value / limit, f"{name} is {rate(value)}, {value / limit:.3g} times the limit")
         life = years_of_life(found, self.pricing)
         yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
     def _over_bound(self, latency: Latency, which: str, *, is_rate: bool) -> Iterator["_Lack"]:
         target = self.target
-        for name, value, limit in (("p95", latency.p95_s, target.p95_s), ("p99", latency.p99_s, target.p99_s)):
-            if limit is not None:
-                text = f"{name} {which}is {1e3 * value:.3g} ms, {value / limit:.3g} times the limit"
-                yield _Lack(value / limit, text, is_rate=is_rate)
+        for name, seconds, limit in (("p95", latency.p95_s, target.p95_ms), ("p99", latency.p99_s, target.p99_ms)):
+            if limit:
+                factor = 1e3 * seconds / limit
+                text = f"{name} {which}is {1e3 * seconds:.3g} ms, {factor:.3g} times the limit"
+                yield _Lack(factor, text, is_rate=is_rate)
 
 
 class _Lack(NamedTuple):
