@@ -14,8 +14,9 @@ from .curves import MissRatioCurve
 from .host import parts_of
 from .json_file import plain
 from .plan_file import PlanFile
-from .prediction import Prediction, Setup, in_words, rate
+from .prediction import Prediction, Setup, rate
 from .price import years_of_life
+from .search import lacks
 
 
 class ShownCurve(NamedTuple):
@@ -155,29 +156,11 @@ def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
 
 def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
     """The target that a given setup does not reach. What a search found reaches it."""
-    target, price, latency = asked.target, prediction.price, prediction.latency
-    found = []
-    if target.samples_per_s > prediction.samples_per_s:
-        found.append(
-            f"the target is missed: {rate(prediction.samples_per_s)} of {rate(target.samples_per_s)} samples/s, bound "
-            f"by {in_words(prediction.bottleneck)}"
-        )
+    latency = prediction.latency
+    found = [lack.text for lack in lacks(asked.target, prediction)]
     if latency is not None and math.isinf(latency.p99_s):
-        found.append(
-            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
-        )
-    elif latency is not None:
-        for name, value, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
-            if limit and 1e3 * value > limit:
-                found.append(f"the target is missed: {name} of queries within {1e3 * value:.3g} ms, not {limit:g} ms")
-    for name, cost, limit in (
-        ("US dollars", price.usd, target.usd),
-        ("US dollars a month", price.usd_a_month, target.usd_a_month),
-        ("watts", price.watts, target.watts),
-    ):
-        if limit and cost > limit:
-            found.append(f"the target is missed: {cost:,.0f} {name}, {limit:,.0f} at most were asked for")
-    return found
+        found.append(f"{rate(latency.queries_per_s)} queries/s come faster than they are answered")
+    return [f"the target is missed: {text}" for text in found]
 
 
 def _worn(asked: PlanFile, prediction: Prediction) -> list[str]:

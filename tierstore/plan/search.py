@@ -343,48 +343,32 @@ class _Finder(NamedTuple):
 
     def _try(self, setup: Setup) -> Attempt:
         try:
-            found, lacking = self._predicted(setup), list[_Lack]()
+            found, lacking = self._predicted(setup), list[Lack]()
             if self.target.queries_per_s:
                 alone = latency_alone(self._queue(found))
-                lacking = _missed(self._over_bound(alone, "of queries that never wait ", is_rate=False))
+                lacking = list(_over_bound(self.target, alone, "queries that never wait", is_rate=False))
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
             return _unfit(setup, error)
-        lacking = lacking or _missed(self._lacks(found))
+        lacking = lacking or [lack for lack in self._lacks(found) if lack.factor > 1]
         if not lacking:
             return Attempt(setup, found)
         worst = max(lacking, key=lambda lack: lack.factor)
         return Attempt(setup, found, worst.text, worst.factor, any(lack.is_rate for lack in lacking))
 
-    def _lacks(self, found: Prediction) -> Iterator["_Lack"]:
-        """Each thing asked for, and by how much it is missed."""
-        target, price, latency = self.target, found.price, found.latency
-        if target.samples_per_s:
-            factor = target.samples_per_s / found.samples_per_s
-            yield _Lack(factor, f"too slow by {factor:.3g}: {rate(found.samples_per_s)} samples/s", is_rate=True)
+    def _lacks(self, found: Prediction) -> Iterator["Lack"]:
+        """What ``lacks`` tells, how many queries are answered at most, and the life of drives."""
+        latency = found.latency
         if latency is not None and math.isinf(latency.p99_s):
             most = found.setup.replicas * self._queue(found).rate_max
-            factor = latency.queries_per_s / most * _OVERLOAD
-            yield _Lack(factor, f"too slow: at most {rate(most)} queries/s", is_rate=True)
-        elif latency is not None:
-            yield from self._over_bound(latency, "", is_rate=True)
-        for name, value in (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts)):
-            limit = getattr(target, name)
-            if limit:
-                yield _Lack(value / limit, f"{name} is {rate(value)}, {value / limit:.3g} times the limit")
+            text = f"{rate(most)} of {rate(latency.queries_per_s)} queries/s"
+            yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
+        yield from lacks(self.target, found)
         life = years_of_life(found, self.pricing)
-        yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
-
-    def _over_bound(self, latency: Latency, which: str, *, is_rate: bool) -> Iterator["_Lack"]:
-        target = self.target
-        for name, seconds, limit in (("p95", latency.p95_s, target.p95_ms), ("p99", latency.p99_s, target.p99_ms)):
-            if limit:
-                factor = 1e3 * seconds / limit
-                text = f"{name} {which}is {1e3 * seconds:.3g} ms, {factor:.3g} times the limit"
-                yield _Lack(factor, text, is_rate=is_rate)
+        yield Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
 
-class _Lack(NamedTuple):
+class Lack(NamedTuple):
     """Attributes:
     factor: how many times what there is would do.
     is_rate: more hosts would help.
@@ -395,8 +379,28 @@ class _Lack(NamedTuple):
     is_rate: bool = False
 
 
-def _missed(lacks: Iterable[_Lack]) -> list[_Lack]:
-    return [lack for lack in lacks if lack.factor > 1]
+def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
+    """What is asked for and not there, but for queries that come faster than they are answered."""
+    price, latency = found.price, found.latency
+    if target.samples_per_s > found.samples_per_s:
+        text = f"{rate(found.samples_per_s)} of {rate(target.samples_per_s)} samples/s"
+        yield Lack(target.samples_per_s / found.samples_per_s, text, is_rate=True)
+    if latency is not None and math.isfinite(latency.p99_s):
+        yield from _over_bound(target, latency, "queries", is_rate=True)
+    for name, value, limit in (
+        ("US dollars", price.usd, target.usd),
+        ("US dollars a month", price.usd_a_month, target.usd_a_month),
+        ("watts", price.watts, target.watts),
+    ):
+        if limit and value > limit:
+            yield Lack(value / limit, f"{rate(value)} {name}, {rate(limit)} at most were asked for")
+
+
+def _over_bound(target: Target, latency: Latency, which: str, *, is_rate: bool) -> Iterator[Lack]:
+    for name, seconds, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
+        if limit and 1e3 * seconds > limit:
+            text = f"{name} of {which} within {1e3 * seconds:.3g} ms, not {limit:g} ms"
+            yield Lack(1e3 * seconds / limit, text, is_rate=is_rate)
 
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
