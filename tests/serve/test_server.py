@@ -149,7 +149,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "port=70000": {"port": 70_000},
     "workers=0": {"workers": 0},
     "ddr='much' is not a size": {"ddr": "much"},
-    "pooled_cache='x' is not a size": {"pooled_cache": "x"},
     "request_seconds=nan": {"request_seconds": float("nan")},
     "grace_seconds=-1": {"grace_seconds": -1},
     "request_seconds = True: expected a number": {"request_seconds": True},

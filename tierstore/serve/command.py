@@ -25,7 +25,6 @@ _METAVARS: Final = {
     "store": "DIR",
     "model": "FILE.pt2",
     "ddr": "SIZE",
-    "pooled_cache": "SIZE",
     "dtype": "NAME",
     "policy": "NAME",
     "record": "FILE.npz",
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
-        kind = str if each.name == "pooled_cache" else type(default)
+        kind = type(default)
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
 

@@ -59,7 +59,6 @@ class ServeConfig:
     out_of_range: Literal["reject", "zero"] = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
     )
-    pooled_cache: int | str = option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
     warm_up: str = option(
         "auto",
         'rows to have in memory before the server is ready: "auto": those of its last run, "none", or a trace of '
@@ -84,7 +83,6 @@ class ServeConfig:
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")
-        parse_size(self.pooled_cache, name="pooled_cache")
         require_choice(self.policy, POLICIES, "policy")
         check_ranges(self)
         if self.max_queue_samples < self.max_batch_samples:
