@@ -3,19 +3,18 @@
 Does it save power to serve from SSD-backed memory? And what would it take to train twelve trillion parameters?
 """
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tierstore.plan import Host, Prediction, Setup, TableShape, Workload
+from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.parts import load_host
 from tierstore.plan.prediction import in_words
 from tierstore.plan.price import Pricing
-from tierstore.plan.search import SearchSpace, Target, describe_setup, search, with_parts
+from tierstore.plan.search import SearchSpace, Target, search, with_parts
 
 from ..common import Run, Table
 from ..parts import Part, Told
@@ -23,19 +22,7 @@ from ..parts import Part, Told
 __all__ = ["PART"]
 
 _SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)
-_ROW_SHARE: Final = 0.8
-_BOOKS_BYTES: Final = 12
-"""Of a row in memory, beside it, and what else a store of all rows in memory takes."""
 _POWER_ONLY: Final = Pricing(usd_per_kwh=1.0, pue=1.0)
-_MOST_GROUPS: Final = 64
-
-
-class _Fleet(NamedTuple):
-    """Hosts that serve a model: all rows in memory, or in tiers."""
-
-    setup: Setup
-    prediction: Prediction
-    watts: float
 
 
 def _model(config: dict[str, Any], model: dict[str, Any]) -> Workload:
@@ -77,53 +64,17 @@ def _without_price(host: Host) -> Host:
     )
 
 
-def _in_memory(workload: Workload, demand: Demand, hosts: Sequence[Host], target: Target, sizes: Any) -> _Fleet:
-    """The fleet of least power whose memory holds every row; its drives hold the files, and are not read."""
-    row_bytes = workload.layout(workload.tables[0]).row_bytes + _BOOKS_BYTES
-    whole = row_bytes * sum(table.num_embeddings for table in workload.tables)
-    found = []
-    for host in hosts:
-        still = replace(host, storage=tuple(replace(each, reads_per_s=1, read_latency_us=1e6) for each in host.storage))
-        for share in _SHARES:
-            group = math.ceil(whole / (_ROW_SHARE * share * host.ddr.capacity_bytes))
-            space = SearchSpace(
-                memory_shares=(share,),
-                row_shares=(_ROW_SHARE,),
-                dtypes=(workload.dtype,),
-                drives=(1,),
-                hosts=tuple(group * count for count in range(1, _MOST_GROUPS + 1)),
-            )
-            found += list(_tried(workload, demand, still, target, space, sizes))
-    return min(found, key=lambda fleet: fleet.watts)
-
-
-def _tried(
-    workload: Workload, demand: Demand, host: Host, target: Target, space: SearchSpace, sizes: Any
-) -> Iterator[_Fleet]:
-    try:
-        best = search(workload, demand, [host], target, space=space, pricing=_POWER_ONLY, query_sizes=sizes).best
-    except ValueError:  # no such fleet reaches the target
-        return
-    yield _Fleet(best.setup, best, best.price.watts)
-
-
-def _in_tiers(workload: Workload, demand: Demand, hosts: Sequence[Host], target: Target, sizes: Any) -> _Fleet:
-    space = SearchSpace(memory_shares=_SHARES, dtypes=(workload.dtype,))
-    found = search(workload, demand, hosts, target, space=space, pricing=_POWER_ONLY, query_sizes=sizes).best
-    return _Fleet(found.setup, found, found.price.watts)
-
-
-def _fleet_figures(fleet: _Fleet) -> dict[str, Any]:
-    latency = fleet.prediction.latency
+def _fleet_figures(found: Prediction) -> dict[str, Any]:
+    setup, latency = found.setup, found.latency
     return {
-        "setup": describe_setup(fleet.setup),
-        "hosts": fleet.setup.num_hosts,
-        "ddr_bytes_a_host": fleet.setup.host.ddr.capacity_bytes,
-        "drives_a_host": len(fleet.setup.host.storage),
-        "watts": fleet.watts,
-        "bottleneck": fleet.prediction.bottleneck,
+        "setup": describe_setup(setup),
+        "hosts": setup.num_hosts,
+        "ddr_bytes_a_host": setup.host.ddr.capacity_bytes,
+        "drives_a_host": len(setup.host.storage),
+        "watts": found.price.watts,
+        "bottleneck": found.bottleneck,
         "p99_s": None if latency is None else latency.p99_s,
-        "hit_rate": next(tier.hit_rate for tier in fleet.prediction.tiers if tier.tier == "ddr"),
+        "hit_rate": next(tier.hit_rate for tier in found.tiers if tier.tier == "ddr"),
     }
 
 
@@ -133,18 +84,22 @@ def _power(config: dict[str, Any]) -> list[dict[str, Any]]:
     for model in config["power_models"]:
         workload = _model(config, model)
         demand = Demand.analytic(workload)
-        target = Target(queries_per_s=config["power_queries_per_s"], p99_s=config["power_p99_ms"] / 1e3)
+        target = Target(queries_per_s=config["power_queries_per_s"], p99_ms=config["power_p99_ms"])
         sizes = tuple(float(size) for size in config["query_sizes"])
-        memory = _in_memory(workload, demand, hosts, target, sizes)
-        tiers = _in_tiers(workload, demand, hosts, target, sizes)
-        print(f"  {model['name']}: {memory.watts:,.0f} W in memory, {tiers.watts:,.0f} W in tiers", flush=True)
+        space = SearchSpace(memory_shares=_SHARES, dtypes=(workload.dtype,))
+        memory, tiers = (
+            search(workload, demand, hosts, target, space=own, pricing=_POWER_ONLY, query_sizes=sizes).best
+            for own in (replace(space, in_memory=True), space)
+        )
+        in_memory, in_tiers = memory.price.watts, tiers.price.watts
+        print(f"  {model['name']}: {in_memory:,.0f} W in memory, {in_tiers:,.0f} W in tiers", flush=True)
         found.append(
             {
                 "model": model,
                 "table_bytes": workload.table_bytes,
                 "memory": _fleet_figures(memory),
                 "tiers": _fleet_figures(tiers),
-                "saved": 1 - tiers.watts / memory.watts,
+                "saved": 1 - in_tiers / in_memory,
             }
         )
     return found

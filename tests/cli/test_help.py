@@ -234,7 +234,7 @@ HELP = {
                                [--admin-port N] [--workers N] [--max-batch-samples N] [--max-delay-us N]
                                [--max-queue-samples N] [--max-queue-requests N] [--request-seconds SECONDS]
                                [--body-bytes N] [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
-                               [--pooled-cache SIZE] [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
+                               [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
                                [--follow-seconds SECONDS] [--updates]
                                [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]
                                [--tls-key TEXT] [--log-level TEXT] [--log-text] [--traceback]
@@ -277,7 +277,6 @@ HELP = {
                                 time for a request to arrive whole (default: 30.0)
           --out-of-range TEXT   "reject": ids that are no rows are an error; "zero": they count as rows of zeros,
                                 and are counted (default: reject)
-          --pooled-cache SIZE   memory, beside --ddr, for pooled rows of bags asked for again; 0: none
           --warm-up TEXT        rows to have in memory before the server is ready: "auto": those of its last run,
                                 "none", or a trace of tierstore trace (default: auto)
           --record FILE.npz     file to record in which rows are looked up, for tierstore plan; workers add their

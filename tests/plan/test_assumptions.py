@@ -49,8 +49,10 @@ def test_each_is_told_with_the_answers_to_half_and_twice_of_it(folder: Path, tar
                 own = plan(asked(folder, *keys)).prediction
             else:
                 own = _with_key(folder, keys, each.figure, then.value)
-            assert (then.samples_per_s, then.usd) == pytest.approx((own.samples_per_s, own.price.usd))
-            assert then.bottleneck == own.bottleneck
+            assert then.fleet is not None
+            found_usd, found_speed = then.fleet.usd, then.fleet.samples_per_s
+            assert (found_speed, found_usd) == pytest.approx((own.samples_per_s, own.price.usd))
+            assert then.fleet.bottleneck == own.bottleneck
 
 
 def _with_key(folder: Path, keys: list[str], figure: str, value: float) -> Prediction:
@@ -84,6 +86,9 @@ def test_a_gpu_without_rows_is_a_warning(folder: Path) -> None:
     for size, number in (("0", 1), ("1GiB", 0)):
         found = plan(asked(folder, "setup.ddr=1MiB", f"setup.hbm={size}"))
         assert sum("GPUs are not used" in text for text in found.warnings) == number
+    for optimizer, number in (("sgd", 0), ("none", 1)):
+        found = plan(asked(folder, "setup.ddr=1MiB", "setup.hbm=1GiB", f"workload.optimizer={optimizer}"))
+        assert sum("tierstore serve has rows in DDR alone" in text for text in found.warnings) == number
 
 
 def test_the_first_question_of_the_page_is_answered_as_the_page_says(tmp_path: Path) -> None:

@@ -319,7 +319,17 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     costs_of(2, optimizer=shop_workload().optimizer).save("ranks.json")
     place = ["place", "--costs", "ranks.json", "shop.toml"]
-    for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./ranks.json"]):
+    for words in (
+        ["curve", "shop.npz", "--json", "shop.npz"],
+        [*place, "shop.toml"],
+        [*place, "./ranks.json"],
+        ["trace", "generate", "--samples", "5", "shop.toml", "shop.toml"],
+        ["trace", "convert", "shop.npz", "shop.npz"],
+        ["trace", "describe", "shop.npz", "--json", "shop.npz"],
+        ["run", "plan.toml", "--json", "plan.toml"],
+        ["run", "plan.toml", "--html", "shop.toml"],
+        ["gain", "plan.toml", "--json", "box.json"],
+    ):
         before = Path(words[-1]).read_bytes()
         for force in ([], ["--force"]):
             assert cli.main(["plan", *words, *force]) == 1

@@ -13,8 +13,9 @@ from tests.plan.commands import run
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of
+from tierstore.plan.assumptions import Fleet
 from tierstore.plan.demand import Demand
-from tierstore.plan.gain import Case, Fleet, Gain, Outcome, Scale, Span, figure_of, gain, saved, saved_share
+from tierstore.plan.gain import Case, Gain, Outcome, Scale, Span, figure_of, gain, saved, saved_share
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.planning import plan

@@ -13,6 +13,7 @@ import pytest
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
+from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.json_file import plain
@@ -21,8 +22,8 @@ from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import hosts_of, plan, query_sizes_of, setup_of, workload_of
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
+from tierstore.plan.report import describe
 from tierstore.plan.result import PlanResult, warnings_of
-from tierstore.plan.search import describe_setup
 from tierstore.plan.traces import generate
 from tierstore.settings.sections import ConfigError
 from tierstore.trace import write_trace
@@ -272,6 +273,7 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["workload.file="], r"workload\.preset = '': give one of .*rmc1"),
         (["workload.file=", "workload.preset=rmc11"], r"did you mean 'rmc1'"),
         (["workload.optimizer=adams"], r"workload: optimizer='adams' is not one of none, sgd"),
+        (["workload.dtype=int8", "setup.ddr=8MiB"], r"workload: dtype='int8': such rows are looked up, not trained"),
         (["host.file="], r"host\.name = '': give one of workstation"),
         (["host.file=", "host.name=server-2"], r"did you mean 'server-2s'\?"),
         (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
@@ -307,3 +309,9 @@ def test_alternatives_are_told_by_their_setups(found: PlanResult) -> None:
     assert [each["setup"] for each in fields["alternatives"]] == [
         describe_setup(each.setup) for each in found.alternatives
     ]
+
+
+def test_every_host_that_is_asked_about_is_named(asked: Asked) -> None:
+    found = plan(asked("target.samples_per_s=100", 'host.others=["server-2s"]', "search.memory_shares=[0.01]"))
+    assert found.hosts == (SHOP_HOST.name, "server-2s")
+    assert f"on {SHOP_HOST.name}, server-2s target: " in " ".join(describe(found).split())

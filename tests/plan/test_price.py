@@ -7,15 +7,16 @@ import pytest
 
 from tests.plan.hosts import DRIVE, GIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan.model import predict
-from tierstore.plan.price import Pricing, drive_writes_a_day, host_usd, host_watts, price_of, years_of_life
+from tierstore.plan.price import Pricing, drive_writes_a_day, price_of, years_of_life
 
 PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0, hours_a_day=12.0)
 
 
 def test_a_host_is_the_sum_of_its_parts() -> None:
     host = make_host(drives=3, gpus=2)
-    assert host_watts(host) == 50 + 100 + 20 + 3 * 10 + 2 * 300
-    assert host_usd(host) == 500 + 1000 + 640 + 3 * 100 + 2 * 10_000
+    found = price_of(host, 1, PRICING)
+    assert found.watts == 50 + 100 + 20 + 3 * 10 + 2 * 300
+    assert found.usd == 500 + 1000 + 640 + 3 * 100 + 2 * 10_000
 
 
 def test_a_month_is_a_part_of_the_price_and_power() -> None:

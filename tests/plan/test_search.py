@@ -9,10 +9,11 @@ import pytest
 
 from tests.plan.hosts import DRIVE, GIB, make_host, make_workload
 from tierstore.plan import Host, Memory, Prediction, Setup
+from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.price import Pricing, years_of_life
-from tierstore.plan.search import SearchResult, SearchSpace, Target, describe_setup, search, with_parts
+from tierstore.plan.search import SearchResult, SearchSpace, Target, search, with_parts
 
 TRAINED = make_workload(rows=2_000_000, tables=2)
 SERVED = make_workload(rows=2_000_000, tables=2, training=False, batch_samples=100)
@@ -73,7 +74,7 @@ def test_runners_up_are_of_other_parts_and_failures_say_why() -> None:
     assert shortfalls == sorted(shortfalls)
     for failure in found.failures:
         assert failure.shortfall > 1
-        assert "too slow by" in failure.reason or "wear out" in failure.reason or "does not fit" in failure.reason
+        assert "of 60,000 samples" in failure.reason or "wear out" in failure.reason or "does not fit" in failure.reason
 
 
 def test_the_same_arguments_find_the_same() -> None:
@@ -92,8 +93,8 @@ def test_the_cheaper_host_is_chosen_and_drives_that_last() -> None:
 
 @pytest.mark.parametrize("rate", [20_000.0, 150_000.0])
 def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
-    target = Target(queries_per_s=rate, p99_s=0.006)
-    space = replace(SPACE, hosts=(1, 200), workers=(1, 2))
+    target = Target(queries_per_s=rate, p99_ms=6.0)
+    space = replace(SPACE, hosts=tuple(range(1, 201)), workers=(1, 2))
     found = find(target, SERVED, space=space, query_sizes=(50.0, 100.0, 300.0)).best
     assert found.latency is not None
     assert found.latency.queries_per_s == rate
@@ -104,6 +105,13 @@ def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     less = predict(fewer, DEMANDS[SERVED], queries_per_s=rate, query_sizes=(50.0, 100.0, 300.0))
     assert less.latency is not None
     assert less.latency.p99_s > 0.006
+
+
+@pytest.mark.parametrize("target", [Target(usd=20_000.0), Target(queries_per_s=6e3), Target(samples_per_s=6e5)])
+@pytest.mark.parametrize("hosts", [(1, 4), (2, 5, 6), (3, 5, 6)])
+def test_serving_takes_as_many_hosts_as_the_space_has(target: Target, hosts: tuple[int, ...]) -> None:
+    found = find(target, SERVED, space=replace(SPACE, hosts=hosts, workers=(1,), drives=(1,)))
+    assert {each.setup.num_hosts for each in (found.best, *found.runners_up)} <= set(hosts)
 
 
 def test_no_rows_of_few_bits_in_device_memory() -> None:
@@ -121,16 +129,18 @@ def test_no_rows_of_few_bits_in_device_memory() -> None:
 
 def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> None:
     fastest = max(each.samples_per_s for each in everything())
-    with pytest.raises(ValueError, match=r"no setup meets the target; the nearest, .*: too slow by") as told:
-        find(Target(samples_per_s=1e9))
-    assert f"{fastest:,.0f} samples/s; what stops it is: " in str(told.value)
     with pytest.raises(
-        ValueError, match=r"p99 of queries that never wait is .* ms, .* times the limit; what stops it is"
+        ValueError, match=r"no setup meets the target; the nearest, .* of 1,000,000,000 samples/s"
+    ) as told:
+        find(Target(samples_per_s=1e9))
+    assert f": {fastest:,.0f} of 1,000,000,000 samples/s; what stops it is: " in str(told.value)
+    with pytest.raises(
+        ValueError, match=r"99 % of queries that never wait within .* ms, not 0\.01 ms; what stops it is"
     ):
-        find(Target(queries_per_s=10.0, p99_s=1e-5), SERVED)
-    with pytest.raises(ValueError, match=r"too slow: at most .* queries/s"):
-        find(Target(queries_per_s=1e7, p99_s=1.0), SERVED)
-    with pytest.raises(ValueError, match=r"usd is .* times the limit"):
+        find(Target(queries_per_s=10.0, p99_ms=0.01), SERVED)
+    with pytest.raises(ValueError, match=r": .* of 10,000,000 queries/s; what stops it is"):
+        find(Target(queries_per_s=1e7, p99_ms=1000.0), SERVED)
+    with pytest.raises(ValueError, match=r"US dollars, 10 at most were asked for"):
         find(Target(usd=10.0))
     with pytest.raises(ValueError, match=r"does not fit: SSD"):
         find(Target(usd=10_000.0), hosts=(replace(HOST, storage=(replace(DRIVE, capacity_bytes=1e6),)),))
@@ -140,20 +150,24 @@ def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> 
     ("wrong", "said"),
     [
         ({}, "names no rate and no limit"),
-        ({"p99_s": 0.1, "usd": 1.0}, "needs queries_per_s"),
-        ({"usd": 0.0}, "usd=0.0: expected more than 0"),
+        ({"p99_ms": 100.0, "usd": 1.0}, "needs queries_per_s"),
+        ({"usd": -1.0}, "usd=-1.0: expected a number from 0"),
+        ({"samples_per_s": 1.0, "queries_per_s": 1.0}, "queries_per_s=1.0: samples_per_s is given too"),
         ({"samples_per_s": math.nan}, "samples_per_s=nan"),
     ],
 )
 def test_targets_that_cannot_be(wrong: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Target(**wrong)
+        find(Target(**wrong))
 
 
 def test_searches_that_cannot_be() -> None:
     target = Target(samples_per_s=1.0)
     with pytest.raises(ValueError, match="no host"):
         find(target, hosts=())
+    with pytest.raises(ValueError, match="ask for drives and GPUs that they have"):
+        find(target, space=replace(SPACE, drives=(5,)))
+    assert find(target, space=replace(SPACE, drives=(2, 5))) == find(target, space=replace(SPACE, drives=(2,)))
     with pytest.raises(ValueError, match="queries_per_s is a target of serving"):
         find(Target(queries_per_s=1.0))
     with pytest.raises(ValueError, match=r"the grid has [\d,]+ setups; at most 100,000"):
@@ -168,5 +182,6 @@ def test_parts_of_a_host_and_its_line() -> None:
     assert (host.ddr.capacity_bytes, host.ddr.watts, host.ddr.usd) == (16 * GIB, 5.0, 160.0)
     assert (len(host.storage), len(host.accelerators)) == (3, 1)
     setup = Setup(workload=SERVED, host=host, ddr_bytes=8 * GIB, hbm_bytes=GIB, replicas=2, workers=4)
-    line = "2 x box with 1 of 2 GPUs (16.0 GiB DDR, 3 SSDs, 1 GPU; 8.0 GiB of it for float32 rows, 4 workers)"
+    memory, gpus = "16.0 GiB DDR, 8.0 GiB of it for float32 rows", "1 GPU, 1.0 GiB HBM of each for rows"
+    line = f"2 x box with 1 of 2 GPUs ({memory}; {gpus}; 3 SSDs; 4 workers)"
     assert describe_setup(setup) == line

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 from tierstore.pool.stats import Stats, TierStats
-from tierstore.serve.source import PooledStats, State, TableInfo
+from tierstore.serve.source import State, TableInfo
 
 WAIT_SECONDS = 20
 
@@ -52,7 +52,6 @@ class FakeSource:
                 bytes_read=777,
             ),
         )
-        self.cached: PooledStats | None = PooledStats(300, 100, 1 << 19)
         self.named_tables = [TableInfo("item", 1_000_000, 64, "float32")]
         self.queued: dict[str, int] = {"dlrm": 17, "items": 0}
 
@@ -64,7 +63,6 @@ class FakeSource:
             newest_version=self.newest_version,
             staleness_seconds=self.staleness_seconds,
             tiers=self.tiers,
-            pooled=self.cached,
             tables=self.named_tables,
             queued_samples=self.queued,
         )

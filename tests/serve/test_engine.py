@@ -539,21 +539,6 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Pa
         assert server.engine.state().tiers.ddr.bytes <= 400 << 10
 
 
-def test_kept_bags_change_no_answer_and_leave_with_their_version(writer: Writer, store_dir: Path) -> None:
-    ids, lengths = list(range(20)) * 3, [20, 20, 20]
-    with serving(store_dir, pooled_cache="1MiB") as server, Client(server.url) as client:
-        for version in (1, 2, 3):
-            if version > 1:
-                number(writer, version)
-                wait_for(lambda version=version: server.engine.version == version)
-            for _ in range(2):
-                assert (client.pooled(ids, lengths, table="t") == 20.0 * version).all()
-        pooled = server.status()["pooled"]
-        assert (pooled["hits"], pooled["misses"]) == (9, 9)
-        assert 0 < pooled["bytes"] <= 1 << 20
-        assert server.metric("tierstore_pooled_hits_total") == 9
-
-
 def test_health_says_when_it_drains(server: InThread) -> None:
     assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
     assert httpx.post(f"{server.admin}/admin/drain", headers=ADMIN).json() == {"draining": True}

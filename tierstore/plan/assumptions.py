@@ -17,26 +17,38 @@ _NAMES: Final[dict[Figure, str]] = {
 }
 
 
+class Fleet(NamedTuple):
+    """Hosts of one kind, and what they do.
+
+    Attributes:
+        machines: as ``machines_of``.
+        usd: to buy; usd_a_month: with power.
+        p99_s: of queries at the target's rate; None in training.
+    """
+
+    machines: str
+    num_hosts: int
+    usd: float
+    usd_a_month: float
+    watts: float
+    samples_per_s: float
+    p99_s: float | None
+    bottleneck: str
+
+
 class WhatIf(NamedTuple):
     """The answer if a figure were another.
 
     Attributes:
         factor, value: the figure, and of how many times what was assumed.
-        machines: as ``machines_of``; "" if nothing meets the target then, and all below is None.
-        p99_s: of queries at the target's rate; None in training.
+        fleet: None if nothing meets the target then.
         reason: why nothing meets the target; else "".
     """
 
     factor: float
     value: float
-    machines: str
-    samples_per_s: float | None
-    p99_s: float | None
-    usd: float | None
-    usd_a_month: float | None
-    watts: float | None
-    bottleneck: str | None
-    reason: str
+    fleet: Fleet | None
+    reason: str = ""
 
 
 class Assumption(NamedTuple):
@@ -80,6 +92,34 @@ def machines_of(setup: Setup) -> str:
     return f"{setup.num_hosts} x {host.name} ({', '.join(parts)})"
 
 
+def describe_setup(setup: Setup) -> str:
+    """Its machines and budgets, in one line."""
+    host = setup.host
+    of_it = [f"{format_size(setup.ddr_bytes)} of it for {setup.workload.dtype} rows"]
+    of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
+    if setup.hbm_bytes:
+        parts.append(f"{some(len(host.accelerators), 'GPU')}, {format_size(setup.hbm_bytes)} HBM of each for rows")
+    parts += [some(len(host.storage), "SSD")] if host.storage else []
+    parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
+    return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"
+
+
+def fleet_of(found: Prediction) -> Fleet:
+    """The prediction's."""
+    price, latency = found.price, found.latency
+    return Fleet(
+        machines=machines_of(found.setup),
+        num_hosts=found.setup.num_hosts,
+        usd=price.usd,
+        usd_a_month=price.usd_a_month,
+        watts=price.watts,
+        samples_per_s=found.samples_per_s,
+        p99_s=None if latency is None else latency.p99_s,
+        bottleneck=found.bottleneck,
+    )
+
+
 def assumed_words(workload: Workload) -> str:
     """All of it, for a sentence."""
     return "; ".join(_text(workload, each) for each in workload.assumed)
@@ -114,16 +154,5 @@ def _what_if(workload: Workload, assumed: Assumed, factor: float, answer: Callab
     try:
         found = answer(replace(times(workload, assumed, factor), assumed=()))
     except ValueError as error:
-        return WhatIf(factor, value, "", None, None, None, None, None, None, str(error))
-    return WhatIf(
-        factor,
-        value,
-        machines_of(found.setup),
-        found.samples_per_s,
-        None if found.latency is None else found.latency.p99_s,
-        found.price.usd,
-        found.price.usd_a_month,
-        found.price.watts,
-        found.bottleneck,
-        "",
-    )
+        return WhatIf(factor, value, None, str(error))
+    return WhatIf(factor, value, fleet_of(found))

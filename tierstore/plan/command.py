@@ -14,6 +14,7 @@ from ..system.terminal import command as _part
 if TYPE_CHECKING:
     from .accesses import Accesses
     from .curves import CurveOptions, MissRatioCurve
+    from .plan_file import PlanFile
 
 _MEET_SECONDS: Final = 300
 
@@ -27,11 +28,12 @@ def _require_writable(path: str | None, sources: list[str], *, force: bool) -> N
         require_new(Path(path), force=force)
 
 
-def _require_outputs(options: argparse.Namespace) -> None:
-    """The same of a page and of JSON."""
+def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
+    """The same of a page and of JSON, which are none of the files that the plan is made of."""
     outputs = [path for path in (options.html, options.json) if path]
+    host, named = asked.host, (asked.workload.file, asked.trace.path, asked.target.query_sizes)
     for path in outputs:
-        _require_writable(path, [], force=options.force)
+        _require_writable(path, [options.plan_file, host.file, *host.others, *named], force=options.force)
     if len({Path(path).resolve() for path in outputs}) < len(outputs):
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
@@ -62,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan_file is None:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_outputs(options)
+    _require_outputs(options, asked)
     from .report import describe, page_of, plotly_source
 
     if options.html:
@@ -84,7 +86,7 @@ def _gain(options: argparse.Namespace) -> int:
     from .report import describe_gain, gain_page_of
 
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_outputs(options)
+    _require_outputs(options, asked)
     with progress_bar("gain", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         found = gain(asked, progress=lambda stage, done, total: show(done, total, f"gain: {stage}"))
     print(describe_gain(found, colours=sys.stdout.isatty()))
@@ -284,6 +286,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected 1 or more")
+    _require_writable(options.out, [options.workload], force=options.force)
     workload = load_workload(options.workload)
     if options.scale != 1:
         workload = scaled(workload, options.scale)
@@ -298,10 +301,18 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
-    from .traces import read_accesses, write_accesses
+def _read(options: argparse.Namespace, out: str | None) -> "Accesses":
+    """The trace, once it is known that ``out`` can be written."""
+    from .traces import read_accesses
 
-    accesses = read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
+    _require_writable(out, [options.source], force=options.force)
+    return read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .traces import write_accesses
+
+    accesses = _read(options, options.out)
     write_accesses(accesses, options.out, format=options.format, force=options.force)
     print(f"{options.out}: {len(accesses.keys):,} accesses in {accesses.num_batches:,} batches")
     return 0
@@ -309,18 +320,16 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _describe(options: argparse.Namespace) -> int:
     from .json_file import write_json
-    from .traces import describe, read_accesses
+    from .traces import describe
 
-    summary = describe(
-        read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
-    )
+    summary = describe(_read(options, options.json))
     print(summary.text())
     if options.json:
         write_json(summary.to_dict(), options.json, force=options.force)
     return 0
 
 
-_READ: Final = (
+_SOURCE: Final = (
     _arg("source", metavar="IN", help="the trace to read"),
     _arg("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)"),
     _arg("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches"),
@@ -353,14 +362,14 @@ _TRACE_COMMANDS: Final[Mapping[str, Command]] = {
     ),
     "convert": _part(
         _convert,
-        (_READ[0], _WRITTEN[0], *_READ[1:], *_WRITTEN[1:]),
+        (_SOURCE[0], _WRITTEN[0], *_SOURCE[1:], *_WRITTEN[1:]),
         "write a trace in another format",
         "Read a trace in one format and write it in another, as for simulators of caches.",
         "example:\n  tierstore plan trace convert run.npz run.oracleGeneral",
     ),
     "describe": _part(
         _describe,
-        (*_READ, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
+        (*_SOURCE, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
         "say what is in a trace",
         "Count accesses and rows by table, and how often rows are used again.",
         "example:\n  tierstore plan trace describe run.npz",

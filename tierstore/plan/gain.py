@@ -7,36 +7,17 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
-from .assumptions import FACTORS, figure_name, machines_of
+from .assumptions import FACTORS, Fleet, figure_name, fleet_of
 from .demand import Demand
 from .host import Accelerator, Host, Memory, Storage
 from .json_file import plain
 from .plan_file import PlanFile
 from .planning import Progress, Question, question_of
-from .prediction import Prediction
 from .presets import scaled
 from .workload import Workload, times
 
 TIMES_ROWS: Final = (1, 2, 10)
 _Part = TypeVar("_Part", Host, Memory, Storage, Accelerator)
-
-
-class Fleet(NamedTuple):
-    """The cheapest hosts of one kind that meet the target.
-
-    Attributes:
-        machines: as ``machines_of``.
-        usd: to buy; usd_a_month: with power.
-    """
-
-    machines: str
-    num_hosts: int
-    usd: float
-    usd_a_month: float
-    watts: float
-    samples_per_s: float
-    p99_s: float | None
-    bottleneck: str
 
 
 Metric = Callable[[Fleet], float]
@@ -235,23 +216,9 @@ def _outcome(question: Question, workload: Workload, demand: Demand) -> Outcome:
 def _cheapest(question: Question, workload: Workload, demand: Demand) -> tuple[Fleet | None, str]:
     """Or why there is none."""
     try:
-        return _fleet(question.answer(workload, demand).prediction), ""
+        return fleet_of(question.answer(workload, demand).best), ""
     except ValueError as error:
         return None, str(error)
-
-
-def _fleet(found: Prediction) -> Fleet:
-    price, latency = found.price, found.latency
-    return Fleet(
-        machines=machines_of(found.setup),
-        num_hosts=found.setup.num_hosts,
-        usd=price.usd,
-        usd_a_month=price.usd_a_month,
-        watts=price.watts,
-        samples_per_s=found.samples_per_s,
-        p99_s=None if latency is None else latency.p99_s,
-        bottleneck=found.bottleneck,
-    )
 
 
 # Prices that are off

@@ -11,7 +11,6 @@ from .demand import Demand
 from .host import Host
 from .model import predict
 from .prediction import Prediction, Setup
-from .price import Pricing
 from .result import Grid, Line, Marginal
 
 _STEP: Final = 0.1
@@ -23,9 +22,6 @@ _BATCH_FACTORS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 _LEAST: Final = 1024
 """The smallest budget is one of so many parts of all rows."""
 
-Predict = Callable[[Setup, Demand], Prediction]
-"""``model.predict`` with its other arguments given."""
-
 
 class _Change(NamedTuple):
     resource: str
@@ -34,7 +30,7 @@ class _Change(NamedTuple):
     usd: float | None
 
 
-def marginal_values(setup: Setup, demand: Demand, pricing: Pricing | None = None) -> tuple[Marginal, ...]:
+def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     """Of a tenth more of each resource, of 1 GiB more of each kind of memory, and of a core more; the best first.
 
     Memory that is more is used, by rows or as page cache; the host then has so much more of it. A tenth of the drives'
@@ -42,12 +38,12 @@ def marginal_values(setup: Setup, demand: Demand, pricing: Pricing | None = None
 
     Raises: as ``predict``.
     """
-    before = predict(setup, demand, pricing=pricing).samples_per_s
+    before = predict(setup, demand).samples_per_s
     found = [
         Marginal(
             change.resource,
             change.text,
-            predict(change.setup, demand, pricing=pricing).samples_per_s - before,
+            predict(change.setup, demand).samples_per_s - before,
             None if change.usd is None else change.usd * setup.num_hosts,
         )
         for change in _changes(setup)
@@ -137,12 +133,10 @@ def _ddr_sizes(setup: Setup, steps: int = 2) -> tuple[float, ...]:
     return tuple(setup.ddr_bytes * 2 ** (power / steps) for power in range(first, last + 1))
 
 
-def ddr_line(setup: Setup, demand: Demand, predicted: Predict, steps: int = 2) -> Line:
+def ddr_line(setup: Setup, demand: Demand, steps: int = 2) -> Line:
     """Over the budget of host memory; beyond what the host has, as if it had more."""
     sizes = _ddr_sizes(setup, steps)
-    return _line(
-        "DDR for rows", "bytes", sizes, setup.ddr_bytes, lambda size: predicted(_with_ddr(setup, size), demand)
-    )
+    return _line("DDR for rows", "bytes", sizes, setup.ddr_bytes, lambda size: predict(_with_ddr(setup, size), demand))
 
 
 def _with_ddr(setup: Setup, ddr_bytes: float) -> Setup:
@@ -176,42 +170,42 @@ def _line(
     )
 
 
-def batch_line(setup: Setup, policy: str, predicted: Predict) -> Line:
+def batch_line(setup: Setup, policy: str) -> Line:
     """Over the samples of a batch; by the law of the tables, since a trace has its own batches."""
 
     def at(samples: float) -> Prediction:
         workload = replace(setup.workload, batch_samples=int(samples))
-        return predicted(replace(setup, workload=workload), Demand.analytic(workload, policy))
+        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
 
     now = setup.workload.batch_samples
     values = sorted({float(max(1, round(now * factor))) for factor in _BATCH_FACTORS})
     return _line("batch", "samples", values, float(now), at)
 
 
-def exponent_line(setup: Setup, policy: str, predicted: Predict) -> Line:
+def exponent_line(setup: Setup, policy: str) -> Line:
     """Over how uneven the accesses are: the exponents of all tables, moved together."""
 
     def at(shift: float) -> Prediction:
         tables = tuple(replace(each, exponent=max(0.0, each.exponent + shift)) for each in setup.workload.tables)
         workload = replace(setup.workload, tables=tables)
-        return predicted(replace(setup, workload=workload), Demand.analytic(workload, policy))
+        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
 
     return _line("change of all exponents", "", _SHIFTS, 0.0, at)
 
 
-def grid_of(setup: Setup, demand: Demand, predicted: Predict) -> Grid | None:
+def grid_of(setup: Setup, demand: Demand) -> Grid | None:
     """Budgets of memory by reads of the drives; None without drives."""
     drives = setup.host.storage
     now = sum(drive.reads_per_s for drive in drives)
     # The plan's own is among the most, and what is smallest changes least.
-    sizes = ddr_line(setup, demand, predicted, steps=1).values[-_GRID_SIZES:]
+    sizes = ddr_line(setup, demand, steps=1).values[-_GRID_SIZES:]
     if not now or len(sizes) < 2:
         return None
 
     def samples_per_s(size: float, factor: float) -> float:
         own = _with_ddr(setup, size)
         faster = tuple(replace(drive, reads_per_s=max(1.0, drive.reads_per_s * factor)) for drive in drives)
-        return predicted(replace(own, host=replace(own.host, storage=faster)), demand).samples_per_s
+        return predict(replace(own, host=replace(own.host, storage=faster)), demand).samples_per_s
 
     rows = tuple(tuple(samples_per_s(size, factor) for size in sizes) for factor in _FACTORS)
     return Grid(sizes, tuple(now * factor for factor in _FACTORS), rows, setup.ddr_bytes, now)

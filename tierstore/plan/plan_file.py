@@ -4,28 +4,25 @@ Each section is a dataclass; the help beside a field is what ``tierstore plan ru
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from ..settings import sections
-from ..settings.names import nearest
 from ..settings.options import option
 from ..settings.sections import ConfigError, Override
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
-from .curves import POLICIES
 from .host import Checked
 from .price import Pricing
-from .search import SearchSpace
+from .search import SearchSpace, Target
 from .workload import TableSpec
 
 _MAX_SCALE: Final = 1e6
-_MAX_RATE: Final = 1e12
 _MAX_HOSTS: Final = 1 << 16
 _MAX_PARTS: Final = 1 << 10
-_MODELLED: Final = ("auto", "lru", "lfu", "tinylfu")
+CurvePolicy = Literal["auto", "lru", "lfu", "tinylfu", "perfect-lfu", "opt"]
 
 
 def _require_size(section: str, key: str, value: int | str) -> None:
@@ -38,11 +35,6 @@ def _require_size(section: str, key: str, value: int | str) -> None:
             f'{section}.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host has or '
             '"5% of tables"'
         ) from None
-
-
-def _require_policy(key: str, value: str, policies: Sequence[str]) -> None:
-    if value not in policies:
-        raise ConfigError(f"{key} = {excerpt(value)}: {nearest(value, policies, all_are='policies are')}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +65,13 @@ class WorkloadSection(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSection:
+class TraceSection(Checked):
     """[trace]: which rows are asked for. Without one the tables' exponents say it."""
 
     path: str = option("", "a trace: .npz of tierstore trace, .npy, .oracleGeneral")
-    sampling_rate: float = option(1.0, "share of its rows that are looked at; 0.01 is enough for long traces")
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sampling_rate <= 1:
-            raise ConfigError(f"trace.sampling_rate = {self.sampling_rate}: expected a number above 0, up to 1")
+    sampling_rate: float = option(
+        1.0, "share of its rows that are looked at; 0.01 is enough for long traces", low=1e-9, high=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +102,9 @@ class SetupSection(Checked):
     hosts: int = option(
         0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
     )
-    policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
+    policy: Literal["auto", "lru", "lfu", "tinylfu"] = option(
+        "auto", "which rows leave memory first: auto, lru, lfu or tinylfu"
+    )
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
     rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
@@ -128,42 +120,22 @@ class SetupSection(Checked):
         super().__post_init__()
         for key in ("ddr", "hbm", "page_cache"):
             _require_size("setup", key, getattr(self, key))
-        _require_policy("setup.policy", self.policy, _MODELLED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetSection(Checked):
+class TargetSection(Target):
     """[target]: what the setup must reach. 0: not asked for."""
 
-    samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
-    queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
-    p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
-    p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
     query_sizes: str = option("", 'file with samples of queries, each as likely, as 100, 200; "": all alike')
-    usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
-    usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
-    watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples_per_s and self.queries_per_s:
-            raise ConfigError(
-                f"target.queries_per_s = {self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvesSection(Checked):
     """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
 
-    policies: tuple[str, ...] = option((), "others to compare with: auto, lru, lfu, tinylfu, perfect-lfu, opt")
+    policies: tuple[CurvePolicy, ...] = option((), "others to compare with: auto, lru, lfu, tinylfu, perfect-lfu, opt")
     by_table: bool = option(False, "a curve for each table")
     windows: int = option(0, "parts of the trace, each with its own curve, to see drift; 0: none", low=0, high=100)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for policy in self.policies:
-            _require_policy("curves.policies", policy, ("auto", *POLICIES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from .assumptions import assumed_words, assumptions_of
 from .curves import CurveOptions, by_table, curve, windows
 from .demand import Demand
 from .host import Host, with_accelerators
-from .marginal import Predict, batch_line, ddr_line, exponent_line, grid_of, marginal_values
+from .marginal import batch_line, ddr_line, exponent_line, grid_of, marginal_values
 from .model import predict
 from .parts import host_names, load_host
 from .plan_file import PlanFile, SetupSection
@@ -30,7 +30,7 @@ from .result import (
     sources_of,
     warnings_of,
 )
-from .search import SearchResult, SearchSpace, Target, search, with_memory
+from .search import SearchResult, SearchSpace, search, with_memory
 from .tiers import pool_loads
 from .traces import read_accesses
 from .workload import Workload, specified
@@ -63,43 +63,42 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
 
     tell(0)
     question, workload = question_of(asked)
-    sizes, accesses = question.sizes, question.accesses
+    accesses = question.accesses
     demand = question.demand(workload)
     tell(1)
-    prediction, found = question.answer(workload, demand)
-    setup = prediction.setup
+    found = question.answer(workload, demand)
+    setup = found.best.setup
     demand = demand.laid_out(setup.workload)
     tell(2)
 
     def answer(other: Workload) -> Prediction:
         own = demand if other.tables == workload.tables else question.demand(other)
-        return question.answer(other, own).prediction
+        return question.answer(other, own).best
 
     assumptions = assumptions_of(workload, answer)
     tell(3)
-    # Without a rate of queries: latencies take long to simulate, and no plot shows them.
-    quick: Predict = partial(predict, query_sizes=sizes, pricing=asked.pricing)
     curves = _curves(asked, setup, demand, accesses)
     tell(4)
-    gains = marginal_values(setup, demand, asked.pricing)
-    lines = _lines(setup, demand, quick, has_trace=accesses is not None)
-    grid = grid_of(setup, demand, quick)
+    gains = marginal_values(setup, demand)
+    lines = _lines(setup, demand, has_trace=accesses is not None)
+    grid = grid_of(setup, demand)
     result = PlanResult(
         assumptions=assumptions,
         asked=asked,
-        prediction=prediction,
-        searched=found is not None,
-        num_setups=1 if found is None else found.num_setups,
+        prediction=found.best,
+        hosts=tuple(host.name for host in question.hosts),
+        searched=not asked.is_fixed,
+        num_setups=found.num_setups,
         curves=curves,
         gains=gains,
         lines=lines,
         grid=grid,
-        alternatives=() if found is None else _alternatives(found, asked.search.runners_up),
+        alternatives=_alternatives(found, asked.search.runners_up),
         price_parts=price_parts_of(setup),
         warnings=(
-            *warnings_of(asked, prediction),
+            *warnings_of(asked, found.best),
             *dict.fromkeys(each.curve.warning for each in curves if each.curve.warning),
-            *(() if found is None else _unused(asked)),
+            *(() if asked.is_fixed else _unused(asked)),
         ),
         sources=sources_of(asked, setup, accesses),
     )
@@ -122,8 +121,8 @@ class Question(NamedTuple):
         made = partial(curve, prefetch_depth=_ahead(self.asked.setup.prefetch_depth, workload))
         return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate, make_curve=made)
 
-    def answer(self, workload: Workload, demand: Demand) -> "Answer":
-        """What the given setup does, or the cheapest that meets the target.
+    def answer(self, workload: Workload, demand: Demand) -> SearchResult:
+        """What the given setup does, which is then the only one; or the cheapest that meets the target.
 
         Raises:
             ValueError: there is none; says what is nearest, and what was assumed.
@@ -132,23 +131,17 @@ class Question(NamedTuple):
         if asked.is_fixed:
             setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
             prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
-            return Answer(prediction, None)
-        target, space = _target_of(asked), _space_of(asked, workload)
+            return SearchResult(prediction, (), (), 1)
+        target, space = asked.target, _space_of(asked, workload)
         try:
-            found = search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
+            target.require()
+        except ValueError as error:
+            raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
+        try:
+            return search(workload, demand, self.hosts, target, space=space, pricing=pricing, query_sizes=self.sizes)
         except ValueError as error:
             assumed = f"; assumed: {assumed_words(workload)}" if workload.assumed else ""
             raise ValueError(f"{error}{assumed}") from None
-        return Answer(found.best, found)
-
-
-class Answer(NamedTuple):
-    """Attributes:
-    found: of a search.
-    """
-
-    prediction: Prediction
-    found: SearchResult | None
 
 
 def question_of(asked: PlanFile) -> tuple[Question, Workload]:
@@ -221,11 +214,11 @@ def _ahead(prefetch_depth: int, workload: Workload) -> int:
     return prefetch_depth if workload.is_training else 0
 
 
-def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool) -> tuple[Line, ...]:
-    memory = ddr_line(setup, demand, predicted)
+def _lines(setup: Setup, demand: Demand, *, has_trace: bool) -> tuple[Line, ...]:
+    memory = ddr_line(setup, demand)
     if has_trace:
         return (memory,)
-    return memory, batch_line(setup, demand.policy, predicted), exponent_line(setup, demand.policy, predicted)
+    return memory, batch_line(setup, demand.policy), exponent_line(setup, demand.policy)
 
 
 # What the file names
@@ -346,22 +339,6 @@ def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
         raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _target_of(asked: PlanFile) -> Target:
-    """What the search must reach.
-
-    Raises:
-        ValueError: the section asks for nothing.
-    """
-    section = asked.target
-    given: dict[str, float] = {"p95_s": 1e-3 * section.p95_ms, "p99_s": 1e-3 * section.p99_ms}
-    alike = ("samples_per_s", "queries_per_s", "usd", "usd_a_month", "watts")
-    given |= {name: getattr(section, name) for name in alike}
-    try:
-        return Target(**{name: value for name, value in given.items() if value})
-    except ValueError as error:
-        raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
 
 
 def _space_of(asked: PlanFile, workload: Workload) -> SearchSpace:

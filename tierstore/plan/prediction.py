@@ -12,7 +12,7 @@ from .workload import Workload
 
 _MOST: Final = 1e18
 FLOAT_BYTES: Final = 4
-TierName = Literal["hbm", "ddr", "ssd", "remote"]
+TierName = Literal["hbm", "ddr", "ssd"]
 
 _IN_WORDS: Final = {
     "batch": "fixed work of a batch",

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ..settings.options import option
-from .host import Accelerator, Checked, Host, Memory, Processor, Storage
+from .host import Checked, Host, Storage
 from .prediction import Prediction, Price
 
 _SECONDS_A_DAY: Final = 86_400.0
@@ -31,26 +31,13 @@ class Pricing(Checked):
     warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
 
 
-def host_watts(host: Host) -> float:
-    """Of a host in use; an accelerator's watts include its memory's."""
-    return host.watts + sum(part.watts for part in _parts(host))
-
-
-def host_usd(host: Host) -> float:
-    """To buy one; an accelerator's price includes its memory's."""
-    return host.usd + sum(part.usd for part in _parts(host))
-
-
-def _parts(host: Host) -> tuple[Processor | Memory | Storage | Accelerator, ...]:
-    return host.processor, host.ddr, *host.storage, *host.accelerators
-
-
 def price_of(host: Host, count: int, pricing: Pricing) -> Price:
-    """Of so many hosts: what they draw, what they cost, and both a month.
+    """Of so many hosts: what they draw, what they cost, and both a month. An accelerator's include its memory's.
 
     ``usd / months + watts / 1000 * PUE * hours a month * usd per kWh``.
     """
-    watts, usd = count * host_watts(host), count * host_usd(host)
+    parts: tuple[Any, ...] = (host, host.processor, host.ddr, *host.storage, *host.accelerators)
+    watts, usd = count * sum(part.watts for part in parts), count * sum(part.usd for part in parts)
     power = watts / 1000 * pricing.pue * pricing.hours_a_day * _DAYS_A_MONTH * pricing.usd_per_kwh
     return Price(watts, usd, usd / (12 * pricing.years) + power)
 

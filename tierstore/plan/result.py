@@ -9,14 +9,14 @@ from typing import Any, Final, Literal, NamedTuple
 from ..cache import resolve_policy
 from ..system.sizes import format_size
 from .accesses import Accesses
-from .assumptions import Assumption
+from .assumptions import Assumption, describe_setup
 from .curves import MissRatioCurve
 from .host import parts_of
 from .json_file import plain
 from .plan_file import PlanFile
-from .prediction import Prediction, Setup, in_words, rate
+from .prediction import Prediction, Setup, rate
 from .price import years_of_life
-from .search import describe_setup
+from .search import lacks
 
 
 class ShownCurve(NamedTuple):
@@ -108,6 +108,7 @@ class PlanResult:
     """The answer to a plan file.
 
     Attributes:
+        hosts: names of those that were asked about.
         searched: whether the setup was chosen among others, rather than given.
         num_setups: looked at, hosts counted once.
         curves: first those of the pools that the prediction is made of.
@@ -122,6 +123,7 @@ class PlanResult:
     assumptions: tuple[Assumption, ...] = ()
     asked: PlanFile
     prediction: Prediction
+    hosts: tuple[str, ...]
     searched: bool
     num_setups: int = 1
     curves: tuple[ShownCurve, ...] = ()
@@ -154,29 +156,11 @@ def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
 
 def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
     """The target that a given setup does not reach. What a search found reaches it."""
-    target, price, latency = asked.target, prediction.price, prediction.latency
-    found = []
-    if target.samples_per_s > prediction.samples_per_s:
-        found.append(
-            f"the target is missed: {rate(prediction.samples_per_s)} of {rate(target.samples_per_s)} samples/s, bound "
-            f"by {in_words(prediction.bottleneck)}"
-        )
+    latency = prediction.latency
+    found = [lack.text for lack in lacks(asked.target, prediction)]
     if latency is not None and math.isinf(latency.p99_s):
-        found.append(
-            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
-        )
-    elif latency is not None:
-        for name, value, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
-            if limit and 1e3 * value > limit:
-                found.append(f"the target is missed: {name} of queries within {1e3 * value:.3g} ms, not {limit:g} ms")
-    for name, cost, limit in (
-        ("US dollars", price.usd, target.usd),
-        ("US dollars a month", price.usd_a_month, target.usd_a_month),
-        ("watts", price.watts, target.watts),
-    ):
-        if limit and cost > limit:
-            found.append(f"the target is missed: {cost:,.0f} {name}, {limit:,.0f} at most were asked for")
-    return found
+        found.append(f"{rate(latency.queries_per_s)} queries/s come faster than they are answered")
+    return [f"the target is missed: {text}" for text in found]
 
 
 def _worn(asked: PlanFile, prediction: Prediction) -> list[str]:
@@ -206,6 +190,11 @@ def _tight(prediction: Prediction) -> list[str]:
         )
     if setup.host.accelerators and not setup.hbm_bytes:
         found.append("the host's GPUs are not used: give them memory for rows with setup.hbm, or host.accelerators = 0")
+    if setup.hbm_bytes and not setup.workload.is_training:
+        found.append(
+            "tierstore serve has rows in DDR alone and computes on cores: with GPUs, rows and model are served by a "
+            "program of yours; search.accelerators = [0] plans without"
+        )
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
     return found

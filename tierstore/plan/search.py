@@ -1,6 +1,7 @@
 """The cheapest setup that meets a target: every one of a bounded grid is looked at."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -8,16 +9,17 @@ from typing import Final, NamedTuple
 from ..cache import POLICIES as STORE_POLICIES
 from ..rows import DtypeName
 from ..settings.options import option
-from ..system.excerpt import excerpt
 from ..system.sizes import format_size
+from .assumptions import describe_setup
 from .demand import Demand
 from .host import Checked, Host, with_accelerators
 from .model import predict, queue_of
-from .prediction import Latency, Prediction, Setup, in_words, rate, some
+from .prediction import Latency, Prediction, Setup, in_words, rate
 from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload
 
+_MAX_RATE: Final = 1e12
 _MAX_SETUPS: Final = 100_000
 """Of a grid."""
 _MAX_FAILURES: Final = 200
@@ -37,40 +39,38 @@ _HBM_SHARE: Final = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """What is asked. With a rate the cheapest setup is looked for, else the fastest.
-
-    Attributes:
-        samples_per_s: at least.
-        queries_per_s: of serving, at least, within the bounds on latency.
-        p95_s, p99_s: at most, waiting included.
-        usd: to buy all hosts, at most; usd_a_month: likewise, with power; watts: of all hosts, at most.
+class Target(Checked):
+    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest.
 
     Raises:
-        ValueError: nothing is asked, or a number is not more than 0.
+        ValueError: names the field, its value and what is accepted.
     """
 
-    samples_per_s: float | None = None
-    queries_per_s: float | None = None
-    p95_s: float | None = None
-    p99_s: float | None = None
-    usd: float | None = None
-    usd_a_month: float | None = None
-    watts: float | None = None
+    samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
+    queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
+    p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
+    p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
+    usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
+    usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
+    watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if not {"samples_per_s", "queries_per_s", "usd", "usd_a_month", "watts"} & set(given):
+        super().__post_init__()
+        if self.samples_per_s and self.queries_per_s:
+            raise ValueError(
+                f"queries_per_s={self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
+            )
+
+    def require(self) -> None:
+        """ValueError unless a search has something to reach."""
+        if not (self.has_rate or self.usd or self.usd_a_month or self.watts):
             raise ValueError("the target names no rate and no limit: give samples_per_s, queries_per_s, usd or watts")
-        for name, value in given.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={excerpt(value)}: expected more than 0")
-        if (self.p95_s or self.p99_s) and not self.queries_per_s:
+        if (self.p95_ms or self.p99_ms) and not self.queries_per_s:
             raise ValueError("a bound on latency needs queries_per_s, the rate at which it is to hold")
 
     @property
     def has_rate(self) -> bool:
-        return self.samples_per_s is not None or self.queries_per_s is not None
+        return bool(self.samples_per_s or self.queries_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,14 +163,15 @@ def search(
         ValueError: no setup meets the target; names what is nearest and what stops it. Or the grid is too large.
     """
     finder = _Finder(demand, target, space or SearchSpace(), pricing or Pricing(), query_sizes)
+    target.require()
     if not hosts:
         raise ValueError("the search was given no host")
-    if target.queries_per_s is not None and workload.is_training:
+    if target.queries_per_s and workload.is_training:
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
     size = len(grid) * len(finder.space.counts)
     if not grid:
-        raise ValueError("the search space allows no setup of these hosts")
+        raise ValueError("the search space allows no setup of these hosts: ask for drives and GPUs that they have")
     if size > _MAX_SETUPS:
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
@@ -202,16 +203,6 @@ def with_memory(host: Host, memory_bytes: float) -> Host:
     return replace(host, ddr=scaled)
 
 
-def describe_setup(setup: Setup) -> str:
-    """In one line."""
-    host = setup.host
-    parts = [f"{format_size(int(host.ddr.capacity_bytes))} DDR", some(len(host.storage), "SSD")]
-    parts += [some(len(host.accelerators), "GPU")] if setup.hbm_bytes else []
-    rows = f"{format_size(int(setup.ddr_bytes))} of it for {setup.workload.dtype} rows"
-    workers = f", {setup.workers} workers" if setup.workers > 1 else ""
-    return f"{setup.num_hosts} x {host.name} ({', '.join(parts)}; {rows}{workers})"
-
-
 class _Finder(NamedTuple):
     """A search: what stays the same over all setups."""
 
@@ -226,8 +217,8 @@ class _Finder(NamedTuple):
         space = self.space
         for dtype in space.dtypes or _dtypes(workload):
             own = replace(workload, dtype=dtype)
-            for drives in space.drives or _counts(len(host.storage)):
-                for accelerators in space.accelerators or (0, *_counts(len(host.accelerators))):
+            for drives in _asked(space.drives, _counts(len(host.storage))):
+                for accelerators in _asked(space.accelerators, (0, *_counts(len(host.accelerators)))):
                     if accelerators and dtype in _QUANTIZED:
                         continue  # the tier in device memory has no such rows
                     for share in space.memory_shares or _MEMORY_SHARES:
@@ -279,10 +270,11 @@ class _Finder(NamedTuple):
         group = self._group(setup)
         if group.prediction is None:
             return group
-        most = self.space.counts[-1] // group.setup.hosts
+        hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
+        replicas = [count // hosts for count in counts if count % hosts == 0]
         if self.target.has_rate:
-            return self._least_replicas(group.prediction, most)
-        return self._best(replace(group.setup, replicas=count) for count in self.space.counts if count <= most)
+            return self._least_replicas(group.prediction, replicas)
+        return self._best(replace(group.setup, replicas=count) for count in replicas)
 
     def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
@@ -311,26 +303,28 @@ class _Finder(NamedTuple):
     def _fewest(self, group: Prediction) -> int:
         """Replicas without which the rate cannot be carried, however long queries may wait."""
         target = self.target
-        if target.queries_per_s is not None:
+        if target.queries_per_s:
             return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
-        return max(1, math.ceil((target.samples_per_s or 0.0) / group.samples_per_s))
+        return max(1, math.ceil(target.samples_per_s / group.samples_per_s))
 
-    def _least_replicas(self, group: Prediction, most: int) -> Attempt:
-        """As many as meet the target: found by doubling what is added, and then by bisection."""
-        count = min(self._fewest(group), most)
-        low, step = count - 1, 1
-        best = self._try(replace(group.setup, replicas=count))
+    def _least_replicas(self, group: Prediction, counts: Sequence[int]) -> Attempt:
+        """The least of the counts that meets the target: found by doubling what is added, and then by bisection."""
+        last = len(counts) - 1
+        place = min(bisect_left(counts, self._fewest(group)), last)
+        low, step = place - 1, 1
+        best = self._try(replace(group.setup, replicas=counts[place]))
         while best.reason:
-            if count == most or not best.is_rate:
+            if place == last or not best.is_rate:
                 return best
-            low, count, step = count, min(count + step, most), 2 * step
-            best = self._try(replace(group.setup, replicas=count))
-        while best.setup.replicas - low > 1:
-            tried = self._try(replace(group.setup, replicas=(low + best.setup.replicas) // 2))
+            low, place, step = place, min(place + step, last), 2 * step
+            best = self._try(replace(group.setup, replicas=counts[place]))
+        while place - low > 1:
+            middle = (low + place) // 2
+            tried = self._try(replace(group.setup, replicas=counts[middle]))
             if tried.reason:
-                low = tried.setup.replicas
+                low = middle
             else:
-                best = tried
+                best, place = tried, middle
         return best
 
     def _queue(self, prediction: Prediction) -> Queue:
@@ -349,47 +343,32 @@ class _Finder(NamedTuple):
 
     def _try(self, setup: Setup) -> Attempt:
         try:
-            found, lacking = self._predicted(setup), list[_Lack]()
-            if self.target.queries_per_s is not None:
+            found, lacking = self._predicted(setup), list[Lack]()
+            if self.target.queries_per_s:
                 alone = latency_alone(self._queue(found))
-                lacking = _missed(self._over_bound(alone, "of queries that never wait ", is_rate=False))
+                lacking = list(_over_bound(self.target, alone, "queries that never wait", is_rate=False))
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
             return _unfit(setup, error)
-        lacking = lacking or _missed(self._lacks(found))
+        lacking = lacking or [lack for lack in self._lacks(found) if lack.factor > 1]
         if not lacking:
             return Attempt(setup, found)
         worst = max(lacking, key=lambda lack: lack.factor)
         return Attempt(setup, found, worst.text, worst.factor, any(lack.is_rate for lack in lacking))
 
-    def _lacks(self, found: Prediction) -> Iterator["_Lack"]:
-        """Each thing asked for, and by how much it is missed."""
-        target, price, latency = self.target, found.price, found.latency
-        if target.samples_per_s is not None:
-            factor = target.samples_per_s / found.samples_per_s
-            yield _Lack(factor, f"too slow by {factor:.3g}: {rate(found.samples_per_s)} samples/s", is_rate=True)
+    def _lacks(self, found: Prediction) -> Iterator["Lack"]:
+        """What ``lacks`` tells, how many queries are answered at most, and the life of drives."""
+        latency = found.latency
         if latency is not None and math.isinf(latency.p99_s):
             most = found.setup.replicas * self._queue(found).rate_max
-            factor = latency.queries_per_s / most * _OVERLOAD
-            yield _Lack(factor, f"too slow: at most {rate(most)} queries/s", is_rate=True)
-        elif latency is not None:
-            yield from self._over_bound(latency, "", is_rate=True)
-        for name, value in (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts)):
-            limit = getattr(target, name)
-            if limit is not None:
-                yield _Lack(value / limit, f"{name} is {rate(value)}, {value / limit:.3g} times the limit")
+            text = f"{rate(most)} of {rate(latency.queries_per_s)} queries/s"
+            yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
+        yield from lacks(self.target, found)
         life = years_of_life(found, self.pricing)
-        yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
-
-    def _over_bound(self, latency: Latency, which: str, *, is_rate: bool) -> Iterator["_Lack"]:
-        target = self.target
-        for name, value, limit in (("p95", latency.p95_s, target.p95_s), ("p99", latency.p99_s, target.p99_s)):
-            if limit is not None:
-                text = f"{name} {which}is {1e3 * value:.3g} ms, {value / limit:.3g} times the limit"
-                yield _Lack(value / limit, text, is_rate=is_rate)
+        yield Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
 
-class _Lack(NamedTuple):
+class Lack(NamedTuple):
     """Attributes:
     factor: how many times what there is would do.
     is_rate: more hosts would help.
@@ -400,8 +379,28 @@ class _Lack(NamedTuple):
     is_rate: bool = False
 
 
-def _missed(lacks: Iterable[_Lack]) -> list[_Lack]:
-    return [lack for lack in lacks if lack.factor > 1]
+def lacks(target: Target, found: Prediction) -> Iterator[Lack]:
+    """What is asked for and not there, but for queries that come faster than they are answered."""
+    price, latency = found.price, found.latency
+    if target.samples_per_s > found.samples_per_s:
+        text = f"{rate(found.samples_per_s)} of {rate(target.samples_per_s)} samples/s"
+        yield Lack(target.samples_per_s / found.samples_per_s, text, is_rate=True)
+    if latency is not None and math.isfinite(latency.p99_s):
+        yield from _over_bound(target, latency, "queries", is_rate=True)
+    for name, value, limit in (
+        ("US dollars", price.usd, target.usd),
+        ("US dollars a month", price.usd_a_month, target.usd_a_month),
+        ("watts", price.watts, target.watts),
+    ):
+        if limit and value > limit:
+            yield Lack(value / limit, f"{rate(value)} {name}, {rate(limit)} at most were asked for")
+
+
+def _over_bound(target: Target, latency: Latency, which: str, *, is_rate: bool) -> Iterator[Lack]:
+    for name, seconds, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
+        if limit and 1e3 * seconds > limit:
+            text = f"{name} of {which} within {1e3 * seconds:.3g} ms, not {limit:g} ms"
+            yield Lack(1e3 * seconds / limit, text, is_rate=is_rate)
 
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
@@ -420,6 +419,11 @@ def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:
 def _counts(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and all."""
     return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
+
+
+def _asked(counts: tuple[int, ...], default: tuple[int, ...]) -> list[int]:
+    """Those of the counts that there are, where the default ends in all."""
+    return [count for count in counts or default if count <= max(default, default=0)]
 
 
 def _first_of_parts(ranked: Sequence[Prediction]) -> list[Prediction]:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..config import require_choice
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ..rows import MAX_ROWS, DtypeName, RowLayout
+from ..rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..settings.options import option
 from ..system.excerpt import excerpt
 from .dense import MLPERF_LAYERS, dlrm_flops
@@ -107,6 +107,11 @@ class Workload(Checked):
             raise ValueError(f"the workload has two tables {excerpt(twice)}")
         require_choice(self.optimizer, get_args(OptimizerName), "optimizer")
         require_choice(self.dtype, get_args(DtypeName), "dtype")
+        if self.is_training and self.dtype in get_args(QuantizedName):
+            raise ValueError(
+                f"dtype={self.dtype!r}: such rows are looked up, not trained; train float32, float16 or bfloat16, or "
+                'set optimizer = "none"'
+            )
 
     @property
     def is_training(self) -> bool:

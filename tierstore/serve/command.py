@@ -3,13 +3,13 @@
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..settings.names import nearest
+from ..settings.sections import described, read_toml
 from .config import ServeConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ _METAVARS: Final = {
     "store": "DIR",
     "model": "FILE.pt2",
     "ddr": "SIZE",
-    "pooled_cache": "SIZE",
     "dtype": "NAME",
     "policy": "NAME",
     "record": "FILE.npz",
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
-        kind = str if each.name == "pooled_cache" else type(default)
+        kind = type(default)
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
 
@@ -64,11 +63,7 @@ def serve(options: argparse.Namespace) -> int:
     names = [each.name for each in fields(ServeConfig)]
     given = _read(Path(options.file), names) if options.file else {}
     given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    try:
-        config = ServeConfig(**given)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-
+    config = described(ServeConfig, given)
     if not config.updates:  # a replica may wait for its store; else it is told before a port is opened
         require_store(Path(config.store).absolute())
     for path in recording_paths(config):
@@ -91,12 +86,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Any]:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    found = read_toml(path, "file of settings")
     for name in found:
         if name not in names:
             raise ValueError(f"{path}: unknown key {name!r}; {nearest(name, names)}")

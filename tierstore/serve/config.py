@@ -1,9 +1,7 @@
 """What ``tierstore serve`` is told: one frozen description, each field with its help, a flag for each field."""
 
-# ruff: noqa: RUF009 (option makes dataclass fields)
-
-from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from ..config import require_choice
 from ..settings.options import check_ranges, option
@@ -12,7 +10,6 @@ from ..system.sizes import parse_size
 _MAX_PORT: Final = 65_535
 _INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""
-_ServedDtype = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
 
 
 def _port(default: int, text: str, low: int = 0) -> Any:
@@ -34,7 +31,7 @@ class ServeConfig:
         "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
     )
     ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
-    dtype: _ServedDtype = option(
+    dtype: Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"] = option(
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
     )
     policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
@@ -62,7 +59,6 @@ class ServeConfig:
     out_of_range: Literal["reject", "zero"] = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
     )
-    pooled_cache: int | str = option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
     warm_up: str = option(
         "auto",
         'rows to have in memory before the server is ready: "auto": those of its last run, "none", or a trace of '
@@ -84,18 +80,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along
 
-        for each in fields(self):
-            value, kind = getattr(self, each.name), type(each.default)
-            if kind in (str, bool) and each.name != "ddr" and not isinstance(value, kind):
-                raise ValueError(f"{each.name}={value!r} must be a {kind.__name__}")
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")
-        parse_size(self.pooled_cache, name="pooled_cache")
-        require_choice(self.dtype, get_args(_ServedDtype), "dtype")
         require_choice(self.policy, POLICIES, "policy")
-        require_choice(self.out_of_range, ("reject", "zero"), "out_of_range")
-        require_choice(self.log_level, ("debug", "info", "warning", "error"), "log_level")
         check_ranges(self)
         if self.max_queue_samples < self.max_batch_samples:
             raise ValueError(

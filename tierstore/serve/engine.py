@@ -103,7 +103,7 @@ class StoreEngine:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
             dropped = self._metrics.out_of_range if config.out_of_range == "zero" else None
-            models = Models(store, pooled_cache=config.pooled_cache, dropped=dropped, program=self._program())
+            models = Models(store, dropped=dropped, program=self._program())
             self._warm_up(store)
             rehearse(models.by_name.values())
             if config.follow_seconds:
@@ -381,7 +381,7 @@ class StoreEngine:
 
     def state(self) -> State:
         """See ``Source``."""
-        store, models, stale_since = self._store, self._models, self._stale_since
+        store, stale_since = self._store, self._stale_since
         tiers = self._before
         with contextlib.suppress(TierstoreError):  # closed meanwhile
             tiers = tiers if store is None else store.stats()
@@ -392,7 +392,6 @@ class StoreEngine:
             newest_version=self.newest_version,
             staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
             tiers=tiers,
-            pooled=None if models is None or models.bags is None else models.bags.stats(),
             tables=[
                 TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
                 for name, table in ([] if store is None else list(store.tables.items()))

@@ -10,14 +10,6 @@ from prometheus_client.registry import Collector
 from ..pool.stats import Stats
 
 
-class PooledStats(NamedTuple):
-    """The cache of pooled outputs: running totals, and the bytes it holds now."""
-
-    hits: int = 0
-    misses: int = 0
-    bytes: int = 0
-
-
 class TableInfo(NamedTuple):
     name: str
     num_embeddings: int
@@ -30,7 +22,6 @@ class State(NamedTuple):
     version, newest_version: that is served; that is known to exist, served or not.
     staleness_seconds: for how long a newer version than the one that is served has been known; 0 when there is none.
     tiers: running totals since the server started, over all versions it served.
-    pooled: None where pooled outputs are not cached.
     queued_samples: that wait for a batch, by model; every model is named.
     """
 
@@ -40,7 +31,6 @@ class State(NamedTuple):
     newest_version: int
     staleness_seconds: float
     tiers: Stats
-    pooled: PooledStats | None
     tables: list[TableInfo]
     queued_samples: dict[str, int]
 
@@ -67,11 +57,6 @@ _TIER_GAUGES: Final = {
     "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
     "capacity_rows": "Rows that the tier has room for.",
 }
-_POOLED: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]]] = {
-    "hits": (CounterMetricFamily, "Bags found in the cache of outputs."),
-    "misses": (CounterMetricFamily, "Bags not found in the cache of outputs."),
-    "bytes": (GaugeMetricFamily, "Memory that the cache of outputs holds."),
-}
 
 
 class StateCollector(Collector):
@@ -94,5 +79,3 @@ class StateCollector(Collector):
                 for tier, stats in state.tiers._asdict().items():
                     family.add_metric([tier], getattr(stats, field))
                 yield family
-        for field, (family_class, documentation) in _POOLED.items() if state.pooled is not None else ():
-            yield family_class(f"tierstore_pooled_{field}", documentation, value=getattr(state.pooled, field))

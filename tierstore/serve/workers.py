@@ -49,9 +49,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
 
     If one ends by itself, all are stopped, and the status is 1: whoever supervises the command starts it again.
     """
-    part = replace(
-        config, ddr=share_of(config.ddr, config.workers), pooled_cache=share_of(config.pooled_cache, config.workers)
-    )
+    part = replace(config, ddr=share_of(config.ddr, config.workers))
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
     stopping = threading.Event()

@@ -1,4 +1,4 @@
-"""What commands share: their description, groups of them, progress bars."""
+"""What commands share: their description, groups of them, tables, progress bars."""
 
 import argparse
 import contextlib
@@ -66,6 +66,19 @@ def group(
 ) -> Command:
     """A command that is a group of commands."""
     return Command(show_help, lambda _: None, help_text, description, examples, commands, of_file)
+
+
+def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> list[str]:
+    """Lines: the first column to the left, those between to the right; the last to the left if it is text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = (0, len(widths) - 1) if is_last_text else (0,)
+    return [
+        "  ".join(
+            text.ljust(width) if index in left else text.rjust(width)
+            for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @contextlib.contextmanager

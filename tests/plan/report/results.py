@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
-from tierstore.plan.assumptions import Assumption, WhatIf
+from tierstore.plan.assumptions import Assumption, Fleet, WhatIf
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Lane, Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
 from tierstore.plan.result import Alternative, Grid, Line, Marginal, PlanResult, PricePart, ShownCurve
@@ -51,8 +51,8 @@ def _prediction(setup: Setup) -> Prediction:
 
 def _assumption(name: str) -> Assumption:
     what_if = (
-        WhatIf(0.5, 0.525, "", None, None, None, None, None, None, f"no setup of {name}"),
-        WhatIf(2.0, 2.1, f"3 x {name}", 51_000.0, None, 3900.0, 145.5, 570.0, "model", ""),
+        WhatIf(0.5, 0.525, None, f"no setup of {name}"),
+        WhatIf(2.0, 2.1, Fleet(f"3 x {name}", 3, 3900.0, 145.5, 570.0, 51_000.0, None, "model")),
     )
     return Assumption(
         "exponent", 1.05, f"skew: Zipf's law of exponent 1.05, in {name}", "exponent, or a trace", what_if
@@ -76,6 +76,7 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
         assumptions=(_assumption(name),),
         asked=PlanFile(target=TargetSection(samples_per_s=50_000.0)),
         prediction=prediction,
+        hosts=(name,),
         searched=True,
         num_setups=120,
         curves=(

@@ -8,7 +8,8 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.hosts import shop_workload
 from tests.plan.report.results import HOSTILE
-from tierstore.plan.gain import Case, Fleet, Gain, Outcome, Scale
+from tierstore.plan.assumptions import Fleet
+from tierstore.plan.gain import Case, Gain, Outcome, Scale
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.report import describe_gain, gain_page_of
 from tierstore.plan.workload import Assumed

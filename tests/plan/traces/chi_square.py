@@ -1,9 +1,14 @@
-"""Whether counts are those of a law."""
+"""Whether counts are those of a law; and the rows that ranks have."""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["deviation"]
+from tierstore.kernels.jit import kernel
+from tierstore.plan.traces.zipf import Scatter, scattered
+
+__all__ = ["deviation", "scatter"]
 
 _LEAST = 10
 
@@ -21,3 +26,16 @@ def deviation(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
     statistic, freedom = float(((seen - wanted) ** 2 / wanted).sum()), len(seen) - 1
     part = 2 / (9 * freedom)
     return float(((statistic / freedom) ** (1 / 3) - (1 - part)) / part**0.5)
+
+
+def scatter(numbers: NDArray[np.int64], law: Scatter) -> NDArray[np.int64]:
+    """The rows of some numbers, int64 [n] from 0 to ``rows - 1``."""
+    out = np.empty_like(numbers)
+    _scatter(numbers, *law, out)
+    return out
+
+
+@kernel
+def _scatter(numbers: Any, rows: Any, mask: Any, shift: Any, keys: Any, out: Any) -> None:
+    for position in range(numbers.shape[0]):
+        out[position] = scattered(numbers[position], rows, mask, shift, keys)

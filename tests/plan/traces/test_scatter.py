@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.plan.traces.chi_square import deviation
+from tests.plan.traces.chi_square import deviation, scatter
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.plan.traces.zipf import scatter, scatter_of
+from tierstore.plan.traces.zipf import scatter_of
 
 pytestmark = pytest.mark.kernel
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.plan.traces.chi_square import deviation
+from tests.plan.traces.chi_square import deviation, scatter
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.traces import draw_zipf
-from tierstore.plan.traces.zipf import scatter, scatter_of
+from tierstore.plan.traces.zipf import scatter_of
 
 pytestmark = pytest.mark.kernel
 DRAWS = 400_000 if JIT_ENABLED else 3000

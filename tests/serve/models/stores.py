@@ -44,8 +44,8 @@ class Counted(dict[str, int]):
         self[model] = self.get(model, 0) + count
 
 
-def models_of(store: tierstore.Store, *, pooled_cache: str = "0", dropped: Counted | None = None) -> Models:
-    return Models(store, pooled_cache=pooled_cache, dropped=dropped)
+def models_of(store: tierstore.Store, *, dropped: Counted | None = None) -> Models:
+    return Models(store, dropped=dropped)
 
 
 def tensor(datatype: str, values: Any, shape: Sequence[int] | None = None) -> InferTensor:

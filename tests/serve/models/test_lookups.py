@@ -47,9 +47,9 @@ def inputs_of(query: dict[str, Any], ids: str = "ids", shape: Any = None) -> dic
     return inputs if query["weights"] is None else inputs | {"weights": tensor("FP32", query["weights"])}
 
 
-@pytest.mark.parametrize(("name", "cache"), list(zip(NAMES, ["1MiB", "0", "1MiB", "0"], strict=True)))
-def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Store, name: str, cache: str) -> None:
-    models = models_of(store, pooled_cache=cache)
+@pytest.mark.parametrize("name", NAMES)
+def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Store, name: str) -> None:
+    models = models_of(store)
     model: Any = models.by_name[f"pooled.{name}"]
     rows = rows_of(store, name)
 
@@ -211,10 +211,10 @@ def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
         models["pooled"].parse({"values": tensor("INT64", [2**62]), "lengths": lengths})
 
 
-@pytest.mark.parametrize(("name", "cache"), [("sums", "0"), ("means", "1MiB"), ("peaks", "1MiB")])
-def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.Store, name: str, cache: str) -> None:
+@pytest.mark.parametrize("name", ["sums", "means", "peaks"])
+def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.Store, name: str) -> None:
     counted = Counted()
-    model: Any = models_of(store, dropped=counted, pooled_cache=cache).by_name[f"pooled.{name}"]
+    model: Any = models_of(store, dropped=counted).by_name[f"pooled.{name}"]
     rows = rows_of(store, name)
     told = 0
 
@@ -248,25 +248,6 @@ def test_rows_that_are_none_are_zeros(store: tierstore.Store) -> None:
     assert not first["rows"][[1, 2]].any()
     assert second["rows"].tobytes() == rows[[0]].tobytes()
     assert counted == {"rows.half": 2}
-
-
-def test_kept_bags_are_found_and_forgotten_with_the_version(store: tierstore.Store) -> None:
-    models = models_of(store, pooled_cache="64KiB")
-    caches, model = models.bags, models.by_name["pooled.sums"]
-    query = {"ids": tensor("INT64", list(range(10)) * 2), "lengths": tensor("INT32", [10, 10])}
-    other = {"ids": tensor("INT64", list(range(11))), "lengths": tensor("INT32", [11])}
-    (first,) = asked(model, query)
-    assert caches.stats()[:2] == (0, 2)
-    again, new = asked(model, query, other)
-    assert caches.stats()[:2] == (2, 3)
-    assert again["embeddings"].tobytes() == first["embeddings"].tobytes()
-    direct = store["sums"].pooled(torch.arange(11), torch.tensor([0, 11]))
-    assert new["embeddings"].tobytes() == direct.numpy().tobytes()
-    assert 0 < caches.stats().bytes <= 64 << 10
-    caches.renew(store)
-    assert caches.stats() == (2, 3, 0)
-    asked(model, other)
-    assert caches.stats()[:2] == (2, 4)
 
 
 GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}

@@ -131,18 +131,14 @@ def test_a_source_is_read_at_each_scrape(metrics: Metrics) -> None:
     assert value(found, "tierstore_newest_version") == 9
     assert value(found, "tierstore_staleness_seconds") == 2.5
     assert value(found, "tierstore_queued_samples", model="dlrm") == 17
-    assert value(found, "tierstore_pooled_hits_total") == 300
-    assert value(found, "tierstore_pooled_misses_total") == 100
-    assert value(found, "tierstore_pooled_bytes") == 1 << 19
     assert (value(found, "tierstore_live"), value(found, "tierstore_ready")) == (1, 1)
 
     source.tiers = Stats(TierStats(hits=5), TierStats(), TierStats())
-    source.version, source.is_ready, source.cached = 8, False, None
+    source.version, source.is_ready = 8, False
     found = series(metrics)
     assert value(found, "tierstore_tier_hits_total", tier="hbm") == 5
     assert value(found, "tierstore_version") == 8
     assert value(found, "tierstore_ready") == 0
-    assert not any(name.startswith("tierstore_pooled") for name, _ in found)
 
 
 def test_the_exposition_stays_small_with_many_models() -> None:

@@ -17,7 +17,7 @@ from tierstore.serve.admin.app import admin_app, admin_routes
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics
-from tierstore.serve.source import PooledStats, TableInfo
+from tierstore.serve.source import TableInfo
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 NOTHING = "\N{EN DASH}"
@@ -132,14 +132,13 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
     assert watched.texts("#models [data-field=wait]") == ["500 µs", NOTHING]
     assert watched.texts("#models [data-field=compute]") == ["20 ms", NOTHING]
     assert watched.texts("#tables [data-field=rows]") == ["1,000,000"]
-    assert watched.texts("#memory b")[:3] == ["3 MiB", "40 KiB", "512 KiB"]
+    assert watched.texts("#memory b")[:2] == ["3 MiB", "40 KiB"]
     events = dict(zip(watched.texts("#events dt"), watched.texts("#events dd"), strict=True))
     assert events == {
         "Updates applied": "1",
         "Last update": "version 7 in 250 ms, 3 s ago",
         "Updates failed": "0",
         "Ids out of range": "6",
-        "Cached outputs, hit rate": "75.00 %",
         "Failed: deadline": "15",
         "Refused, http: too_large": "1",
     }
@@ -176,7 +175,6 @@ def test_numbers_follow_the_source(watched: Watched, monitored: Monitored) -> No
         hbm=TierStats(unique=100, hits=100, capacity_rows=10, bytes=5 << 30),
         ddr=ddr._replace(unique=ddr.unique + 1000, hits=ddr.hits + 999, misses=ddr.misses + 1),
     )
-    source.cached = PooledStats(1, 2, 3)
     source.named_tables = [*source.named_tables, TableInfo("user", 5, 4, "int8")]
     source.staleness_seconds = 0.0
     source.version = 9  # last: who sees it sees all of this

@@ -27,7 +27,7 @@ from types import GenericAlias
 from typing import Any, Final, TypeVar, cast
 
 from ...settings.options import check_ranges, option
-from ...settings.sections import ConfigError, converted
+from ...settings.sections import ConfigError, converted, toml_value
 from ...system.output import require_new, write_text
 from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from ..json_file import plain
@@ -38,8 +38,6 @@ _DEFAULT_COSTS: Final = "epyc-2-cores"
 _MOST_PARTS: Final = 4096
 _MAX_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 200
-_DELETE: Final = "\\u007f"
-"""A character that JSON leaves as it is in a text and TOML does not allow there."""
 
 
 def _entry(kind: str, *more: tuple[str, type, Any]) -> Any:
@@ -258,7 +256,7 @@ def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
     inner = {key: value for key, value in table.items() if isinstance(value, (dict, list)) and value}
     for key, value in table.items():
         if key not in inner:
-            yield f"{key} = {json.dumps(value, ensure_ascii=False).replace(chr(127), _DELETE)}"
+            yield f"{key} = {toml_value(value)}"
     for key, value in inner.items():
         name = f"{prefix}{key}"
         for each in [value] if isinstance(value, dict) else value:

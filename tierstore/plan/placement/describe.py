@@ -4,7 +4,7 @@ from typing import Final
 
 from ...dist.plan import Plan, Sharding
 from ...system.sizes import format_size
-from ..report.text import columns_of
+from ...system.terminal import columns_of
 from ..report.words import duration, named
 from ..workload import Workload
 from .costs import ASKER, KINDS, OWNER, RankCosts, predict

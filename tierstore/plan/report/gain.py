@@ -1,10 +1,11 @@
 """What tiers would save: text for the terminal, and one page of HTML without a script."""
 
+from ...system.terminal import columns_of
 from ..gain import Gain
 from . import gain_words
 from .figure import Table
 from .page import template
-from .text import columns_of, laid_out
+from .text import laid_out
 
 __all__ = ["describe_gain", "gain_page_of"]
 

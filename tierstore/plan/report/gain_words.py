@@ -4,8 +4,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from ..assumptions import FACTORS
-from ..gain import Fleet, FleetName, Gain, Metric, Outcome, Scale, Span, figure_of, saved, saved_share
+from ..assumptions import FACTORS, Fleet
+from ..gain import FleetName, Gain, Metric, Outcome, Scale, Span, figure_of, saved, saved_share
 from ..prediction import in_words
 from .figure import Table
 from .words import asked, count, money, named_words, share, targets, watts

@@ -40,7 +40,7 @@ _TICKS: Final = 6
 _HEADROOM: Final = 1.2
 _FAINT: Final = 0.02
 """Of a step: resources that nowhere take more are left out of the roofline's lines."""
-_TIERS: Final = {"hbm": ("HBM", "--c5"), "ddr": ("DDR", "--c3"), "remote": ("remote", "--c4")}
+_TIERS: Final = {"hbm": ("HBM", "--c5"), "ddr": ("DDR", "--c3")}
 
 
 def plots_of(result: PlanResult) -> dict[str, list[Plot]]:

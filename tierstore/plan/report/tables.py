@@ -13,7 +13,6 @@ RULE: Final = (
     "longest part is the bottleneck."
 )
 _INDENT: Final = "  "
-_TIERS: Final = {"hbm": "HBM", "ddr": "DDR", "remote": "remote"}
 NEGLIGIBLE: Final = 1e-4
 """Of the samples a second: a gain of less is nothing."""
 
@@ -24,7 +23,7 @@ def tiers_table(result: PlanResult) -> Table:
     for tier in result.prediction.tiers:
         size, lookups = format_size(tier.capacity_bytes), tier.lookups
         if tier.tier != "ssd":
-            rows.append((_TIERS[tier.tier], size, count(tier.rows), count(lookups), share(tier.hit_rate, 2)))
+            rows.append((tier.tier.upper(), size, count(tier.rows), count(lookups), share(tier.hit_rate, 2)))
             continue
         if lookups and tier.hit_rate:
             cache = format_size(result.prediction.setup.page_cache_bytes)

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Final
 
+from ...system.terminal import columns_of
 from ..result import PlanResult
 from .tables import NEGLIGIBLE, RULE, gains_table, load_lines, loads_table, price_table, tiers_table
 from .words import answer, asked, if_off, money, named_words, resource, significant, speed, summary_of, targets
@@ -24,7 +25,7 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
     step = "step" if setup.workload.is_training else "query"
     tiers = tiers_table(result)
     sections: list[tuple[str, list[str]]] = [
-        ("Asked", [asked(setup.workload, setup.host.name), *([f"target: {target}"] if target else [])]),
+        ("Asked", [asked(setup.workload, ", ".join(result.hosts)), *([f"target: {target}"] if target else [])]),
         ("Assumed, as nobody said it", _assumed(result)),
         ("Answer", [answer(result)]),
         ("Warnings", [f"! {named_words(text)}" for text in result.warnings]),
@@ -57,19 +58,6 @@ def _wrapped(line: str) -> list[str]:
     begins = len(line) - len(line.lstrip())
     indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
     return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
-
-
-def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> list[str]:
-    """Lines: the first column to the left, those between to the right; the last to the left if it is text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, len(widths) - 1) if is_last_text else (0,)
-    return [
-        "  ".join(
-            text.ljust(width) if index in left else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _loads(result: PlanResult) -> list[str]:

@@ -4,7 +4,7 @@ import math
 from typing import Final
 
 from ...system.sizes import format_size
-from ..assumptions import WhatIf, machines_of
+from ..assumptions import WhatIf, describe_setup, machines_of
 from ..plan_file import PlanFile
 from ..prediction import Prediction, Setup, in_words, some
 from ..result import PlanResult
@@ -137,16 +137,8 @@ def _bounds(asked: PlanFile) -> tuple[tuple[str, float], tuple[str, float]]:
 
 
 def summary_of(setup: Setup) -> str:
-    """The setup's machines and budgets."""
-    host = setup.host
-    of_it = [f"{format_size(setup.ddr_bytes)} of it for {setup.workload.dtype} rows"]
-    of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
-    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
-    if setup.hbm_bytes:
-        parts.append(f"{some(len(host.accelerators), 'GPU')}, {format_size(setup.hbm_bytes)} HBM of each for rows")
-    parts += [some(len(host.storage), "SSD")] if host.storage else []
-    parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
-    return f"{setup.num_hosts:,} x {named(host.name)} ({'; '.join(parts)})"
+    """``describe_setup``, bounded."""
+    return named_words(describe_setup(setup))
 
 
 def speed(prediction: Prediction) -> str:
@@ -173,15 +165,16 @@ def answer(result: PlanResult) -> str:
 
 def if_off(result: PlanResult, found: WhatIf) -> str:
     """The answer, were an assumption off."""
-    if found.samples_per_s is None or found.bottleneck is None:
+    fleet = found.fleet
+    if fleet is None:
         return named_words(found.reason)
-    speed_then = f"{count(found.samples_per_s)} samples/s"
-    if found.p99_s is not None:
-        speed_then = f"99 % within {duration(found.p99_s)}"
-    is_same = found.machines == machines_of(result.prediction.setup)
-    machines = "the same machines" if is_same else named_words(found.machines)
-    price = "" if is_same else f"; {money(found.usd or 0)} to buy, {money(found.usd_a_month or 0)} a month"
-    return f"{machines}: {speed_then}; bound by {in_words(found.bottleneck)}{price}"
+    speed_then = f"{count(fleet.samples_per_s)} samples/s"
+    if fleet.p99_s is not None:
+        speed_then = f"99 % within {duration(fleet.p99_s)}"
+    is_same = fleet.machines == machines_of(result.prediction.setup)
+    machines = "the same machines" if is_same else named_words(fleet.machines)
+    price = "" if is_same else f"; {money(fleet.usd)} to buy, {money(fleet.usd_a_month)} a month"
+    return f"{machines}: {speed_then}; bound by {in_words(fleet.bottleneck)}{price}"
 
 
 def within(result: PlanResult) -> str:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ...rows import KEY_ROW_BITS
 from ...system.excerpt import excerpt
+from ...system.terminal import columns_of
 from ...trace import Trace
 from ..accesses import Accesses, accesses_of
 from ..json_file import plain
@@ -94,27 +95,17 @@ class TraceSummary(NamedTuple):
 
     def _table_lines(self) -> list[str]:
         per = "batch" if self.samples is None else "sample"
-        form = "{:<24} {:>15} {:>14} {:>12} {:>10} {:>14}"
         is_counted = self.sampling_rate < 1 and self.total.all_accesses is not None
         heads = ["table", "accesses", "rows", f"ids/{per}", "top 1 %", "used once"]
-        if is_counted:
-            form = "{:<24} {:>13} {:>11} {:>11} {:>9} {:>10} {:>15}"
-            heads.append("all accesses")
-        lines = [form.format(*heads)]
+        rows = [[*heads, *(["all accesses"] if is_counted else [])]]
         largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
         for table in [*(largest[:_MAX_SHOWN]), self.total]:
             ids = table.ids_a_batch if table.ids_a_sample is None else table.ids_a_sample
-            figures = f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %"
-            lines.append(
-                form.format(
-                    _shown(table.name),
-                    f"{table.accesses:,}",
-                    f"{table.rows:,}",
-                    f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}",
-                    *figures,
-                    *([f"{table.all_accesses:,}"] if is_counted else []),
-                )
-            )
+            counts = (_shown(table.name), f"{table.accesses:,}", f"{table.rows:,}")
+            shares = (f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %")
+            all_accesses = [f"{table.all_accesses:,}"] if is_counted else []
+            rows.append([*counts, f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}", *shares, *all_accesses])
+        lines = columns_of(rows, is_last_text=False)
         if len(largest) > _MAX_SHOWN:
             lines.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
         lines.append("top 1 %: share of the accesses by the 1 % of its used rows that are used most")
@@ -131,13 +122,12 @@ def _shown(name: str) -> str:
 
 
 def _reuse_lines(total: TableSummary) -> list[str]:
-    form = "{:<24} {:>10} {:>10}"
-    lines = [form.format("uses of a row", "rows", "accesses")]
+    table = [("uses of a row", "rows", "accesses")]
     last = max((number for number, each in enumerate(total.reuse) if each.accesses), default=0)
     for low, high, rows, accesses in total.reuse[: last + 1]:
         name = f"more than {low:,}" if high is None else f"{high:,}" if high == low + 1 else f"{low + 1:,} to {high:,}"
-        lines.append(form.format(name, f"{100 * rows:.1f} %", f"{100 * accesses:.1f} %"))
-    return lines
+        table.append((name, f"{100 * rows:.1f} %", f"{100 * accesses:.1f} %"))
+    return columns_of(table, is_last_text=False)
 
 
 def describe(source: Accesses | Trace) -> TraceSummary:

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import require_int
-from ...kernels.jit import kernel
 from ...rows import KEY_ROW_BITS, MAX_ROWS
 from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ...system.output import partial_file
 from ...trace import TableTrace, Trace, read_trace, write_trace
 from ..accesses import Accesses, accesses_of, numbered
+from ..curves.replays import times_of_next_use
 
 RECORD: Final = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _CHUNK: Final = 1 << 20
@@ -146,17 +146,8 @@ def write_oracle_general(accesses: Accesses, file: IO[bytes]) -> None:
 
 def next_uses(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64 [n]: the number, from 1 on, of the next access to the same key; -1 if there is none."""
-    numbers, num_rows = numbered(keys)
-    out = np.empty(len(keys), np.int64)
-    _next_uses(numbers, np.full(num_rows, _NEVER, np.int64), out)
-    return out
-
-
-@kernel
-def _next_uses(numbers: Any, latest: Any, out: Any) -> None:
-    for position in range(numbers.shape[0] - 1, -1, -1):
-        out[position] = latest[numbers[position]]
-        latest[numbers[position]] = position + 1
+    places = -times_of_next_use(numbered(keys))
+    return np.where(places < len(keys), places + 1, _NEVER)
 
 
 FormatName = Literal["npz", "npy", "oracleGeneral"]

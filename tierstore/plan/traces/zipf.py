@@ -67,19 +67,6 @@ def scattered(number: Any, rows: Any, mask: Any, shift: Any, keys: Any) -> Any:
             return np.int64(place)
 
 
-@kernel
-def _scatter(numbers: Any, rows: Any, mask: Any, shift: Any, keys: Any, out: Any) -> None:
-    for position in range(numbers.shape[0]):
-        out[position] = scattered(numbers[position], rows, mask, shift, keys)
-
-
-def scatter(numbers: NDArray[np.int64], law: Scatter) -> NDArray[np.int64]:
-    """The rows of some numbers, int64 [n] from 0 to ``rows - 1``."""
-    out = np.empty_like(numbers)
-    _scatter(numbers, *law, out)
-    return out
-
-
 def draw_zipf(
     rows: int, exponent: float, count: int, *, seed: int, scatter_seed: int = 0, first: int = 0
 ) -> NDArray[np.int64]:

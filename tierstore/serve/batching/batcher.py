@@ -127,7 +127,7 @@ class Batcher:
         self._is_open = False
         self._disarm()
         # Nobody else comes, so there is no company to wait for.
-        self._claim_and_start(is_due=True)
+        self._claim_and_start()
         self._note_idle()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -260,11 +260,11 @@ class Batcher:
     def _time_out(self) -> None:
         self._timer = None
         # Not asked again whether it is time: a loop's timers may be early by a millisecond.
-        self._claim_and_start(is_due=True)
+        self._claim_and_start()
 
-    def _claim_and_start(self, *, is_due: bool) -> None:
+    def _claim_and_start(self) -> None:
         with self._lock:
-            starts = self._claim_job(is_due=is_due)
+            starts = self._claim_job(is_due=True)
         if starts:
             self._start_job()
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,22 +15,13 @@ from ...store import Store, Table
 from ..base import Outputs
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import Dropped, Features, JaggedIds, Merged, merge
+from .jagged import DenseAndIds, Dropped, Features, Merged, merge
 from .lookups import feature_inputs
 from .program import Program
 
 _OTHER_INPUTS: Final = ("values", "lengths")
 _OTHER_MODELS: Final = re.compile(r"(ranking|pooled|rows|stats)|(pooled|rows)\..*")
 """Names that are not free, whether or not the store has such a model now; "stats" stands for all models in a path."""
-
-
-class _Query(NamedTuple):
-    dense: tuple[Any, ...]
-    jagged: JaggedIds
-
-    @property
-    def num_samples(self) -> int:
-        return self.jagged.num_samples
 
 
 class Exported:
@@ -82,7 +73,7 @@ class Exported:
         """Names of the inputs that get rows."""
         return self._features.names
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
         check_inputs(inputs, self.metadata.inputs)
         num_samples = inputs["lengths"].data.shape[1]
         dense = []
@@ -97,12 +88,12 @@ class Exported:
             if len(spec.shape) == 3 and lengths.max() > spec.shape[1]:
                 what = f"has {lengths.max()} at sample {lengths.argmax()} of feature {spec.name!r}"
                 raise invalid("lengths", f"{what}; the model takes up to {spec.shape[1]} ids a sample")
-        return _Query(tuple(dense), jagged)
+        return DenseAndIds(tuple(dense), jagged)
 
-    def answer_at_once(self, query: _Query) -> None:  # noqa: ARG002 - its program takes longer
+    def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
         return None
 
-    def run(self, queries: Sequence[_Query]) -> list[Outputs]:
+    def run(self, queries: Sequence[DenseAndIds]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = [np.concatenate(parts) for parts in zip(*(query.dense for query in queries), strict=True)]
         given = {spec.name: torch.from_numpy(each) for spec, each in zip(self._dense, dense, strict=True)}

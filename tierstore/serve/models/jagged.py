@@ -34,6 +34,17 @@ class JaggedIds(NamedTuple):
         return int(self.lengths.shape[1])
 
 
+class DenseAndIds(NamedTuple):
+    """A request to a model that takes both; ``dense``: an array, or several."""
+
+    dense: Any
+    jagged: JaggedIds
+
+    @property
+    def num_samples(self) -> int:
+        return self.jagged.num_samples
+
+
 class Features:
     """A model's jagged ids.
 

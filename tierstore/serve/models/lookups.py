@@ -11,7 +11,6 @@ from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
 from ..base import Outputs
 from ..messages import InferTensor, ModelMetadata, TensorSpec
-from .bags import BagCaches
 from .inputs import check_inputs
 from .jagged import Dropped, Features, JaggedIds, Merged, merge
 
@@ -83,18 +82,14 @@ def _embeddings(owners: Sequence[Table]) -> TensorSpec:
     return TensorSpec("embeddings", "FP32", (-1, sum(table.config.embedding_dim for table in owners)))
 
 
-def pooled_table(table: Table, bags: BagCaches | None, dropped: Dropped | None) -> Pooled:
-    """Model "pooled.TABLE"; ``bags`` keeps pooled rows."""
+def pooled_table(table: Table, dropped: Dropped | None) -> Pooled:
+    """Model "pooled.TABLE"."""
     name, num_rows = f"pooled.{table.name}", table.config.num_embeddings
 
-    def pool(values: Any, offsets: Any, weights: Any) -> Any:
-        scale = None if weights is None else torch.from_numpy(weights)
-        return table.pooled(torch.from_numpy(values), torch.from_numpy(offsets), per_sample_weights=scale).numpy()
-
-    def pool_batch(batch: Merged) -> Any:
-        if bags is None:
-            return pool(batch.values, batch.offsets, batch.weights)
-        return bags.pooled(table.index, table.config.embedding_dim, batch, pool)
+    def pool(batch: Merged) -> Any:
+        scale = None if batch.weights is None else torch.from_numpy(batch.weights)
+        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
+        return table.pooled(values, offsets, per_sample_weights=scale).numpy()
 
     metadata = ModelMetadata(
         name=name,
@@ -102,7 +97,7 @@ def pooled_table(table: Table, bags: BagCaches | None, dropped: Dropped | None) 
         outputs=(_embeddings([table]),),
         parameters={"rows": num_rows, "pooling": table.config.pooling},
     )
-    return Pooled(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table], pool_batch)
+    return Pooled(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table], pool)
 
 
 def _owners(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:

@@ -14,7 +14,6 @@ from ...train.checkpoint import saved_config
 from ...train.config import RunConfig
 from ..base import Model
 from ..messages import DATATYPES, InferTensor, TensorSpec
-from .bags import BagCaches
 from .exported import Exported
 from .jagged import Dropped
 from .lookups import feature_rows, pooled_features, pooled_table, table_rows
@@ -29,30 +28,20 @@ class Models:
 
     Args:
         store: open for reading.
-        pooled_cache: memory for the pooled rows of single tables; 0 for none.
         dropped: None to refuse requests with ids that are no rows.
         program: a model of one's own, or None.
 
     Attributes:
         by_name: all of them, in order; another mapping after each move that changes them.
-        bags: the cache of pooled rows, or None.
 
     Raises:
         ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the
             program does not fit the store.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        pooled_cache: int | str = 0,
-        dropped: Dropped | None = None,
-        program: Program | None = None,
-    ) -> None:
+    def __init__(self, store: Store, *, dropped: Dropped | None = None, program: Program | None = None) -> None:
         self._store = store
         self._dropped = dropped
-        self.bags = BagCaches.of(store, pooled_cache)
         self._ranking: Ranking | None = None
         config = saved_config(store.extra, str(store.directory))
         if config is not None:
@@ -67,7 +56,7 @@ class Models:
         models: list[Model] = [] if ranking is None else [ranking]
         tables = list(self._store.tables.values())
         for table in tables:
-            models += [pooled_table(table, self.bags, self._dropped), table_rows(table, self._dropped)]
+            models += [pooled_table(table, self._dropped), table_rows(table, self._dropped)]
         features = [name for table in tables for name in table.config.feature_names]
         if features and len(set(features)) == len(features):  # else none of its own stands for one of them
             collection = TieredEmbeddingBagCollection(self._store)
@@ -93,8 +82,6 @@ class Models:
         if ranking is not None:
             ranking.require(weights)
         newer.show()
-        if self.bags is not None:
-            self.bags.renew(self._store)
         if ranking is not None:
             ranking.load(weights)
         elif config is not None:

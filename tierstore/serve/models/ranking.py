@@ -5,7 +5,6 @@ treatment of them (``data.log_dense``, ``data.hashing``), which is repeated here
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +21,8 @@ from ...train.readers.categories import read_texts
 from ..base import Outputs
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import Dropped, Features, JaggedIds, merge
+from .jagged import DenseAndIds, Dropped, Features, merge
 from .lookups import feature_inputs, pool_features, split_rows
-
-
-class _Query(NamedTuple):
-    dense: Any
-    jagged: JaggedIds
-
-    @property
-    def num_samples(self) -> int:
-        return self.jagged.num_samples
 
 
 class Ranking:
@@ -91,7 +81,7 @@ class Ranking:
         """Take over the dense weights of a commit. Not beside ``run``."""
         load_model(self._model, tensors)
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
         if self._refuses and "values" in inputs:
             _require_texts(inputs["values"])
         inputs = {name: _as_categories(tensor) for name, tensor in inputs.items()}
@@ -104,12 +94,12 @@ class Ranking:
         jagged = self._features.parse(inputs)
         ids = self._hasher.ids(jagged.values, np.cumsum(jagged.lengths.sum(1)))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
-        return _Query(treated, jagged._replace(values=ids))
+        return DenseAndIds(treated, jagged._replace(values=ids))
 
-    def answer_at_once(self, query: _Query) -> None:  # noqa: ARG002 - its program takes longer
+    def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
         return None
 
-    def run(self, queries: Sequence[_Query]) -> list[Outputs]:
+    def run(self, queries: Sequence[DenseAndIds]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = queries[0].dense if len(queries) == 1 else np.concatenate([query.dense for query in queries])
         with torch.inference_mode():

@@ -44,7 +44,6 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
             {"name": name, **tier._asdict(), "hit_rate": tier.hit_rate if tier.unique else None}
             for name, tier in state.tiers._asdict().items()
         ],
-        "pooled": state.pooled and state.pooled._asdict(),
         "tables": [table._asdict() for table in state.tables],
         "memory": {"resident_bytes": psutil.Process().memory_info().rss, "machine_bytes": machine_memory_bytes()},
     }
