@@ -393,7 +393,7 @@ class HbmPool(DeviceRows):
                 self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
                 cache.settle(slots)
                 if len(outside) > len(own):
-                    slots = self._bring_into_overflow(slots, misses, admission.slots)
+                    slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
                 overflow.touch(own)
             # The lease unpins what it has, where anything fails from here on.
             lease = HbmLease(self, grouping, slots, total, outside, self.lane.mark())
