@@ -338,11 +338,11 @@ def _quiet_twins() -> list[float]:
     """Twins are told apart in a profile, and those whose results the host never looks at do nothing.
 
     Returns:
-        where each call will add the microseconds that telling them apart takes.
+        where each call will add its microseconds, all of which are the device's, those of telling it apart included.
     """
     import torch
 
-    telling: list[float] = []
+    taken: list[float] = []
     for module in _twins():
         for own, function in _functions(module):
 
@@ -350,14 +350,12 @@ def _quiet_twins() -> list[float]:
             def call(*given: Any, _name: str = own, _function: Any = function, **named: Any) -> Any:
                 start = time.perf_counter()
                 with torch.profiler.record_function(f"{DEVICE} {_name}"):
-                    begun = time.perf_counter()
                     found = None if _name in OUTPUTS else _function(*given, **named)
-                    ended = time.perf_counter()
-                telling.append((time.perf_counter() - ended + begun - start) * 1e6)
+                taken.append((time.perf_counter() - start) * 1e6)
                 return found
 
             setattr(module, own, call)
-    return telling
+    return taken
 
 
 def _is_device(name: str) -> bool:
@@ -368,13 +366,13 @@ def _is_device(name: str) -> bool:
 
 
 def _device_us(events: Any) -> float:
-    """Time of what the device would do: the outermost of nested events."""
+    """Time of torch operations that the device would do, twins apart: the outermost of nested events."""
     total = 0.0
     for event in events:
         above = event.cpu_parent
         while above is not None and not _is_device(above.name):
             above = above.cpu_parent
-        if above is None and _is_device(event.name):
+        if above is None and _is_device(event.name) and not event.name.startswith(DEVICE):
             total += event.time_range.elapsed_us()
     return total
 
@@ -384,17 +382,17 @@ def _timed(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     host, device = [], []
-    count, telling = _Count(), _quiet_twins()
+    count, by_twins = _Count(), _quiet_twins()
     with _training(case) as (step, batches):
         for batch in batches[:-1]:
-            # It takes less than half a microsecond for an operation; to tell a twin apart takes more.
-            telling.clear()
+            by_twins.clear()
+            # It takes less than half a microsecond for an operation.
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 start = time.perf_counter()
                 step(batch)
                 taken_us = (time.perf_counter() - start) * 1e6
-            device.append(_device_us(profile.events()))
-            host.append(taken_us - device[-1] - sum(telling))
+            device.append(_device_us(profile.events()) + sum(by_twins))
+            host.append(taken_us - device[-1])
         with _silent(count), _watching(count):
             step(batches[-1])
     positions = case["batch"] * len(case["table_rows"])

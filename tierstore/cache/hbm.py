@@ -81,7 +81,7 @@ class HbmCache:
         self._clock = 0
         # The summaries of one plan and the next, which the commit in between sets to 0.
         self._summaries = torch.zeros((2, SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=device)
-        self._turn = 0
+        self._summary, self._following = self._summaries.unbind()
         self._is_ready = True
 
     @property
@@ -108,10 +108,9 @@ class HbmCache:
         if not self._is_ready:
             self._summaries.zero_()
         self._is_ready = False
-        self._turn ^= 1
-        summary = self._summaries[self._turn]
-        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, counts, summary)
-        return Plan(keys, slots, statuses, counts, summary)
+        self._summary, self._following = self._following, self._summary
+        slots, statuses = self.kernels.plan(self._books, keys, num_unique, lying, counts, self._summary)
+        return Plan(keys, slots, statuses, counts, self._summary)
 
     def commit(self, plan: Plan, *, forced: bool = False) -> None:
         """Carry out the last plan: evict, reserve, count an access, pin. Nothing else may have changed since then.
@@ -120,8 +119,7 @@ class HbmCache:
             forced: the dirty victims are clean by now, and keys without a slot are taken care of. If not, nothing is
                 done where the plan has a dirty victim, a conflict miss or a refused key: all or nothing.
         """
-        following = self._summaries[self._turn ^ 1]
-        self.kernels.commit(self._books, plan, following, self._clock, self._is_lfu, forced)
+        self.kernels.commit(self._books, plan, self._following, self._clock, self._is_lfu, forced)
         self._is_ready = True
         self._clock += len(plan.keys)
 

@@ -73,11 +73,8 @@ class CudaLane(Lane):
             )
 
     def side(self) -> AbstractContextManager[Any]:
-        # The device too: Triton launches on the current one.
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.cuda.device(self._device))
-        stack.enter_context(torch.cuda.stream(self._side))
-        return stack
+        # Its device is current then, too: Triton launches on that one.
+        return torch.cuda.stream(self._side)
 
     def mark(self) -> Mark:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -118,7 +118,8 @@ class HbmPool(DeviceRows):
             self.state = self.cache.state.view(torch.float32)
             arenas = self.cache.weights, self.cache.state
             self._staging = Staging(layout, size.staging_rows, arenas, lane, self.kernels)
-            self._summary = self._host_buffer(SUMMARY_ROWS * len(Status), torch.int32)
+            self._summary = self._host_buffer(SUMMARY_ROWS * len(Status), torch.int32).view(SUMMARY_ROWS, -1)
+            self._seen: Int32s = self._summary.numpy()
             self._told = self._host_buffer(0, torch.int64)
             self._warm_up()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
@@ -339,9 +340,10 @@ class HbmPool(DeviceRows):
     def _unpin(self, lease: HbmLease) -> None:
         # First what may fail, for want of memory on the device; it then did nothing.
         self.cache.release(lease.slots, changed=lease.changed)
-        if lease.changed:
-            self.overflow.mark_dirty(lease.overflow)
-        self.overflow.unpin(lease.overflow)
+        if len(lease.overflow):
+            if lease.changed:
+                self.overflow.mark_dirty(lease.overflow)
+            self.overflow.unpin(lease.overflow)
         self._num_leased -= 1
         if lease.held:
             with self._held_lock:
@@ -362,13 +364,13 @@ class HbmPool(DeviceRows):
         cache, overflow = self.cache, self.overflow
         lying = overflow.locate(grouping.keys)
         plan = cache.plan(grouping.keys, grouping.groups.num_unique, lying=lying, counts=counts)
-        self._summary.copy_(plan.summary.view(-1), non_blocking=True)
+        self._summary.copy_(plan.summary, non_blocking=True)
         is_told = self.lane.mark()
         cache.commit(plan)
         is_told.synchronize()
-        seen: list[int] = self._summary.numpy().reshape(SUMMARY_ROWS, -1).sum(0).tolist()
+        seen: list[int] = np.add.reduce(self._seen).tolist()
         total = sum(seen)
-        own = extra = _NO_SLOTS
+        outside = _NO_SLOTS
         slots = plan.slots
         with contextlib.ExitStack() as undo:
             is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
@@ -376,10 +378,10 @@ class HbmPool(DeviceRows):
                 undo.callback(cache.drop_loading, slots)
             if seen[Status.HIT] < total:
                 misses = self._misses(plan, seen)
-                own = misses.own
+                outside = own = misses.own
                 overflow.pin(own)
                 undo.callback(overflow.unpin, own)
-                entering = slice(len(own), total - seen[Status.HIT] - seen[Status.CONFLICT] - seen[Status.REFUSED])
+                entering = slice(len(own), sum(seen[Status.TAKEN : Status.CONFLICT]))
                 if not is_committed:
                     admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
                     if admission is None:
@@ -387,14 +389,14 @@ class HbmPool(DeviceRows):
                     undo.callback(overflow.drop, admission)
                     cache.commit(plan, forced=True)
                     undo.callback(cache.drop_loading, slots)
-                    extra = admission.slots
+                    outside = np.concatenate([admission.slots, own])
                 self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
                 cache.settle(slots)
-                if len(extra):
-                    slots = self._bring_into_overflow(slots, misses, extra)
-            overflow.touch(own)
+                if len(outside) > len(own):
+                    slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
+                overflow.touch(own)
             # The lease unpins what it has, where anything fails from here on.
-            lease = HbmLease(self, grouping, slots, total, np.concatenate([extra, own]), self.lane.mark())
+            lease = HbmLease(self, grouping, slots, total, outside, self.lane.mark())
             undo.pop_all()
         self._num_leased += 1
         self._count(lookups, seen)

@@ -26,11 +26,12 @@ class _Buffer:
             torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=lane.pin_memory)
             for width in (layout.weight_words, layout.state_words)
         )
+        self._rows = tuple(part.numpy().view("uint64") for part in self.words)
         self.free: Mark | None = None
 
     def first(self, count: int) -> list[Words]:
         """Weights and state of the first rows, uint64 [count, words]."""
-        return [part[:count].numpy().view("uint64") for part in self.words]
+        return [part[:count] for part in self._rows]
 
 
 class Staging:

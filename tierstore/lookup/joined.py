@@ -243,9 +243,8 @@ class Joined:
             place += stop - start
 
     def require_trainable(self) -> None:
-        """ReadOnlyError for a table of quantized rows."""
-        for table in self.tables:
-            table.require_float()
+        """ReadOnlyError for tables of quantized rows; all are of one layout."""
+        self.tables[0].require_float()
 
     def groups(self, arg_max: Int32s, num_columns: int, *, is_mean: bool) -> Groups:
         """Its positions, to be grouped by row.

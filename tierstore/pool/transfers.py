@@ -1,5 +1,6 @@
 """Rows in and out of a pool by key: some for a caller, whole ones for a tier above."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,17 @@ class Transfers:
 
     def read_in_memory(self, keys: Int64s, out: Weights) -> bool:
         """``read`` if all these rows are in the cache; else False."""
+        return self._use_in_memory(keys, partial(self._copy_out, out=out))
+
+    def _use_in_memory(self, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
+        """Call ``use(slots)`` if all these rows are in the cache; else False. Nothing is admitted or pinned."""
         with self._arena.plain_lock:  # no bookkeeping is half done between two lines: nothing to shield
             self._arena.require_open()
             slots = self._arena.cache.find(keys)
             if not self._are_in(slots):
                 return False
             self._arena.cache.touch(slots)
-            self._copy_out(slots, out)
+            use(slots)
         return True
 
     @shielded
@@ -78,6 +83,8 @@ class Transfers:
             keys: int64 [n], distinct.
             weights, state: uint64 [n, words], out.
         """
+        if self._use_in_memory(keys, partial(self._take, weights=weights, state=state)):
+            return
         for start, lease in self._leases.parts(keys):
             part = slice(start, start + lease.num_positions)
             with self._arena.rows_lock:
