@@ -112,7 +112,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64, 100 and 512 columns, by all modes and rules."""
     from tierstore import kernels, optim
     from tierstore.hbm import rows_triton
-    from tierstore.hbm.batch import Bags, Groups
+    from tierstore.hbm.batch import Bags, DeviceIds, Groups
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.kernels import SUPER_RUN
 
@@ -159,6 +159,13 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     narrow, middle, wide, widest = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104), torch.zeros(4, 512)
     wide = wide.bfloat16()
     yield "number", lambda: rows_triton.number_bags(numbers[:5], numbers)
+    for dtype, scale in ((torch.int32, None), (torch.int64, torch.zeros(length))):
+        ids = DeviceIds(order, order[:5], scale)
+        own = bags(16, scaled=scale is not None)
+        yield (
+            f"join {dtype}",
+            partial(rows_triton.join_ids, ids, order[:2], order[:2], own, numbers.to(dtype), numbers[:1], order[:3]),
+        )
     yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
     yield "pool sum of 64", lambda: pool(64, middle, kernels.SUM)
     yield "pool sum of 512", lambda: pool(512, widest, kernels.SUM)
