@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("policy", "hbm"), [("lru", "12KiB"), ("lfu", "12KiB"), ("lru", "64KiB")])
+@pytest.mark.parametrize(("policy", "budget"), [("lru", "12KiB"), ("lfu", "12KiB"), ("lru", "64KiB")])
 @pytest.mark.parametrize("is_there", [False, True], ids=["ids on the host", "ids on the device"])
 def test_training_with_triton_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, hbm: str, is_there: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
 ) -> None:
     expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
     monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
     monkeypatch.setattr(grouping, "_kernels_for", lambda _: grouping_triton)
     monkeypatch.setattr(base, "_kernels_for", lambda _: rows_triton)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm=hbm, policy=policy)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm=budget, policy=policy)
     assert torch.equal(ended, expected)

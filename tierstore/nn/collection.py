@@ -14,7 +14,7 @@ from ..lookup.contract import AnyLookup
 from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.on_device import DeviceJagged
 from ..store import Store, Table
-from ..store.arguments import Names, check_jagged
+from ..store.arguments import check_jagged
 from ..store.table import make_lookup
 from ..system.excerpt import excerpt
 from .function import Prepared
@@ -89,7 +89,7 @@ class Collection(TieredModule):
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         jagged = check_jagged(
             features.values(), features.offsets(), features.weights_or_none(), "sum", device=self.store.device,
-            names=Names("values", "weights"),
+            ids_name="values", scale_name="weights",
         )  # fmt: skip
         batch, rest = divmod(jagged.batch, len(keys))
         if rest:

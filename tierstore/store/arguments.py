@@ -1,6 +1,6 @@
 """The tensors that lookups are given, checked: ids, offsets and per-sample weights."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -113,33 +113,23 @@ def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "pe
     return scale.detach()
 
 
-class Names(NamedTuple):
-    """Of arguments, in messages."""
-
-    ids: str = "ids"
-    scale: str = "per_sample_weights"
-
-
-NAMES: Final = Names()
-
-
 def check_jagged(
     ids: Tensor, offsets: Tensor, scale: Tensor | None, mode: str, *, device: torch.device,
-    is_last_given: bool = True, names: Names = NAMES,
+    is_last_given: bool = True, ids_name: str = "ids", scale_name: str = "per_sample_weights",
 ) -> Jagged | DeviceJagged:  # fmt: skip
     """Checked ids of one feature; see ``check_ids``, ``check_offsets`` and ``require_scale``. Tensors that are all on
     the store's device are not waited for: only what the host knows of them is checked."""
 
     def on_host() -> Jagged:
-        rows = check_ids(ids, names.ids, device=device)
+        rows = check_ids(ids, ids_name, device=device)
         starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
-        own = require_scale(scale, len(rows), mode, names.scale)
-        return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, names.scale, device))
+        own = require_scale(scale, len(rows), mode, scale_name)
+        return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, scale_name, device))
 
     if not all(is_there(each, device) for each in (ids, offsets, scale) if each is not None):
         return on_host()
     refuse_transforms()
-    count, own = len(require_ids(ids, names.ids)), require_scale(scale, len(ids), mode, names.scale)
+    count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)
     given = DeviceIds(
         ids.contiguous(), require_ids(offsets, "offsets").contiguous(), None if own is None else own.contiguous()
     )
