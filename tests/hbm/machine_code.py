@@ -112,7 +112,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64, 100 and 512 columns, by all modes and rules."""
     from tierstore import kernels, optim
     from tierstore.hbm import rows_triton
-    from tierstore.hbm.batch import Bags, DeviceIds, Groups
+    from tierstore.hbm.batch import Bags, Groups
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.kernels import SUPER_RUN
 
@@ -159,13 +159,6 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     narrow, middle, wide, widest = torch.zeros(4, 16), torch.zeros(4, 64), torch.zeros(4, 104), torch.zeros(4, 512)
     wide = wide.bfloat16()
     yield "number", lambda: rows_triton.number_bags(numbers[:5], numbers)
-    for dtype, scale in ((torch.int32, None), (torch.int64, torch.zeros(length))):
-        ids = DeviceIds(order, order[:5], scale)
-        own = bags(16, scaled=scale is not None)
-        yield (
-            f"join {dtype}",
-            partial(rows_triton.join_ids, ids, order[:2], order[:2], own, numbers.to(dtype), numbers[:1], order[:3]),
-        )
     yield "pool sum of 16", lambda: pool(16, narrow, kernels.SUM, by_row=False)
     yield "pool sum of 64", lambda: pool(64, middle, kernels.SUM)
     yield "pool sum of 512", lambda: pool(512, widest, kernels.SUM)
@@ -182,6 +175,19 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "adagrad of 16, mean", lambda: update(16, narrow, optim.Adagrad, mean=True)
     yield "adam of 16, max", lambda: update(16, narrow, optim.Adam, maxima=True)
     yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad, scaled=True)
+
+
+def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """To slots, and to keys with per-sample weights."""
+    from tierstore.hbm import rows_triton
+    from tierstore.hbm.batch import Bags, DeviceIds
+
+    long, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    for name, rows, scale in (("slots", numbers, None), ("keys", long, torch.zeros(64))):
+        bags = Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale)
+        given = DeviceIds(long, long[:5], scale)
+        join = partial(rows_triton.join_ids, given, long[:2], long[:2], bags, rows, numbers[:1], long[:3])
+        yield f"join to {name}", join
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -227,7 +233,7 @@ def launches() -> dict[str, Launch]:
     module: ModuleType
     for module in (hbm_triton, grouping_triton, rows_triton):
         module.launch = note  # type: ignore[attr-defined]
-    for cases in (_row_cases, _cache_cases):
+    for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
             case = name
             act()
