@@ -294,6 +294,16 @@ def test_who_waits_raises_the_error_once(
         assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
 
 
+def test_a_new_table_raises_the_error_where_no_row_is_to_be_written(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            store.create_table(config("late"))
+        store.create_table(config("late"))
+
+
 def test_what_the_host_fetches_is_right_or_an_error(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
 ) -> None:
