@@ -177,6 +177,19 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "adam and adagrad of 100, scaled", lambda: update(100, wide, optim.Adam, optim.Adagrad, scaled=True)
 
 
+def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """To slots, and to keys with per-sample weights."""
+    from tierstore.hbm import rows_triton
+    from tierstore.hbm.batch import Bags, DeviceIds
+
+    long, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    for name, rows, scale in (("slots", numbers, None), ("keys", long, torch.zeros(64))):
+        bags = Bags(numbers[:5], numbers, numbers[:2], numbers[:2], 2, scale)
+        given = DeviceIds(long, long[:5], scale)
+        join = partial(rows_triton.join_ids, given, long[:2], long[:2], bags, rows, numbers[:1], long[:3])
+        yield f"join to {name}", join
+
+
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     from tierstore.cache import hbm_triton
     from tierstore.cache.hbm_books import SUMMARY_ROWS, WAYS, Books, Plan, Status
@@ -220,7 +233,7 @@ def launches() -> dict[str, Launch]:
     module: ModuleType
     for module in (hbm_triton, grouping_triton, rows_triton):
         module.launch = note  # type: ignore[attr-defined]
-    for cases in (_row_cases, _cache_cases):
+    for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
             case = name
             act()

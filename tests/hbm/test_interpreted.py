@@ -12,17 +12,23 @@ import torch
 from tests.hbm import test_order
 from tierstore.cache import hbm, hbm_triton
 from tierstore.hbm import base, grouping, grouping_triton, rows_triton
+from tierstore.store import arguments
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 when kernels are defined"
 )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_training_with_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "budget", "is_there"), [("lru", "12KiB", False), ("lfu", "12KiB", True), ("lru", "64KiB", True)]
+)
+def test_training_with_triton_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
+) -> None:
     expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
     monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
     monkeypatch.setattr(grouping, "_kernels_for", lambda _: grouping_triton)
     monkeypatch.setattr(base, "_kernels_for", lambda _: rows_triton)
-    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="12KiB", policy=policy)
+    monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm=budget, policy=policy)
     assert torch.equal(ended, expected)

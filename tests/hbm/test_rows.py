@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
 from tierstore import kernels, optim
 from tierstore.hbm import rows_twin
+from tierstore.hbm.batch import Bags, DeviceIds
 from tierstore.optim.configs import NUM_HYPER
 from tierstore.optim.kernels import SUPER_RUN
 
@@ -77,6 +78,91 @@ def test_rows_are_moved_whole(rows: Rows, words: tuple[int, int]) -> None:
     for arena, buffer, rest in zip(arenas, buffers, given, strict=True):
         assert torch.equal(buffer[:203], arena[slots])
         assert torch.equal(buffer[203:], rest[203:])
+
+
+def join(rows: Rows, given: DeviceIds, batch: int, sizes: list[int], dtype: torch.dtype) -> tuple[Bags, list[Tensor]]:
+    """What ``join_ids`` fills: bags, and rows, ``is_right`` and ``record``. Tables lie behind each other."""
+    count, features = len(given.ids), len(sizes)
+    firsts = torch.tensor([sum(sizes[:place]) for place in range(features)]) + 5
+    on_device = DeviceIds(*(None if each is None else each.to(rows.device) for each in given))  # type: ignore[arg-type]
+
+    def empty(length: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full((length,), 99, dtype=dtype, device=rows.device)
+
+    scale = None if given.scale is None else empty(count, torch.float32)
+    columns = torch.zeros(features, dtype=torch.int32, device=rows.device)
+    bags = Bags(empty(features * batch + 1), empty(count), columns, columns, batch, scale)
+    joined, is_right = empty(count, dtype), torch.ones(1, dtype=torch.int32, device=rows.device)
+    record = torch.zeros(features + 1, dtype=torch.int64)
+    record = record.pin_memory() if rows.device == "cuda" else record
+    sent = firsts.to(rows.device), torch.tensor(sizes, device=rows.device)
+    rows.module.join_ids(on_device, *sent, bags, joined, is_right, record)
+    if rows.device == "cuda":
+        torch.cuda.synchronize()
+    return bags, [joined.cpu(), is_right.cpu(), record]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("longest", [1, 5, 40])
+def test_ids_are_joined(rows: Rows, longest: int, last: bool, dtype: torch.dtype) -> None:
+    """Also more bags than positions, and more of either than a program takes."""
+    rng = np.random.default_rng([longest, last])
+    sizes, batch = [40, 1, 9], 70 if longest > 1 else 300
+    lengths = rng.integers(0, longest + 1, 3 * batch)
+    lengths[[0, batch, -1]] = 0
+    feature = np.repeat(np.arange(3), lengths.reshape(3, -1).sum(1))
+    ids = (rng.random(len(feature)) * np.array(sizes)[feature]).astype(np.int64)
+    ends = np.cumsum(lengths)
+    offsets = torch.from_numpy(np.concatenate([[0], ends if last else ends[:-1]]))
+    scale = torch.from_numpy(rng.random(len(ids), np.float32))
+    other = torch.int64 if dtype == torch.int32 else torch.int32
+    for each in (scale, None):
+        given = DeviceIds(torch.from_numpy(ids).to(dtype), offsets.to(other), each)
+        bags, (joined, is_right, record) = join(rows, given, batch, sizes, other)
+        assert joined.tolist() == [5 + sum(sizes[:place]) + row for place, row in zip(feature, ids, strict=True)]
+        assert bags.bag_of.tolist() == np.repeat(np.arange(3 * batch), lengths).tolist()
+        assert bags.bag_starts.tolist() == [0, *ends.tolist()]
+        assert is_right.item() == 1
+        assert not record.any()
+        if each is not None:
+            assert bags.scale is not None
+            assert torch.equal(bags.scale.cpu(), each)
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 2**40, -(2**62)])
+def test_wrong_ids_are_told_of_and_may_be_used(rows: Rows, bad: int) -> None:
+    """Nine of one feature, which has three rows, and the last of another."""
+    ids = torch.zeros(600, dtype=torch.int64)
+    ids[250:259] = bad
+    ids[-1] = bad
+    bags, (joined, is_right, record) = join(
+        rows, DeviceIds(ids, torch.arange(0, 600, 3), None), 100, [3, 2], torch.int32
+    )
+    assert joined.tolist() == [5] * 300 + [8] * 300
+    assert is_right.item() == 0
+    assert record.tolist() == [bad, bad, 0]
+    assert bags.bag_starts.tolist() == list(range(0, 601, 3))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("place", "offset"), [(0, 1), (0, -1), (1, -1), (2, 601), (2, 2**40), (150, 3), (199, -5), (199, 601), (200, 599)]
+)
+def test_wrong_offsets_are_told_of_and_may_be_used(rows: Rows, place: int, offset: int, last: bool) -> None:
+    offsets = torch.arange(0, 601, 3)
+    offsets[place] = offset
+    given = DeviceIds(torch.zeros(600, dtype=torch.int64), offsets if last else offsets[:-1], None)
+    bags, (joined, is_right, record) = join(rows, given, 100, [3, 2], torch.int64)
+    if place < 200 or last:
+        assert is_right.item() == 0
+        assert record[:-1].tolist() == [0, 0]
+        assert record[-1] - 1 in (place, place + 1)
+    else:
+        assert is_right.item() == 1
+    assert 0 <= int(bags.bag_starts.min()) <= int(bags.bag_starts.max()) <= 600
+    assert 0 <= int(bags.bag_of.min()) <= int(bags.bag_of.max()) < 200
+    assert set(joined.tolist()) <= {5, 8}
 
 
 def pool(

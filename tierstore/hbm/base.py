@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -24,17 +24,21 @@ from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Int32s, Int64s
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
+from ..pool.residency import Numbering
+from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import rows_twin
-from .batch import Bags, Groups
+from .batch import Bags, DeviceIds, Groups
+from .checks import Check, Checks
 from .lanes import Mark
 from .sending import Field, Sender
 
-_POSITIONS_MAX: Final = 2**30
+POSITIONS_MAX: Final = 2**30
 """Of a batch: kernels number them by int32, and add two such numbers."""
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
-_RULES_KEPT: Final = 64
+_KEPT: Final = 64
+"""Of what is sent once: features, rules."""
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
 
@@ -56,10 +60,24 @@ class Positions(Protocol):
 
     def __len__(self) -> int: ...
 
-    def write(self, numbering: Any, out: NDArray[Any]) -> None:
+    def write(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
         """Slots into ``out`` (int32 [N]), or without a numbering keys (int64 [N]). ValueError: an id outside its
         table."""
         ...
+
+
+class Owned(Protocol):
+    """Features of tables of one pool.
+
+    Attributes:
+        columns: int32 [F]; table_of: int32 [F], as in ``Positions``.
+        indices: int64 [F], each feature's table in the store; num_rows: int64 [F], of that table.
+    """
+
+    columns: Int32s
+    table_of: Int32s
+    indices: Int64s
+    num_rows: Int64s
 
 
 class DeviceLease(Protocol):
@@ -88,16 +106,18 @@ class DeviceBatch:
         rows: int32 [N], the slot of each position, or int64 [N], its key.
         ready: when bags are there; rows_ready: when rows are.
         grouping: its positions by row, as its pool groups them; None until it did.
+        check: of ids that the device joined; None if the host did, which found nothing wrong.
     """
 
-    __slots__ = ("bags", "grouping", "ready", "rows", "rows_ready")
+    __slots__ = ("bags", "check", "grouping", "ready", "rows", "rows_ready")
 
-    def __init__(self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark) -> None:
+    def __init__(self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark, check: Check | None = None) -> None:
         self.bags = bags
         self.rows = rows
         self.ready = ready
         self.rows_ready = rows_ready
         self.grouping: Any = None
+        self.check = check
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -132,6 +152,15 @@ class Ruled(Protocol):
     config: TableConfig
 
 
+class _SentFeatures(NamedTuple):
+    """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Owned``."""
+
+    firsts: Tensor
+    num_rows: Tensor
+    columns: Tensor
+    table_of: Tensor
+
+
 class _SentRules(NamedTuple):
     hyper: list[Hyper]
     rules: Rules
@@ -146,6 +175,7 @@ class DeviceRows(ABC):
         dirty: uint8 [slots], which ``update_rows`` marks; None where leases do.
         lane: the device's streams.
         kernels: ``rows_triton`` or ``rows_twin``.
+        checks: of batches whose ids the device joined.
         lock: serialises whoever brings rows in or writes them down; taken before the locks of the pool below.
         split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
         fill_seconds: time spent bringing rows in and writing them down.
@@ -156,6 +186,8 @@ class DeviceRows(ABC):
     dirty: Tensor | None
     row_dtype: torch.dtype
     """Of ``DeviceBatch.rows``."""
+    numbering: Numbering | None = None
+    """Of slots, if these are what ``DeviceBatch.rows`` are; else they are keys."""
 
     def __init__(self, below: Pool, sender: Sender) -> None:
         self.layout = below.layout
@@ -165,7 +197,9 @@ class DeviceRows(ABC):
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
+        self.checks = Checks(self.lane, self.device)
         self.lock = threading.RLock()
+        self._features: dict[bytes, _SentFeatures] = {}
         self._below = below.transfers
         self._sender = sender
         self._rules: dict[tuple[Ruled, ...], _SentRules] = {}
@@ -195,8 +229,8 @@ class DeviceRows(ABC):
         """
         self.require_open()
         count, columns = len(positions), positions.columns
-        if count > _POSITIONS_MAX:
-            raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {_POSITIONS_MAX}")
+        if count > POSITIONS_MAX:
+            raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {POSITIONS_MAX}")
         fields: list[Field] = [
             (torch.int32, len(positions.bag_starts)),
             (torch.int64 if columns.dtype == np.int64 else torch.int32, len(columns)),
@@ -209,7 +243,7 @@ class DeviceRows(ABC):
         def fill(arrays: list[NDArray[Any]]) -> None:
             arrays[0][:], arrays[1][:], arrays[2][:] = positions.bag_starts, columns, positions.table_of
             if rows is None:
-                self._write_rows(positions, arrays[3])
+                positions.write(self.numbering, arrays[3])
             for scale in arrays[4:]:
                 scale[:] = positions.scale
 
@@ -225,9 +259,63 @@ class DeviceRows(ABC):
         )  # fmt: skip
         return DeviceBatch(bags, own_rows if rows is None else rows, ready, ready if given is None else given)
 
-    @abstractmethod
-    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
-        """What ``DeviceBatch.rows`` is to be."""
+    def join(
+        self, features: Owned, batch: int, given: DeviceIds, explain: Callable[[Int64s], ValueError]
+    ) -> DeviceBatch:
+        """A batch of ids that the calling thread's current stream has made, joined on the side stream. Nothing waits.
+
+        Args:
+            batch: bags of a feature.
+            explain: the error for a ``Check.record`` that tells of something wrong.
+        """
+        self.require_open()
+        num_features, count = len(features.columns), len(given.ids)
+        made = self.lane.mark()
+        with self.lane.side():
+            self.lane.follow(made)
+            sent = self._sent(features)
+            starts = torch.empty(num_features * batch + 1, dtype=torch.int32, device=self.device)
+            bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
+            rows = torch.empty(count, dtype=self.row_dtype, device=self.device)
+            scale = None if given.scale is None else torch.empty(count, dtype=torch.float32, device=self.device)
+            step = math.gcd(_WIDE, *features.columns.tolist())
+            bags = Bags(starts, bag_of, sent.columns, sent.table_of, batch, scale, step)
+            words = self.checks.words(num_features)
+            self.kernels.join_ids(given, sent.firsts, sent.num_rows, bags, rows, *words)
+            ready = self.lane.mark()
+            self.retain(given, words)
+        return DeviceBatch(bags, rows, ready, ready, Check(*words, ready, explain))
+
+    def _sent(self, features: Owned) -> _SentFeatures:
+        """What the device has to know of features, sent once, for the side stream."""
+        name = features.indices.tobytes() + features.columns.tobytes()
+        known = self._features.get(name)
+        if known is None:
+            firsts = features.indices << KEY_ROW_BITS
+            if self.numbering is not None:
+                firsts = self.numbering.first_slots(features.indices)
+            own = firsts, features.num_rows, features.columns, features.table_of
+
+            def fill(arrays: list[NDArray[Any]]) -> None:
+                for array, each in zip(arrays, own, strict=True):
+                    array[:] = each
+
+            types = torch.int64, torch.int64, torch.int32, torch.int32
+            sent, _ = self._sender.send([(dtype, len(firsts)) for dtype in types], fill)
+            known = _SentFeatures(*sent)
+            if len(self._features) >= _KEPT:
+                self._features.clear()
+            self._features[name] = known
+        return known
+
+    def look(self) -> None:
+        """See ``UpperTier``."""
+        self.checks.look(wait=True)
+
+    def require_right(self, batch: DeviceBatch) -> None:
+        """ValueError for a wrong id or offset. Waits for the device, if the host has not checked them."""
+        if batch.check is not None:
+            self.checks.require_right(batch.check)
 
     @abstractmethod
     def stage(self, batch: DeviceBatch) -> DeviceLease | None:
@@ -302,7 +390,7 @@ class DeviceRows(ABC):
                 [(torch.float32, len(codes) * NUM_HYPER), (torch.int32, len(codes))], fill
             )
             known = _SentRules(hyper, Rules(codes, sent_codes, sent.view(-1, NUM_HYPER)), ready)
-            if len(self._rules) >= _RULES_KEPT:
+            if len(self._rules) >= _KEPT:
                 self._rules.clear()
             self._rules[tables] = known
         self.lane.follow(known.ready)

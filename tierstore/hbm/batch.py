@@ -31,6 +31,20 @@ class Bags(NamedTuple):
     column_step: int = 1
 
 
+class DeviceIds(NamedTuple):
+    """Ids of a batch that are on the device already, not checked, the features in their order in ``Bags``.
+
+    Attributes:
+        ids: int64 or int32 [N], N > 0.
+        offsets: int64 or int32 [K + 1], or [K] without the last, which is then N.
+        scale: float32 [N], per-sample weights, or None.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    scale: Tensor | None
+
+
 class Groups(NamedTuple):
     """Positions grouped by unique row, each group in id-list order. The host does not know U.
 

@@ -26,7 +26,7 @@ from ..kernels.arrays import Int32s, Int64s
 from ..pool import Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part, Positions
+from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .grouping import group_slots
 from .lanes import Mark
@@ -103,7 +103,7 @@ class FullRows(DeviceRows):
     ) -> None:
         super().__init__(below, sender)
         layout = self.layout
-        self._numbering = RowNumbering(tables)
+        self.numbering: RowNumbering = RowNumbering(tables)
         self._is_trained = not readonly
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
         with torch.inference_mode(False), self.lane.side():
@@ -122,9 +122,6 @@ class FullRows(DeviceRows):
         self._loaded: Mark | None = None
 
     # Batches
-
-    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
-        positions.write(self._numbering, out)
 
     def stage(self, batch: DeviceBatch) -> FullLease:
         """See ``DeviceRows``; a batch that may be trained is grouped ahead, on the side stream."""
@@ -164,6 +161,8 @@ class FullRows(DeviceRows):
         if batch.grouping is None:
             self.lane.follow(batch.rows_ready)
             slots, groups = group_slots(batch.rows)
+            if batch.check is not None:  # a wrong batch has no rows that an update could change
+                groups = groups._replace(num_unique=groups.num_unique * batch.check.is_right)
             batch.grouping = _Grouping(slots, groups, self.lane.mark())
         made: _Grouping = batch.grouping
         return made
@@ -229,11 +228,12 @@ class FullRows(DeviceRows):
         return self.lane.mark()
 
     def _keys_at(self, slots: Int32s) -> Int64s:
-        return self._numbering.keys_at(slots)
+        return self.numbering.keys_at(slots)
 
     @shielded
     def flush(self) -> None:
         """See ``DeviceRows``. Whoever is about to use rows waits for it."""
+        self.look()
         with self.lock, self.lane.side():
             self._follow_users()
             started = time.perf_counter()
@@ -285,7 +285,7 @@ class FullRows(DeviceRows):
         """int32 [n], on their way to the device."""
 
         def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:] = self._numbering.slots_of(keys)
+            arrays[0][:] = self.numbering.slots_of(keys)
 
         (slots,), sent = self._sender.send([(torch.int32, len(keys))], fill)
         return slots, sent

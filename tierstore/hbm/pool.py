@@ -43,7 +43,7 @@ from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
-from .base import DeviceBatch, DeviceRows, Part, Positions
+from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Mark
@@ -138,9 +138,6 @@ class HbmPool(DeviceRows):
             self._sketch.warm_up()
 
     # Batches
-
-    def _write_rows(self, positions: Positions, out: NDArray[Any]) -> None:
-        positions.write(None, out)
 
     def _grouped(self, batch: DeviceBatch) -> _Grouped:
         if batch.grouping is None:

@@ -72,6 +72,41 @@ def number_positions(bag_starts, bag_of, num_positions, num_bags, search_steps, 
     tl.store(bag_of + position, bag, mask=position < num_positions)
 
 
+@triton.jit(
+    do_not_specialize=["num_ids", "num_offsets", "num_bags", "num_features", "batch", "search_steps"],
+    do_not_specialize_on_alignment=[*INDICES, "ids", "offsets", "firsts", "num_rows", "rows", "own_scale", "is_right",
+    "record"],
+)  # fmt: skip
+def join_tile(
+    ids, offsets, scale, firsts, num_rows, bag_starts, bag_of, rows, own_scale, is_right, record,
+    num_ids, num_offsets, num_bags, num_features, batch, search_steps, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK offsets and BLOCK positions, each of them checked. ``search_steps``: bits of ``num_bags``."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    given = place < num_offsets
+    start = tl.load(offsets + place, mask=given, other=num_ids)
+    before = tl.load(offsets + place - 1, mask=given & (place > 0), other=0)
+    is_off = given & ((start < before) | (start > num_ids) | ((place == 0) & (start != 0)))
+    is_off |= (place == num_bags) & (start != num_ids)
+    inside = tl.minimum(tl.maximum(start, 0), num_ids).to(tl.int32)
+    tl.store(bag_starts + place, inside, mask=place <= num_bags)
+    active = place < num_ids
+    bag, above = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_bags
+    for _ in tl.range(0, search_steps):
+        bag, above = halve(offsets, place, bag, above)
+    feature = bag // batch
+    row = tl.load(ids + place, mask=active, other=0).to(tl.int64)
+    is_no_row = active & ((row < 0) | (row >= tl.load(num_rows + feature)))
+    tl.store(record + feature, row, mask=is_no_row)
+    tl.store(record + num_features + place * 0, place.to(tl.int64) + 1, mask=is_off)
+    tl.store(is_right + place * 0, place * 0, mask=is_no_row | is_off)
+    row = tl.where(is_no_row, 0, row) + tl.load(firsts + feature)
+    tl.store(rows + place, row.to(rows.dtype.element_ty), mask=active)
+    tl.store(bag_of + place, bag, mask=active)
+    if HAS_SCALE:
+        tl.store(own_scale + place, tl.load(scale + place, mask=active, other=0), mask=active)
+
+
 @triton.jit
 def result_places(bag, columns, mask, batch, stride, STEP: tl.constexpr):
     """int64, multiples of STEP: where the results of bags begin in a matrix [B, C] of that stride."""

@@ -34,9 +34,9 @@ from .. import kernels
 from ..cache.triton_launch import launch
 from ..optim.configs import NUM_HYPER
 from ..optim.kernels import RUN, SUPER_RUN
-from .batch import Bags, Groups
+from .batch import Bags, DeviceIds, Groups
 from .moving_triton import move_tile
-from .pooling_triton import dot_positions, number_positions, pool_bags
+from .pooling_triton import dot_positions, join_tile, number_positions, pool_bags
 from .rows_twin import Pair
 from .updating_triton import AVERAGED, CHOSEN, PLAIN, SCALED, sum_runs, sum_super_runs, update_tile
 
@@ -52,6 +52,19 @@ def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
     launch(
         number_positions, (triton.cdiv(len(bag_of), NUMBER_TILE),), bag_starts, bag_of, len(bag_of), num_bags,
         num_bags.bit_length(), BLOCK=NUMBER_TILE,
+    )  # fmt: skip
+
+
+def join_ids(
+    given: DeviceIds, firsts: Tensor, num_rows: Tensor, bags: Bags, rows: Tensor, is_right: Tensor, record: Tensor
+) -> None:
+    """As ``rows_twin.join_ids``."""
+    num_bags = len(bags.bag_starts) - 1
+    launch(
+        join_tile, (triton.cdiv(max(len(rows), num_bags + 1), NUMBER_TILE),), given.ids, given.offsets,
+        _or_any(given.scale, rows), firsts, num_rows, bags.bag_starts, bags.bag_of, rows, _or_any(bags.scale, rows),
+        is_right, record, len(rows), len(given.offsets), num_bags, len(firsts), bags.batch, num_bags.bit_length(),
+        HAS_SCALE=given.scale is not None, BLOCK=NUMBER_TILE,
     )  # fmt: skip
 
 
@@ -155,6 +168,11 @@ def warm_up(
     groups = Groups(torch.zeros(length, dtype=torch.int64, device=device), zeros, zeros[:1])
     out, hyper = torch.zeros((1, dim), device=device), torch.zeros((len(codes), NUM_HYPER), device=device)
     number_bags(bags.bag_starts, torch.empty(1, dtype=torch.int32, device=device))
+    long, own = groups.order[:2], bags._replace(bag_starts=zeros[:2].clone(), bag_of=zeros.clone())
+    join_ids(
+        DeviceIds(long[:1], long, None), long[:1], long[:1], own,
+        torch.empty(1, dtype=torch.int64 if by_row else torch.int32, device=device), zeros[:1].clone(), long.clone(),
+    )  # fmt: skip
     for mode in modes:
         arg_max = torch.zeros((1, dim), dtype=torch.int32, device=device) if mode == kernels.MAX else None
         pool_rows(

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import kernels
 from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN, SUPER_RUN
-from .batch import Bags, Groups
+from .batch import Bags, DeviceIds, Groups
 
 Pair = tuple[Tensor, ...]
 """Weights and state of rows, int64 [rows, words] each."""
@@ -26,6 +26,41 @@ def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
     """Fill ``bag_of``, int32 [N], with the bag of each position: those of bag ``k`` are ``bag_starts[k:k + 2]``."""
     numbers = torch.arange(len(bag_starts) - 1, dtype=torch.int32, device=bag_of.device)
     bag_of.copy_(torch.repeat_interleave(numbers, bag_starts.diff().long()))
+
+
+def join_ids(
+    given: DeviceIds, firsts: Tensor, num_rows: Tensor, bags: Bags, rows: Tensor, is_right: Tensor, record: Tensor
+) -> None:
+    """Check ids and offsets, and join them: fill ``bag_starts``, ``bag_of`` and ``scale`` of ``bags``, and ``rows``.
+
+    A wrong id is taken for row 0 of its table, and offsets are cut to [0, N], so that they may be used whatever they
+    are.
+
+    Args:
+        firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F].
+        rows: int32 (slots) or int64 (keys) [N].
+        is_right: int32 [1], set to 0 if something is wrong.
+        record: int64 [F + 1], zeros. A wrong id of a feature goes to the feature's place; one more than the index of an
+            offset that is not from 0 to N, or less than the one before, to the last. Of several, any.
+    """
+    count, num_bags = len(rows), len(bags.bag_starts) - 1
+    starts = given.offsets.long()
+    starts = torch.cat([starts, starts.new_full((num_bags + 1 - len(starts),), count)])
+    is_off = (starts < torch.cat([starts.new_zeros(1), starts[:-1]])) | (starts > count)
+    is_off[0] |= starts[0] != 0
+    is_off[-1] |= starts[-1] != count
+    bags.bag_starts.copy_(starts.clamp(0, count))
+    positions = torch.arange(count, device=rows.device)
+    bag = (torch.searchsorted(starts, positions, right=True) - 1).clamp(0, num_bags - 1)
+    bags.bag_of.copy_(bag)
+    feature, ids = bag // bags.batch, given.ids.long()
+    is_no_row = (ids < 0) | (ids >= num_rows[feature])
+    rows.copy_(firsts[feature] + torch.where(is_no_row, torch.zeros_like(ids), ids))
+    record[feature[is_no_row].to(record.device)] = ids[is_no_row].to(record.device)
+    record[len(firsts)] = (is_off.int().argmax() + 1) * is_off.any()
+    is_right.mul_((~(is_no_row.any() | is_off.any())).int())
+    if given.scale is not None and bags.scale is not None:
+        bags.scale.copy_(given.scale)
 
 
 def pool_rows(

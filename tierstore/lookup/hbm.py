@@ -1,7 +1,8 @@
 """One pooled lookup in device memory: the twin of ``lookup.Lookup``, with the same results.
 
 The host joins and checks the ids while it writes them to page-locked memory, and sends them with the bags' starts by
-one copy on the side stream. Forward and backward run on the caller's current stream.
+one copy on the side stream; ids that are on the device already are joined there (``on_device``). Forward and backward
+run on the caller's current stream.
 """
 
 import contextlib
@@ -19,13 +20,15 @@ from ..pool import Pool
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
+from .on_device import OnDevice
 from .tables import RowGradients, by_table
 
 
 class HbmLookup(OverJoined):
     """See the module's docstring; arguments as for ``lookup.Lookup``.
 
-    ``stage`` and ``forward`` raise ValueError for an id outside its table.
+    ``stage`` and ``forward`` raise ValueError for an id outside its table. If the device joins the ids, a later call
+    may raise it instead: see ``hbm.checks``.
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
@@ -35,6 +38,8 @@ class HbmLookup(OverJoined):
         self._lease: DeviceLease | None = None
         self._rows: DeviceRows | None = None
         self._batch: DeviceBatch | None = None
+        if isinstance(joined, OnDevice):
+            self._rows, self._batch = joined.rows, joined.sent
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
         self._rules: Rules | None = None
@@ -55,7 +60,7 @@ class HbmLookup(OverJoined):
         if self._arg_max is not None:
             return self._arg_max
         table = self.joined.tables[0]
-        shape = len(self.joined.bag_starts) - 1, table.layout.dim  # of empty bags, which nobody looks at
+        shape = self.joined.num_bags, table.layout.dim  # of empty bags, which nobody looks at
         return torch.full(shape, -1, dtype=torch.int32, device=table.store.device)
 
     @property
@@ -72,6 +77,7 @@ class HbmLookup(OverJoined):
         rows = self.joined.tables[0].pool.hot
         assert isinstance(rows, DeviceRows), "a lookup in device memory over a pool without"
         rows.lane.require_no_capture()
+        rows.checks.look()
         if rows is not self._rows or self._batch is None:
             if self._rows is not None and self._batch is not None:
                 self.joined.note_keys(self._rows.position_keys(self._batch))
@@ -123,7 +129,7 @@ class HbmLookup(OverJoined):
             return
         with self._on_device() as (rows, batch):
             if self._mode == kernels.MAX:
-                shape = len(self.joined.bag_starts) - 1, rows.layout.dim
+                shape = self.joined.num_bags, rows.layout.dim
                 self._arg_max = torch.empty(shape, dtype=torch.int32, device=rows.device)
             for part in rows.parts(batch, self._lease):
                 with part.lease.in_use():
@@ -134,6 +140,8 @@ class HbmLookup(OverJoined):
                 is_whole = part.last - part.first == len(batch)
                 if keep and is_whole and not part.lease.held and rows.hold(part.lease):
                     self._lease = part.lease
+            if batch.check is not None:
+                rows.checks.note(batch.check)
             if not keep:
                 self.release()
 
@@ -156,11 +164,11 @@ class HbmLookup(OverJoined):
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""
         joined = self.joined
-        hyper = joined.next_hyper()
         if self._is_empty:
+            joined.next_hyper()
             return
         with self._on_device() as (rows, batch):
-            self._rules = rules = rows.rules(tuple(joined.tables), hyper)
+            self._rules = rules = rows.rules(tuple(joined.tables), joined.next_hyper())
             groups = rows.groups(batch)
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):
@@ -183,6 +191,7 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
         with self._on_device() as (rows, batch):
+            rows.require_right(batch)
             groups = rows.groups(batch)
             keys = rows.keys(batch)
             values = torch.zeros((len(keys), dim), dtype=torch.float32, device=rows.device)

@@ -32,6 +32,19 @@ class Jagged(NamedTuple):
     batch: int
     scale: Floats | None = None
 
+    def of(self, batch: int) -> "Jagged":
+        """The same bags, so many of each feature."""
+        return self._replace(batch=batch)
+
+    @property
+    def on_host(self) -> "Jagged":
+        """Itself; see ``on_device.DeviceJagged``."""
+        return self
+
+    def join(self, features: "Features", places: Sequence[int]) -> "Joined":
+        """The ids of some features; ``places``: which of these each of them is."""
+        return Joined(features, self, places)
+
 
 class Sources(NamedTuple):
     """Of ids laid end to end, feature by feature; the arguments of ``trace.sampling.select``, in its order.
@@ -127,6 +140,10 @@ class Joined:
 
     def __len__(self) -> int:
         return int(self.bag_starts[-1])
+
+    @property
+    def num_bags(self) -> int:
+        return len(self.columns) * self.batch
 
     # The caller's ids are read once: later changes of their memory reach neither keys nor slots.
 

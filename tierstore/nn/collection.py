@@ -12,8 +12,9 @@ from ..config import require_names
 from ..errors import TableError
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Features, Jagged, Joined
+from ..lookup.on_device import DeviceJagged
 from ..store import Store, Table
-from ..store.arguments import check_ids, check_offsets, check_scale
+from ..store.arguments import check_jagged
 from ..store.table import make_lookup
 from ..system.excerpt import excerpt
 from .function import Prepared
@@ -70,8 +71,8 @@ class Collection(TieredModule):
     def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         return make_lookup(joined, mode=mode)
 
-    def _checked(self, features: JaggedLike) -> tuple[Jagged, dict[str, int]]:
-        """(ids without weights, the place of each feature there); errors as ``forward`` has them."""
+    def _checked(self, features: JaggedLike) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
+        """(ids, the place of each feature there); errors as ``forward`` has them."""
         if getattr(features, "variable_stride_per_key", bool)():  # of TorchRec
             raise ValueError(
                 "the batch's features have different numbers of samples (TorchRec's variable batch size), and results "
@@ -86,13 +87,14 @@ class Collection(TieredModule):
                 near = difflib.get_close_matches(name, keys, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
-        device = self.store.device
-        ids = check_ids(features.values(), "values", device=device)
-        offsets = check_offsets(features.offsets(), len(ids), device=device)
-        batch, rest = divmod(len(offsets) - 1, len(keys))
+        jagged = check_jagged(
+            features.values(), features.offsets(), features.weights_or_none(), "sum", device=self.store.device,
+            ids_name="values", scale_name="weights",
+        )  # fmt: skip
+        batch, rest = divmod(jagged.batch, len(keys))
         if rest:
-            raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
-        return Jagged(ids, offsets, batch), place
+            raise ValueError(f"{jagged.batch} bags cannot be divided among {len(keys)} features")
+        return jagged.of(batch), place
 
     def extra_repr(self) -> str:
         return ", ".join(f"{feature.name}: {feature.table!r}" for feature in self._features.values())
@@ -124,8 +126,8 @@ class TieredEmbeddingBagCollection(Collection):
         """Pooled rows of every feature.
 
         Args:
-            features: jagged ids, on the CPU or the store's device (there they are waited for); it may have more
-                features than the tables know (those are ignored) but not fewer.
+            features: jagged ids, on the CPU or the store's device; it may have more features than the tables know
+                (those are ignored) but not fewer. docs/gpu.md says which batches on a device are not waited for.
 
         Returns:
             KeyedTensor of float32 [B, sum of dims] on the store's device, features in order of the tables.
@@ -138,10 +140,14 @@ class TieredEmbeddingBagCollection(Collection):
     def _prepare(self, features: JaggedLike) -> Prepared:
         sources, scale = _sources(features), features.weights_or_none()
         jagged, place = self._checked(features)
-        if scale is not None:
-            device = self.store.device
-            jagged = jagged._replace(scale=check_scale(scale, len(jagged.ids), "sum", "weights", device=device))
-        lookups = [self._lookup(group, jagged, [place[name] for name in names]) for names, group in self._groups]
+        for table in self.tables if scale is not None else ():
+            if table.config.pooling != "sum":
+                given = f"table {table.name!r} has {table.config.pooling!r}"
+                raise ValueError(f'weights go with pooling="sum" only; {given}')
+        lookups = [
+            self._make_lookup(jagged.join(group, [place[name] for name in names]), group.tables[0].config.pooling)
+            for names, group in self._groups
+        ]
         return Prepared(lookups, (jagged.batch, self._columns), scale, sources, self.store)
 
     def _group_features(self) -> list[tuple[list[str], Features]]:
@@ -153,12 +159,6 @@ class TieredEmbeddingBagCollection(Collection):
             ([each.name for each in group], Features([each.table for each in group], [each.column for each in group]))
             for group in groups.values()
         ]
-
-    def _lookup(self, group: Features, jagged: Jagged, places: list[int]) -> AnyLookup:
-        config = group.tables[0].config
-        if jagged.scale is not None and config.pooling != "sum":
-            raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
-        return self._make_lookup(Joined(group, jagged, places), config.pooling)
 
 
 class TieredEmbeddingCollection(Collection):
@@ -197,8 +197,8 @@ class TieredEmbeddingCollection(Collection):
     def _prepare(self, features: JaggedLike) -> Prepared:
         if features.weights_or_none() is not None:
             raise ValueError("rows that are not pooled take no weights; multiply the result")
-        jagged, place = self._checked(features)
-        lookups = [self._lookup(table, jagged, place) for table in self.tables]
+        checked, place = self._checked(features)
+        lookups = [self._lookup(table, checked.on_host, place) for table in self.tables]
         elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
         return Prepared(lookups, (elements,), None, _sources(features), self.store)
 

@@ -58,7 +58,7 @@ class TieredEmbedding(TieredModule):
     def _prepare(self, ids: Tensor) -> Prepared:
         flat = require_tensor(ids, "input").reshape(-1)
         if self.padding_idx is None:
-            offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device="cpu")
+            offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device=flat.device)
         else:
             is_used = flat != self.padding_idx
             flat = flat[is_used]

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..config import Pooling, require_choice
 from ..kernels import MODES
 from ..store import Table
-from ..store.arguments import require_ids, require_tensor
+from ..store.arguments import require_tensor
 from ..system.hints import hinting
 from .function import Prepared
 from .module import NO_COUNTERPART, TieredModule, checked_table
@@ -80,26 +80,29 @@ class TieredEmbeddingBag(TieredModule):
             raise ValueError(
                 f"input must be 1-D with offsets, or 2-D, not {tuple(ids.shape)}; TieredEmbedding takes any shape"
             )
-        scale = per_sample_weights
+        scale, is_last_given = per_sample_weights, True
         if ids.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets goes with a 1-D input; a 2-D input has one bag a row")
             if scale is not None and require_tensor(scale, "per_sample_weights").shape != ids.shape:
                 raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
             bags, width = ids.shape
-            offsets = torch.arange(bags + 1, dtype=torch.int64, device="cpu") * width
+            offsets = _evenly(bags, width, ids.device)
             flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
         else:
             if offsets is None:
                 raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
-            flat = ids
-            if not self.include_last_offset:
-                offsets = torch.cat([require_ids(offsets, "offsets"), offsets.new_full((1,), len(flat))])
-        jagged = self.table.jagged(
-            flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=self.include_last_offset
-        )
+            flat, is_last_given = ids, self.include_last_offset
+        jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
         lookup = self.table.lookup(jagged, mode=self.mode)
         return Prepared([lookup], (jagged.batch, self.table.layout.dim), scale, sources, self.table.store)
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, mode={self.mode!r}"
+
+
+def _evenly(bags: int, width: int, device: torch.device) -> Tensor:
+    """int64 [bags + 1]: where each bag of so many begins, and the last ends. One launch."""
+    if not width:
+        return torch.zeros(bags + 1, dtype=torch.int64, device=device)
+    return torch.arange(0, bags * width + 1, width, dtype=torch.int64, device=device)

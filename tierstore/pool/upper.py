@@ -45,7 +45,11 @@ class UpperTier(Protocol):
         ...
 
     def flush(self) -> None:
-        """Copy newer rows to the pool below."""
+        """Copy newer rows to the pool below; errors as ``look``."""
+        ...
+
+    def look(self) -> None:
+        """ValueError, once for each, for a batch that had a wrong id and was used. Waits until all are known."""
         ...
 
     def emptied(self) -> AbstractContextManager[Any]:

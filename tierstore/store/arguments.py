@@ -8,10 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.arrays import Floats, Int32s, Int64s
+from ..hbm.batch import DeviceIds
+from ..kernels.arrays import Int32s, Int64s
+from ..lookup.joined import Jagged
+from ..lookup.on_device import DeviceJagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
+_OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
 
 
 def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Int64s | Int32s:
@@ -70,15 +74,20 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
 def check_offsets(
     offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
 ) -> Int64s:
-    """A copy, int64, of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. The last
-    is not given if the module added it."""
+    """A copy, int64, of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. If the
+    last is not given, it is added."""
     given = check_ids(offsets, name, device=device)
-    array = np.empty(len(given), np.int64)
-    if not len(array) or not kernels.copy_offsets(given, num_ids, array):
-        ends, given = ("end at", array) if is_last_given else ("not exceed", array[:-1])
-        rule = f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
-        raise ValueError(f"{rule}; {_first_wrong(given, num_ids)}")
+    whole = given if is_last_given else np.append(given, num_ids)
+    array = np.empty(len(whole), np.int64)
+    if not len(array) or not kernels.copy_offsets(whole, num_ids, array):
+        rule = _offsets_rule(name, num_ids, is_last_given=is_last_given)
+        raise ValueError(f"{rule}; {_first_wrong(array[: len(given)], num_ids)}")
     return array
+
+
+def _offsets_rule(name: str, num_ids: int, *, is_last_given: bool) -> str:
+    ends = "end at" if is_last_given else "not exceed"
+    return f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
 
 
 def _first_wrong(offsets: Int64s, num_ids: int) -> str:
@@ -87,12 +96,10 @@ def _first_wrong(offsets: Int64s, num_ids: int) -> str:
     wrong = (np.diff(offsets, prepend=offsets[:1]) < 0) | (offsets > num_ids)
     wrong[0] |= offsets[0] != 0
     place = int(wrong.argmax()) if wrong.any() else len(offsets) - 1
-    return f"the one at index {place} is {offsets[place]} (where lengths were given, the sum of those before)"
+    return f"the one at index {place} is {offsets[place]} {_OF_LENGTHS}"
 
 
-def check_scale(
-    scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights", *, device: torch.device = _HOST
-) -> Floats | None:
+def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Tensor | None:
     """Per-sample weights, float32 [n], or None. TypeError: not float32. ValueError: another length than the ids, or a
     mode other than "sum"."""
     if scale is None:
@@ -103,4 +110,37 @@ def check_scale(
         raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
     if scale.shape != (num_ids,):
         raise ValueError(f"{name} must be [{num_ids}] like the ids, not {tuple(scale.shape)}")
-    return _to_host(scale, name, device)
+    return scale.detach()
+
+
+def check_jagged(
+    ids: Tensor, offsets: Tensor, scale: Tensor | None, mode: str, *, device: torch.device,
+    is_last_given: bool = True, ids_name: str = "ids", scale_name: str = "per_sample_weights",
+) -> Jagged | DeviceJagged:  # fmt: skip
+    """Checked ids of one feature; see ``check_ids``, ``check_offsets`` and ``require_scale``. Tensors that are all on
+    the store's device are not waited for: only what the host knows of them is checked."""
+
+    def on_host() -> Jagged:
+        rows = check_ids(ids, ids_name, device=device)
+        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
+        own = require_scale(scale, len(rows), mode, scale_name)
+        return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, scale_name, device))
+
+    if not all(is_there(each, device) for each in (ids, offsets, scale) if each is not None):
+        return on_host()
+    refuse_transforms()
+    count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)
+    given = DeviceIds(
+        ids.contiguous(), require_ids(offsets, "offsets").contiguous(), None if own is None else own.contiguous()
+    )
+    rule = _offsets_rule("offsets", count, is_last_given=is_last_given)
+
+    def offsets_error(index: int) -> ValueError:
+        return ValueError(f"{rule}; the one at index {index} is wrong {_OF_LENGTHS}")
+
+    return DeviceJagged(given, len(offsets) - is_last_given, on_host, offsets_error)
+
+
+def is_there(given: object, device: torch.device) -> bool:
+    """Whether it is a tensor on that device, from where a copy to the host would be waited for."""
+    return isinstance(given, Tensor) and not given.is_cpu and given.device == device

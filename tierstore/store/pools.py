@@ -74,8 +74,15 @@ class Pools:
                 self._by_layout = self._build(list(self._catalog.tables.values()))
             return self._by_layout[layout]
 
+    def look(self) -> None:
+        """ValueError for what a device found wrong with ids and nobody was told yet. Waits for it."""
+        for pool in self:
+            if pool.hot is not None:
+                pool.hot.look()
+
     def require_unused(self, action: str) -> None:
-        """TableError, which says what to do before, if rows are in use."""
+        """TableError, which says what to do before, if rows are in use; errors as ``look``."""
+        self.look()
         if not all(pool.becomes_unused() for pool in self):
             raise TableError(
                 f"rows are in use by a batch under way (prefetched, or before its backward or step); {action} before it"
@@ -100,6 +107,7 @@ class Pools:
     def retire(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones. TableError if rows are in use."""
         with self.lock:
+            self.look()
             while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
                 self.require_unused("create tables")
                 for pool in self:

@@ -334,7 +334,8 @@ class Store(Unpicklable):
     @shielded
     def close(self) -> None:
         """End the commit under way, then release files, memory and threads. A recorder is stopped. A second call does
-        nothing. Raises the error of a commit that nobody has seen, or of a recorder; everything is released even so.
+        nothing. Raises the error of a commit that nobody has seen, or of a recorder, and, unless an exception ends a
+        ``with`` block, that of ids on a device that were wrong; everything is released even so.
 
         What was not committed is dropped, and a WARNING of the logger "tierstore" says so; not where an exception ends
         a ``with`` block, nor of a store in memory."""
@@ -348,6 +349,7 @@ class Store(Unpicklable):
             self._commits.end_pending()
             if is_told:
                 self._tell_dropped()
+                self._pools.look()
         finally:
             with self._follower.lock, self._held as held:
                 self._lifetime.is_closed = True

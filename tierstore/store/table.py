@@ -18,13 +18,14 @@ from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Features, Jagged, Joined
+from ..lookup.on_device import DeviceJagged
 from ..lookup.tables import in_pool_of
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
-from .arguments import check_ids, check_offsets, check_scale, refuse_transforms
+from .arguments import check_ids, check_jagged, refuse_transforms
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ class Table(Unpicklable):
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
         lookup.forward(out, keep=False)
         if self.store.recorder is not None:
-            self.store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
+            self.store.recorder.note_lookups([lookup.joined])
         return out
 
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
@@ -341,17 +342,15 @@ class Table(Unpicklable):
         mode: str,
         per_sample_weights: Tensor | None = None,
         is_last_given: bool = True,
-    ) -> Jagged:
-        """Checked ids of one feature; see ``check_offsets``."""
+    ) -> Jagged | DeviceJagged:
+        """Checked ids of one feature; see ``check_jagged``."""
         device = self.store.device
-        rows = check_ids(ids, device=device)
-        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
-        return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode, device=device))
+        return check_jagged(ids, offsets, per_sample_weights, mode, device=device, is_last_given=is_last_given)
 
-    def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
+    def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""
         self.require_whole()
-        return make_lookup(Joined(Features([self], [0]), jagged, [0]), mode=mode)
+        return make_lookup(jagged.join(Features([self], [0]), [0]), mode=mode)
 
     def __repr__(self) -> str:
         config = self.config

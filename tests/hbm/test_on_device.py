@@ -1,0 +1,400 @@
+"""Ids that are on the device: joined there, to the bits of ids on the host, and what is wrong with them told later.
+
+Here the device is the CPU. So what is patched is how the store tells that a tensor is on the device.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tests.hbm import stores, test_order, tracing
+from tests.hbm.counting import Count, counting
+from tests.hbm.stores import ALL, ROWS, bits, config, jagged, open_store, simple, step
+from tests.hbm.test_full import ENOUGH, SHARED, batches, collection
+from tierstore import optim
+from tierstore.hbm.base import DeviceRows
+from tierstore.store import arguments
+
+HOST = torch.device("cpu")
+SIZES = pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
+
+
+class There:
+    """From when on tensors count as being on the device; how many batches were joined there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.num_joined = 0
+        real = DeviceRows.join
+
+        def join(*given: Any) -> Any:
+            self.num_joined += 1
+            return real(*given)
+
+        monkeypatch.setattr(DeviceRows, "join", join)
+
+    def begin(self) -> None:
+        self._monkeypatch.setattr(arguments, "is_there", lambda given, _: isinstance(given, Tensor))
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> There:
+    return There(monkeypatch)
+
+
+def both(there: There, run: Callable[[str], Any]) -> tuple[Any, Any]:
+    """What a run gives with ids on the host and with ids on the device."""
+    expected = run("host")
+    assert not there.num_joined
+    there.begin()
+    return expected, run("device")
+
+
+Work = Callable[[tierstore.Store, np.random.Generator], tuple[Tensor, list[Tensor]]]
+"""One lookup: its result, and other tensors whose gradients count."""
+
+
+def bags(
+    mode: Any, *, last: bool = False, scaled: bool = False, ids: torch.dtype = torch.int64,
+    offsets: torch.dtype = torch.int64,
+) -> Work:  # fmt: skip
+    def work(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
+        found, starts = jagged(order, 23, 4)
+        scale = torch.from_numpy(order.random(len(found), np.float32)).requires_grad_() if scaled else None
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode=mode, include_last_offset=last)
+        out = bag(found.to(ids), starts[: None if last else -1].to(offsets), scale)
+        return out, [] if scale is None else [scale]
+
+    return work
+
+
+def matrix(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
+    ids = torch.from_numpy(order.integers(0, ROWS, (17, 3)))
+    return tierstore.TieredEmbeddingBag(store["t"])(ids), []
+
+
+def one_each(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
+    return tierstore.TieredEmbedding(store["t"])(torch.from_numpy(order.integers(0, ROWS, (5, 6)))), []
+
+
+def padded(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
+    return tierstore.TieredEmbedding(store["t"], padding_idx=3)(torch.from_numpy(order.integers(0, 9, 40))), []
+
+
+def twice(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
+    """Two lookups of one table in one pass, merged before its update."""
+    return matrix(store, order)[0][:9] + bags("sum", scaled=False)(store, order)[0][:9], []
+
+
+WORKS: dict[str, tuple[Any, Work]] = {
+    "sum": ("sum", bags("sum")),
+    "last given": ("sum", bags("sum", last=True)),
+    "int32": ("sum", bags("sum", ids=torch.int32, offsets=torch.int32)),
+    "int32 offsets": ("sum", bags("sum", offsets=torch.int32)),
+    "weights": ("sum", bags("sum", scaled=True)),
+    "mean": ("mean", bags("mean")),
+    "max": ("max", bags("max")),
+    "matrix": ("sum", matrix),
+    "one each": ("sum", one_each),
+    "padded": ("sum", padded),
+    "twice": ("sum", twice),
+}
+
+
+@SIZES
+@pytest.mark.parametrize("name", WORKS)
+def test_bits(tmp_path: Path, there: There, name: str, hbm: int) -> None:
+    pooling, work = WORKS[name]
+
+    def run(where: str) -> list[bytes]:
+        found: list[Tensor] = []
+        made = config(pooling=pooling, optimizer=optim.RowWiseAdagrad(lr=0.1))
+        with open_store(tmp_path / where, made, hbm=hbm) as store:
+            order = np.random.default_rng(5)
+            for _ in range(4):
+                out, others = work(store, order)
+                (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+                found += [out, *(each.grad for each in others if each.grad is not None)]
+            return [bits(each) for each in (*found, store["t"].read(ALL))]
+
+    expected, ended = both(there, run)
+    assert ended == expected
+    assert there.num_joined == (8 if name == "twice" else 4)
+
+
+@SIZES
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_collection(tmp_path: Path, there: There, depth: int, hbm: int) -> None:
+    """Tables of one layout, with rules of their own; ids prefetched or not."""
+
+    def run(where: str) -> list[bytes]:
+        names = ["a", "b", "c"]
+        rules = [optim.Adam(lr=0.1), optim.Adam(lr=0.2, weight_decay=0.01), optim.Adam(lr=0.3)]
+        sizes = [ROWS, SHARED, ROWS]
+        tables = [
+            config(name, optimizer=rule, num_embeddings=size)
+            for name, rule, size in zip(names, rules, sizes, strict=True)
+        ]
+        with open_store(tmp_path / where, *tables, hbm=hbm) as store:
+            model, found = tierstore.TieredEmbeddingBagCollection(store), []
+            for batch in tierstore.prefetch(batches(), model, depth=depth, features=stores.same):
+                found.append(model(batch).values())
+                (found[-1] * torch.linspace(-1, 1, found[-1].numel()).view_as(found[-1])).sum().backward()
+            return [bits(each) for each in (*found, *(store[name].read(ALL[:SHARED]) for name in names))]
+
+    expected, ended = both(there, run)
+    assert ended == expected
+    assert there.num_joined == len(batches())
+
+
+def test_batches_that_have_more_than_one_lookup_go_by_the_host(tmp_path: Path, there: There) -> None:
+    def unpooled(where: str) -> list[Tensor]:
+        with open_store(tmp_path / f"{where}-unpooled", config("a"), config("b"), hbm=ENOUGH) as store:
+            found = tierstore.TieredEmbeddingCollection(store)(batches()[0])
+            return [found[name].values() for name in "ab"]
+
+    expected, ended = both(there, lambda where: collection(tmp_path / where, ENOUGH, 0) + unpooled(where))
+    assert all(map(torch.equal, expected, ended))
+    assert not there.num_joined
+
+
+def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
+    there.begin()
+    with open_store(store_dir, hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], include_last_offset=True)
+        assert bag(ALL[:0], torch.zeros(1, dtype=torch.int64)).shape == (0, 4)
+        assert bag(ALL[:0], torch.zeros(3, dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        assert bag(torch.empty((2, 0), dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        with pytest.raises(ValueError, match="end at the number of ids, 4"):
+            bag(ALL[:4], torch.zeros(1, dtype=torch.int64))
+        assert not there.num_joined
+
+
+@SIZES
+def test_the_host_fetches_what_it_needs(tmp_path: Path, there: There, hbm: int) -> None:
+    """Gradients that are collected, a trace, and rows whose pool is replaced between forward and backward."""
+
+    def run(where: str) -> list[bytes]:
+        with open_store(tmp_path / where, hbm=hbm) as store:
+            bag, found = tierstore.TieredEmbeddingBag(store["t"], mode="sum"), []
+            optimizer = store.optimizer()
+            for _ in range(2):
+                step(bag, ALL[:30])
+            optimizer.step()
+            prepared = bag._prepare(ALL[:9], torch.tensor([0, 4]))
+            store.create_table(config("late"))
+            lookup, out = prepared.lookups[0], torch.empty(2, 4)
+            lookup.forward(out, keep=True)
+            lookup.update(torch.ones(2, 4))
+            found.append(out)
+            return [bits(each) for each in (*found, store["t"].read(ALL))]
+
+    expected, ended = both(there, run)
+    assert ended == expected
+    assert there.num_joined == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("hbm", ["12KiB", "64KiB"])
+def test_work_on_a_row_is_ordered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: There, depth: int, hbm: str
+) -> None:
+    expected = test_order.train(tmp_path / "expected", depth=0)
+    there.begin()
+    trace = tracing.install(monkeypatch, depth)
+    ended = test_order.train(tmp_path / "traced", depth=depth, evaluate=True, hbm=hbm)
+    assert trace.problems == []
+    assert there.num_joined
+    assert torch.equal(ended, expected)
+
+
+# What is wrong
+
+
+WRONG_IDS = [-1, ROWS, 2**40, -(2**62)]
+WRONG_OFFSETS = [[1, 2, 4], [0, 3, 2], [0, 2, 9], [0, -1, 2], [0, 2**40, 3], [-3, 0, 1]]
+
+
+@SIZES
+@pytest.mark.parametrize("bad", WRONG_IDS)
+def test_a_wrong_id_is_named_as_the_host_names_it(store_dir: Path, there: There, hbm: int, bad: int) -> None:
+    with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum")
+        ids = torch.tensor([[1, 2], [3, bad], [4, 5]])
+        with pytest.raises(ValueError, match="is not a row of table 'u'") as expected:
+            bag(ids)
+        there.begin()
+        with pytest.raises(ValueError, match="is not a row of table 'u'") as caught:
+            bag(ids)
+        assert str(caught.value) == str(expected.value)
+        assert not store["u"].pool.in_use
+        step(bag, ALL[:3])
+        assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
+
+
+@SIZES
+@pytest.mark.parametrize("bad", WRONG_OFFSETS)
+@pytest.mark.parametrize("last", [False, True])
+def test_wrong_offsets(store_dir: Path, there: There, hbm: int, bad: list[int], last: bool) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=last)
+        messages = []
+        for begin in (lambda: None, there.begin):
+            begin()
+            with pytest.raises(ValueError, match="offsets must start at 0") as caught:
+                bag(ALL[:4], torch.tensor(bad))
+            messages.append(str(caught.value).split(" is ")[0].split(";")[0])
+        assert messages[0] == messages[1]
+        assert there.num_joined == 1
+        step(tierstore.TieredEmbeddingBag(store["t"], mode="sum"), ALL[:3])
+        assert store["t"].read(ALL).sum() == -12
+
+
+@contextlib.contextmanager
+def late(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> Iterator[tuple[tierstore.Store, Any, Count]]:
+    """A store whose rows are in, and a device that does nothing until the host waits for it or it is said to."""
+    with open_store(directory, hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        step(bag, ALL[:3])
+        store.commit()
+        there.begin()
+        with counting(monkeypatch) as count:
+            yield store, bag, count
+
+
+BAD = torch.tensor([1, ROWS, 2])
+AFTER: dict[str, Callable[[tierstore.Store, Any], Any]] = {
+    "commit": lambda store, bag: store.commit(),
+    "rollback": lambda store, bag: store.rollback(store.version),
+    "create": lambda store, bag: store.create_table(config("late")),
+    "flush": lambda store, bag: store["t"].pool.flush(),
+}
+
+
+@pytest.mark.parametrize("who", AFTER)
+def test_who_waits_raises_the_error_once(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _):
+        step(bag, BAD)
+        step(bag, ALL[3:6])
+        with pytest.raises(ValueError, match=rf"id {ROWS} is not a row of table 't'") as caught:
+            AFTER[who](store, bag)
+        assert "of an earlier batch" in caught.value.__notes__[0]
+        store.commit()
+        assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
+
+
+def test_a_new_table_raises_the_error_where_no_row_is_to_be_written(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            store.create_table(config("late"))
+        store.create_table(config("late"))
+
+
+def test_what_the_host_fetches_is_right_or_an_error(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _):
+        joined = bag._prepare(BAD, torch.tensor([0])).lookups[0].joined
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"id {ROWS}"):
+                _ = joined.keys
+        optimizer = store.optimizer()
+        step(bag, BAD)
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            _ = optimizer.param_groups[0]["params"][0].grad
+
+
+def test_the_next_step_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        step(bag, BAD)
+        step(bag, ALL[3:6])
+        assert count.waits == []
+        count.catch_up()
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            bag(ALL[6:9], torch.tensor([0]))
+        step(bag, ALL[6:9])
+        store.commit()
+        assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
+
+
+def test_backward_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        out = bag(BAD, torch.tensor([0]))
+        count.catch_up()
+        before = store["t"].num_changes
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            out.sum().backward()
+        assert store["t"].num_changes == before
+        assert not store["t"].pool.in_use
+
+
+def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
+    work = late(store_dir, monkeypatch, there)
+    with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+    assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
+
+
+def test_closing_for_an_exception_leaves_that_one(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with pytest.raises(ZeroDivisionError), late(store_dir, monkeypatch, there) as (_, bag, _):
+        _ = bag(BAD, torch.tensor([0])).shape[0] // 0
+
+
+def test_ids_may_be_overwritten_after_forward(store_dir: Path, there: There) -> None:
+    there.begin()
+    with open_store(store_dir, hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        ids, offsets, scale = ALL[:6].clone(), torch.tensor([0, 3]), torch.ones(6)
+        outs = [bag(ids, offsets, scale), bag(ids, offsets, scale)]
+        for each in (ids, offsets, scale):
+            each.fill_(77)
+        sum(outs).sum().backward()
+        assert store["t"].read(ALL)[:7, 0].tolist() == [-2] * 6 + [0]
+
+
+STEP = [
+    "join_ids", "pool_rows", "sort", "place_starts", "place_starts", "mul", "update_rows", "update_rows", "update_rows",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(), optim.Adam()])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_training_step_is_ten_launches_at_most_and_no_wait(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, optimizer: Any, scaled: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    there.begin()
+    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        bag(ALL, torch.tensor([0]), torch.ones(ROWS) if scaled else None).sum().backward()
+        with counting(monkeypatch) as count:
+            for _ in range(6):
+                ids = torch.randint(0, ROWS, (5100,), generator=generator)
+                offsets, gradient = torch.arange(0, 5100, 3), torch.ones(1700, 4)
+                scale = torch.rand(5100, generator=generator) if scaled else None
+                count.clear()
+                bag(ids, offsets, scale).backward(gradient)
+                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, anew in each step
+                assert sorted(count.launches) == sorted(STEP + changing)
+                assert count.waits == []
+                count.catch_up()
