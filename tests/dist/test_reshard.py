@@ -14,6 +14,7 @@ from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded, reshard
 from tierstore.dist.parts import open_parts
+from tierstore.exchange.rows import read_rows
 
 from .ranks import DIED, run
 
@@ -53,11 +54,9 @@ def train(folder: Path, steps: int) -> tuple[list[Tensor], dict[str, Any]]:
 
 def whole(folder: Path) -> Whole:
     """Bits of each table and its optimizer's state, and its counter."""
-    with open_parts(folder) as parts:
-        rows = {name: parts.read(name, 0, ROWS) for name in parts.tables}
-        return {
-            name: (each.weights.tobytes(), each.state.tobytes(), parts.state_of(name)) for name, each in rows.items()
-        }
+    with tierstore.open(folder, mode="r") as store:
+        rows = {name: read_rows(table, 0, ROWS) for name, table in store.tables.items()}
+        return {name: (each.weights.tobytes(), each.state.tobytes(), store[name].state) for name, each in rows.items()}
 
 
 def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
