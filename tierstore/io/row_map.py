@@ -39,7 +39,7 @@ from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
 from .indexes import STORED, Stored, byte_ranges, read_indexes
 from .mapped import HUGE_PAGE_BYTES, prefetch_word, use_huge_pages, zeros
-from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
+from .segments import KEYS, NEWEST, Geometry, rows_listed
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
 
@@ -168,8 +168,7 @@ def _enter(
     for s in range(len(indexes)):
         at = indexes[s]
         slot = slots[s]
-        num = np.int64(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        num, is_mixed = rows_listed(words, at)
         for i in range(num):
             if i + _AHEAD < num:
                 ahead = np.int64(words[at + KEYS + i + _AHEAD])
@@ -215,8 +214,7 @@ def _list_live(
     count = 0
     for s in range(len(slots)):
         at = indexes[s]
-        num = np.int64(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        num, is_mixed = rows_listed(words, at)
         for i in range(num):
             key = np.int64(words[at + KEYS + i])
             table = key >> _ROW_BITS
@@ -424,11 +422,8 @@ class RowMap:
         return found
 
     def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> None:
-        if not (fits := segments.fits(stored)).all():
-            raise not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
         stored = stored[np.lexsort((stored["number"], stored["newest"]))]
-        slots = segments.take(stored, tree.txn_id)
-        at = stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
+        slots, at = take_slots(tree, segments, stored)
         held = np.zeros((len(kept), len(segments.arrays.rows)), np.int32)
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
@@ -436,9 +431,7 @@ class RowMap:
             file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places, self._regions,
             segments.arrays, held,
         )  # fmt: skip
-        file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
-        if bad >= 0:
-            raise not_of_its_tables(tree, int(stored["number"][bad]))
+        require_entered(tree, segments, stored, since, bad)
         self.unknown += unknown
         self._settle()
         arrays = segments.arrays
@@ -542,7 +535,24 @@ class RowMap:
         return stored
 
 
-def not_of_its_tables(tree: Tree, number: int) -> DamagedError:
+def take_slots(tree: Tree, segments: Segments, stored: Stored) -> tuple[Int64s, Int64s]:
+    """Slots for stored segments of one layout, and the word offset of each one's index. DamagedError if they cannot be
+    of the layout."""
+    if not (fits := segments.fits(stored)).all():
+        raise _not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
+    return segments.take(stored, tree.txn_id), stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
+
+
+def require_entered(tree: Tree, segments: Segments, stored: Stored, since: int, bad: int) -> None:
+    """DamagedError if the indexes of these segments could not be read since ``Guard.begin`` gave ``since``, or ``bad``,
+    not -1, is the position of one that holds what cannot be."""
+    starts, _ = byte_ranges(stored, tree.page_bytes)
+    tree.file_map.rows.guard.require(since, starts, segments.data_pages(stored) * tree.page_bytes)
+    if bad >= 0:
+        raise _not_of_its_tables(tree, int(stored["number"][bad]))
+
+
+def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:
     return DamagedError(
         f"{tree.path}: segment {number} cannot be one of its tables' rows (wrong number or size: is the manifest "
         f"another store's?). {RESTORE}"

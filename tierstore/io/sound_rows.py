@@ -166,11 +166,8 @@ def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
     """Newest epoch and number of the segments of these blocks of which a row cannot be read."""
     numbers, which = np.unique(blocks["number"], return_inverse=True)
     newest, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), MAX_BLOCKS)
-    nth, is_last, is_whole = (
-        blocks["first"] // geo.rows_per_block,
-        blocks["is_last"] > 0,
-        blocks["sound"] == blocks["rows"],
-    )
+    nth, is_last = blocks["first"] // geo.rows_per_block, blocks["is_last"] > 0
+    is_whole = blocks["sound"] == blocks["rows"]
     newest[which], last[which[is_last]] = blocks["newest"], nth[is_last]
     whole = np.unique(which[is_whole] * MAX_BLOCKS + nth[is_whole])
     bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1

@@ -150,8 +150,5 @@ class Lookup(OverJoined):
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
         self.release()
         counts = groups.counts.tolist()
-        rows, parts = (
-            torch.split(torch.from_numpy(keys & ROW_MASK), counts),
-            torch.split(torch.from_numpy(values), counts),
-        )
+        rows, parts = (torch.split(torch.from_numpy(each), counts) for each in (keys & ROW_MASK, values))
         return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]
