@@ -143,3 +143,18 @@ def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert all(f"{rank}-of-3" in told for rank in range(3))
     assert cli.main(["compact", str(other), str(tmp_path / "compact")]) == 1
     assert f"tierstore reshard {other} NEW_DIR --plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [["--plain"], ["--ranks", "2"]])
+def test_quantized_rows_are_refused_at_once(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tierstore.open(tmp_path / "exact", ddr="1MiB") as store:
+        store.create_table(tierstore.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=8))
+        store["a"].write(torch.arange(10), torch.ones(10, 8))
+        store.commit()
+    tierstore.quantize(tmp_path / "exact", tmp_path / "small", dtype="int8")
+    assert cli.main(["reshard", str(tmp_path / "small"), str(tmp_path / "new"), *target]) == 1
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("table 'a'", "int8 rows", "tierstore backup"))
+    assert not (tmp_path / "new").exists()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import StoreNotFoundError, TierstoreError
+from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
@@ -143,13 +143,19 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
 
     Raises:
         ValueError: the plan is for another number of ranks. TierstoreError: the target is not empty.
-        StoreNotFoundError: not all parts are there.
+        TableError: rows are quantized. StoreNotFoundError: not all parts are there.
     """
     if target.exists() and any(target.iterdir()):
         raise TierstoreError(f"{target} is not empty; give a new folder")
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(f"--plan is for {plan.world_size} ranks, and --ranks says {num_ranks}")
     with open_parts(source) as parts:
+        for name, table in parts.store.tables.items():
+            if table.layout.is_quantized:
+                raise TableError(
+                    f"table {name!r} of {source} has {table.config.dtype} rows, which reshard does not copy: reshard "
+                    "the store that it was quantized from; tierstore backup copies this one as it is"
+                )
         if not num_ranks:
             write_plain(parts, target, progress)
         else:
