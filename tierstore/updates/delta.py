@@ -66,8 +66,7 @@ def _open_source(directory: Path) -> Iterator[Opened]:
     with contextlib.closing(opened.cold) as tier:
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
-        for index, config in enumerate(opened.manifest.tables):
-            tier.add_table(index, config.layout(opened.manifest.page_bytes), config.num_embeddings)
+        opened.manifest.add_tables(tier)
         yield opened
 
 
