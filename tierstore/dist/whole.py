@@ -15,7 +15,7 @@ from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
 from ..io.changes import CHUNK_BYTES, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..pool.converting import RowSource
-from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from ..rows import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..store.lineage import Ancestor, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened
@@ -261,7 +261,7 @@ class WholeChanges:
             found = Found.empty(whole.layout, len(chunk))
             self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
             if found.present.any():
-                yield ChangedRows(chunk[found.present] & (MAX_ROWS - 1), found.weights[found.present])
+                yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
 
     def _keys(self, table: int) -> Int64s | range:
         first = table << KEY_ROW_BITS

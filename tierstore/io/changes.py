@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Int64s, Words
-from ..rows import MAX_ROWS
+from ..rows import MAX_ROWS, ROW_MASK
 from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
@@ -53,7 +53,7 @@ class Changes:
         """
         step = max(1, CHUNK_BYTES // self._rows.layouts[table].row_bytes)
         for batch in stored_batches(self._snapshot, self._rows, self._keys(table), step):
-            yield ChangedRows(batch.keys & (MAX_ROWS - 1), batch.weights)
+            yield ChangedRows(batch.keys & ROW_MASK, batch.weights)
 
     def _keys(self, table: int) -> Iterable[Int64s]:
         if not self._since:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from ..errors import BudgetError, DamagedError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
 from .indexes import STORED, Stored, byte_ranges, read_indexes
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 Places = NDArray[np.uint32]
 
-_ROW_BITS: Final = KEY_ROW_BITS
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _COPY_STEP: Final = 1024
 _LIST_STEP: Final = 1 << 20
 _AHEAD: Final = 16
@@ -79,8 +77,8 @@ class Regions(NamedTuple):
 def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions: Int64s) -> int:
     """Where rows have their entries in the flat array; -1, or the position in ``keys`` of what is no such row."""
     for i in range(len(keys)):
-        table = keys[i] >> _ROW_BITS
-        row = keys[i] & _ROW_MASK
+        table = keys[i] >> KEY_ROW_BITS
+        row = keys[i] & ROW_MASK
         known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == layout_id
         if not known or row >= tables.num_rows[table]:
             return i
@@ -97,10 +95,10 @@ def is_known(table: int | np.int64, tables: TableArrays) -> bool:
 @inline
 def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
     """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
-    table = key >> _ROW_BITS
+    table = key >> KEY_ROW_BITS
     if not is_known(table, tables):
         return bool(table >= 0)
-    return bool(tables.layout_ids[table] == layout_id and (key & _ROW_MASK) < tables.num_rows[table])
+    return bool(tables.layout_ids[table] == layout_id and (key & ROW_MASK) < tables.num_rows[table])
 
 
 @kernel
@@ -172,10 +170,10 @@ def _enter(
         for i in range(num):
             if i + _AHEAD < num:
                 ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                if is_known(ahead >> _ROW_BITS, tables):
-                    prefetch_word(places, tables.bases[ahead >> _ROW_BITS] + (ahead & _ROW_MASK))
+                if is_known(ahead >> KEY_ROW_BITS, tables):
+                    prefetch_word(places, tables.bases[ahead >> KEY_ROW_BITS] + (ahead & ROW_MASK))
             key = np.int64(words[at + KEYS + i])
-            table = key >> _ROW_BITS
+            table = key >> KEY_ROW_BITS
             if not can_be_stored(key, geo.layout_id, tables):
                 return s, unknown, dead
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
@@ -185,7 +183,7 @@ def _enter(
                 segments.held[slot] += 1
                 unknown += 1
                 continue
-            position = tables.bases[table] + (key & _ROW_MASK)
+            position = tables.bases[table] + (key & ROW_MASK)
             old = np.int64(places[position])
             if old == 0:
                 regions.stored[position >> regions.row_bits] += 1
@@ -217,11 +215,11 @@ def _list_live(
         num, is_mixed = rows_listed(words, at)
         for i in range(num):
             key = np.int64(words[at + KEYS + i])
-            table = key >> _ROW_BITS
+            table = key >> KEY_ROW_BITS
             epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
             if epoch <= np.uint64(since) or not is_known(table, tables):
                 continue
-            if places[tables.bases[table] + (key & _ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
+            if places[tables.bases[table] + (key & ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
                 keys[count] = key
                 epochs[count] = epoch
                 count += 1
@@ -417,7 +415,7 @@ class RowMap:
 
     def layout_ids(self, stored: Stored) -> Int64s:
         """Of these segments, by the first row of each; -1 if that is of a table that is not known."""
-        known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> _ROW_BITS
+        known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> KEY_ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
 
@@ -475,8 +473,8 @@ class RowMap:
         bad = find_positions(keys, self.segments[layout].geo.layout_id, self.tables, positions)
         if bad >= 0:
             raise ValueError(
-                f"keys has {keys[bad]}, row {keys[bad] & _ROW_MASK} of table {keys[bad] >> _ROW_BITS}: not a row of a "
-                "table that was added, or of a table with another layout than keys[0]'s"
+                f"keys has {keys[bad]}, row {keys[bad] & ROW_MASK} of table {keys[bad] >> KEY_ROW_BITS}: not a row of "
+                "a table that was added, or of a table with another layout than keys[0]'s"
             )
         return positions
 

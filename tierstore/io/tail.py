@@ -5,7 +5,7 @@ is shown (``RowMap.advance``). So to follow a writer costs what was written, wha
 """
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from .row_map import Places, RowMap, TableArrays, can_be_stored, is_known, requi
 from .segments import KEYS, Geometry, rows_listed
 from .slots import Segments
 from .snapshot import Tree
-
-_ROW_BITS: Final = KEY_ROW_BITS
 
 
 @kernel
@@ -48,7 +46,7 @@ def _list_rows(
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else newest[slot]
             if epoch > last:
                 continue
-            if not is_known(key >> _ROW_BITS, tables):
+            if not is_known(key >> KEY_ROW_BITS, tables):
                 held[slot] += 1
                 unknown += 1
                 continue

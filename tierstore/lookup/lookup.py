@@ -18,10 +18,11 @@ from ..pool.evicting import unique
 from ..pool.pins import Lease
 from ..pool.pooling import dot_part
 from ..pool.residency import Pooling, Update
+from ..rows import ROW_MASK
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import ROW_MASK, RowGradients, in_pool_of
+from .tables import RowGradients, in_pool_of
 
 
 class Lookup(OverJoined):
