@@ -25,6 +25,8 @@ DtypeName = Literal[FloatName, QuantizedName]
 KEY_ROW_BITS: Final = 40
 """A row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store."""
 MAX_ROWS: Final = 1 << KEY_ROW_BITS
+ROW_MASK: Final = MAX_ROWS - 1
+"""Of a key, its row."""
 MAX_TABLES: Final = 1 << 22
 
 WORD_BYTES: Final = 8

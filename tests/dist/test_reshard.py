@@ -14,6 +14,7 @@ from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded, reshard
 from tierstore.dist.parts import open_parts
+from tierstore.exchange.rows import read_rows
 
 from .ranks import DIED, run
 
@@ -53,11 +54,9 @@ def train(folder: Path, steps: int) -> tuple[list[Tensor], dict[str, Any]]:
 
 def whole(folder: Path) -> Whole:
     """Bits of each table and its optimizer's state, and its counter."""
-    with open_parts(folder) as parts:
-        rows = {name: parts.read(name, 0, ROWS) for name in parts.tables}
-        return {
-            name: (each.weights.tobytes(), each.state.tobytes(), parts.state_of(name)) for name, each in rows.items()
-        }
+    with tierstore.open(folder, mode="r") as store:
+        rows = {name: read_rows(table, 0, ROWS) for name, table in store.tables.items()}
+        return {name: (each.weights.tobytes(), each.state.tobytes(), store[name].state) for name, each in rows.items()}
 
 
 def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
@@ -144,3 +143,18 @@ def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert all(f"{rank}-of-3" in told for rank in range(3))
     assert cli.main(["compact", str(other), str(tmp_path / "compact")]) == 1
     assert f"tierstore reshard {other} NEW_DIR --plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [["--plain"], ["--ranks", "2"]])
+def test_quantized_rows_are_refused_at_once(
+    target: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tierstore.open(tmp_path / "exact", ddr="1MiB") as store:
+        store.create_table(tierstore.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=8))
+        store["a"].write(torch.arange(10), torch.ones(10, 8))
+        store.commit()
+    tierstore.quantize(tmp_path / "exact", tmp_path / "small", dtype="int8")
+    assert cli.main(["reshard", str(tmp_path / "small"), str(tmp_path / "new"), *target]) == 1
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("table 'a'", "int8 rows", "tierstore backup"))
+    assert not (tmp_path / "new").exists()

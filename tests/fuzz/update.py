@@ -8,7 +8,6 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import DamagedError
-from tierstore.io.changes import Basis
 from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.version import pack
 from tierstore.updates.header import PAGE_BYTES, UpdateHeader
@@ -31,7 +30,7 @@ def _write(payload: bytes, ids: bytes) -> Path:
         if len(rows):
             writer.add_rows(0, _LAYOUT, rows, np.zeros((len(rows), _LAYOUT.weight_words), np.uint64))
         origin = Origin("0" * 32, 1, "1" * 16)
-        fields = {"since": 0, "since_commit_id": "", "basis": Basis.NOTHING, "tables": (_CONFIG,)}
+        fields = {"since": 0, "since_commit_id": "", "tables": (_CONFIG,)}
         writer.finish(_PATH, UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
     return _PATH
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
-from ..rows import KEY_ROW_BITS
+from ..rows import KEY_ROW_BITS, ROW_MASK
 from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import NUM_TALLIES, Tally
 from .flags import FLAGS, LOADING, RESIDENT
@@ -29,7 +29,6 @@ _AHEAD: Final = 32
 _RESIDENT: Final = int(Tally.RESIDENT)
 _LOOKUPS: Final = int(Tally.LOOKUPS)
 _HITS: Final = int(Tally.HITS)
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
@@ -213,7 +212,7 @@ def _find(
 ) -> None:  # fmt: skip
     """The slot of each key, or ABSENT where it is of no row or its row is not in."""
     for i in range(keys.size):
-        table, row = keys[i] >> KEY_ROW_BITS, keys[i] & _ROW_MASK
+        table, row = keys[i] >> KEY_ROW_BITS, keys[i] & ROW_MASK
         slots[i] = ABSENT
         if 0 <= table < high_of.size and low_of[table] <= row < high_of[table]:
             slot = first_of[table] + row

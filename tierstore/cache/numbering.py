@@ -6,11 +6,10 @@ from typing import Final
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s
-from ..rows import KEY_ROW_BITS
+from ..rows import KEY_ROW_BITS, ROW_MASK
 
 TABLE_BYTES: Final = 5 * 8
 """Host memory for each table of a store."""
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class RowNumbering:
@@ -55,13 +54,13 @@ class RowNumbering:
     def slots_of(self, keys: Int64s) -> Int64s:
         """int64 [n], of keys of the tables; AssertionError for others."""
         assert self._are_rows(keys).all(), "a key that is no row of the tables"
-        slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & _ROW_MASK)
+        slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & ROW_MASK)
         return slots
 
     def _are_rows(self, keys: Int64s) -> Bools:
         """bool [n]: which keys are of rows that have slots."""
         tables = keys >> KEY_ROW_BITS
         known = (tables >= 0) & (tables < len(self._high_of))
-        tables, rows = np.where(known, tables, 0), keys & _ROW_MASK
+        tables, rows = np.where(known, tables, 0), keys & ROW_MASK
         found: Bools = known & (rows >= self._low_of[tables]) & (rows < self._high_of[tables])
         return found

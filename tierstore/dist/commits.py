@@ -16,16 +16,18 @@ class Commits(NamedTuple):
     Attributes:
         run: the identity of what was trained; "" if there is none yet.
         versions: of the rank's store, by the number of the commit; those that ``of`` tells are kept.
+        shardings: of each table, as JSON.
     """
 
     run: str
     versions: dict[int, int]
+    shardings: dict[str, Any]
 
     @classmethod
     def of(cls, store: Store) -> "Commits":
         """TierstoreError if the store is no rank's part."""
         if not store.version:
-            return cls("", {})
+            return cls("", {}, {})
         section = store.extra.get(SECTION)
         if section is None:
             raise TierstoreError(
@@ -38,7 +40,7 @@ class Commits(NamedTuple):
     def told(cls, section: Mapping[str, Any], version: int) -> "Commits":
         """What a version of a rank's store says, of the last 256 commits."""
         known = {int(number): each for number, each in section["versions"].items()}
-        return cls(section["run"], known | {section["number"]: version})
+        return cls(section["run"], known | {section["number"]: version}, section["shardings"])
 
 
 def packed(

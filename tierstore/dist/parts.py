@@ -2,23 +2,22 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TierstoreError
-from ..exchange.rows import Rows, read_rows
+from ..exchange.rows import Rows
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Part, parts_in
-from ..store.version import TableState
 from .commits import SECTION, Commits
 from .plan import Shard, Sharding
-from .table import whole_config
+
+_DDR: Final = "64MiB"
 
 
 def part_sets(directory: Path) -> dict[int, list[Part]]:
@@ -76,42 +75,19 @@ def _commits_of(path: Path) -> Commits:
         return Commits.of(store)
 
 
-class Parts:
-    """Rows of whole tables, read from the ranks' stores, or from a store that is not sharded.
+class Parts(NamedTuple):
+    """A store, sharded or not, as one process reads it.
 
     Attributes:
+        store: the whole tables, ``extra`` and tensors of one commit; of a sharded store rank 0's ``extra`` and tensors.
         number: of the commit. run: see ``Commits``.
-        tables: configurations of the whole tables, in order.
-        extra, tensors: rank 0's of that commit.
+        shardings: of each table.
     """
 
-    def __init__(self, stores: Sequence[Store], number: int, run: str, shardings: dict[str, Sharding]) -> None:
-        self._stores = stores
-        self.number = number
-        self.run = run
-        self.shardings = shardings
-        self.tables = {name: whole_config(stores[0][name].config, each) for name, each in shardings.items()}
-        extra = stores[0].extra
-        self.extra: dict[str, Any] = extra["extra"] if SECTION in extra else extra
-        self.tensors: dict[str, Tensor] = stores[0].tensors()
-
-    def state_of(self, name: str) -> TableState:
-        """The table's updates so far and learning rate."""
-        return self._stores[0][name].state
-
-    def read(self, name: str, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)`` of a whole table; see ``exchange.rows.read_rows``."""
-        config = self.tables[name]
-        layout = config.layout(self._stores[0][name].layout.page_bytes)
-        weights = np.empty((stop - start, layout.stored_columns), layout.numpy_dtype)
-        state = np.empty((stop - start, layout.state_dim), np.float32)
-        for shard in self.shardings[name].shards(config.num_embeddings, config.embedding_dim):
-            first, last = max(start, shard.first_row), min(stop, shard.first_row + shard.num_rows)
-            if first < last:
-                rows, own = read_rows(self._stores[shard.rank][name], first, last), slice(first - start, last - start)
-                weights[own, shard.first_column : shard.first_column + shard.num_columns] = rows.weights
-                state[own, state_columns(config, shard)] = rows.state
-        return Rows(weights, state)
+    store: Store
+    number: int
+    run: str
+    shardings: dict[str, Sharding]
 
 
 def of_columns(rows: Rows, config: TableConfig, shard: Shard) -> Rows:
@@ -131,36 +107,25 @@ def state_columns(config: TableConfig, shard: Shard) -> Int64s:
 
 
 @contextlib.contextmanager
-def open_parts(directory: Path, source: Source | None = None, *, ddr: str = "64MiB") -> Iterator[Parts]:
+def open_parts(directory: Path, source: Source | None = None) -> Iterator[Parts]:
     """Open a sharded store, or one that is not, for reading by this process.
 
     Args:
-        source: which parts; default: the newest.
-        ddr: memory for rows, of each part.
+        source: the newest parts; default: they are looked for.
 
     Raises:
         StoreNotFoundError: not all parts are there. TierstoreError: they are of different runs. DamagedError.
     """
-    with contextlib.ExitStack() as opened:
-        if (directory / MANIFEST_NAME).exists():
-            store = opened.enter_context(open_store(directory, mode="r", ddr=ddr))
+    is_plain = (directory / MANIFEST_NAME).exists()
+    found = None if is_plain else source or newest_set(directory)
+    version = None if found is None else found.number
+    with open_store(directory, mode="r", version=version, ddr=_DDR) as store:
+        if found is None:
             if SECTION in store.extra:
                 raise TierstoreError(f"{directory} is a rank's part of a sharded store: give the folder that it is in")
             whole = {name: Sharding("row_wise", (0,)) for name in store.tables}
-            yield Parts([store], max(store.version, 1), secrets.token_hex(8), whole)
-            return
-        source = source or newest_set(directory)
-        number, size = source.number, source.size
-        runs = {each.run for each in source.commits}
-        if len(runs) > 1:
-            raise TierstoreError(f"{directory}: the ranks' stores are of {len(runs)} different runs")
-        stores = [
-            opened.enter_context(
-                open_store(directory / f"{rank}-of-{size}", mode="r", version=each.versions[number], ddr=ddr)
-            )
-            for rank, each in enumerate(source.commits)
-        ]
-        shardings = stores[0].extra[SECTION]["shardings"]
-        yield Parts(
-            stores, number, runs.pop(), {name: Sharding.from_json(each, size) for name, each in shardings.items()}
-        )
+            yield Parts(store, max(store.version, 1), secrets.token_hex(8), whole)
+        else:
+            own = found.commits[0]
+            shardings = {name: Sharding.from_json(own.shardings[name], found.size) for name in store.tables}
+            yield Parts(store, found.number, own.run, shardings)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import StoreNotFoundError, TierstoreError
-from ..exchange.rows import chunks, write_rows
+from ..errors import StoreNotFoundError, TableError, TierstoreError
+from ..exchange.rows import chunks, read_rows, write_rows
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from .commits import Commits, packed
@@ -72,14 +72,14 @@ def _has(path: Path, parts: Parts) -> bool:
 
 def resized(parts: Parts, size: int, planned: Mapping[str, Sharding]) -> Plan:
     """How so many ranks share the tables: as planned, else as they did where possible, else by rows."""
-    return Plan(size, {name: planned.get(name) or _resized(parts, name, size) for name in parts.tables})
+    return Plan(size, {name: planned.get(name) or _resized(parts, name, size) for name in parts.shardings})
 
 
 def _resized(parts: Parts, name: str, size: int) -> Sharding:
     sharding, everybody = parts.shardings[name], tuple(range(size))
     if sharding.sharding_type == "table_wise":
         return sharding._replace(ranks=(sharding.ranks[0] % size,))
-    if sharding.sharding_type == "column_wise" and parts.tables[name].embedding_dim % size:
+    if sharding.sharding_type == "column_wise" and parts.store[name].config.embedding_dim % size:
         return sharding._replace(sharding_type="row_wise", ranks=everybody)
     return sharding._replace(ranks=everybody)
 
@@ -95,14 +95,15 @@ def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progre
     """Make a rank's part; it appears with its first commit."""
     with open_store(path, keep=2, ddr=_DDR) as local:
         pieces = []
-        for name, config in parts.tables.items():
+        for name, whole in parts.store.tables.items():
             sharding = plan.tables[name]
-            made = local.create_table(local_config(config, sharding, rank))
-            shards = ShardedTable(config, sharding, made, rank).shards
+            made = local.create_table(local_config(whole.config, sharding, rank))
+            shards = ShardedTable(whole.config, sharding, made, rank).shards
             pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
         _copy(parts, local, pieces, progress)
         shardings = {name: each.to_json() for name, each in plan.tables.items()}
-        local.commit(extra=packed(parts.run, parts.number, {}, shardings, parts.extra), tensors=parts.tensors)
+        extra = packed(parts.run, parts.number, {}, shardings, parts.store.extra)
+        local.commit(extra=extra, tensors=parts.store.tensors())
 
 
 def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
@@ -110,10 +111,10 @@ def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
     with open_store(path, ddr=_DDR) as store:
         pieces = [
             _Piece(store.create_table(config), Shard(0, 0, config.num_embeddings, 0, config.embedding_dim))
-            for config in parts.tables.values()
+            for config in (whole.config for whole in parts.store.tables.values())
         ]
         _copy(parts, store, pieces, progress)
-        store.commit(extra=parts.extra, tensors=parts.tensors)
+        store.commit(extra=parts.store.extra, tensors=parts.store.tensors())
 
 
 def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progress) -> None:
@@ -121,11 +122,12 @@ def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progre
     done, total = 0, sum(shard.num_rows for _, shard in pieces)
     for table, shard in pieces:
         for start, stop in chunks(table):
-            write_rows(table, start, *of_columns(parts.read(table.name, start, stop), parts.tables[table.name], shard))
+            whole = parts.store[table.name]
+            write_rows(table, start, *of_columns(read_rows(whole, start, stop), whole.config, shard))
             done += stop - start
             progress(done, total)
     for name, table in store.tables.items():
-        table.restore(parts.state_of(name))
+        table.restore(parts.store[name].state)
 
 
 def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, progress: Progress) -> str:
@@ -141,13 +143,19 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
 
     Raises:
         ValueError: the plan is for another number of ranks. TierstoreError: the target is not empty.
-        StoreNotFoundError: not all parts are there.
+        TableError: rows are quantized. StoreNotFoundError: not all parts are there.
     """
     if target.exists() and any(target.iterdir()):
         raise TierstoreError(f"{target} is not empty; give a new folder")
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(f"--plan is for {plan.world_size} ranks, and --ranks says {num_ranks}")
     with open_parts(source) as parts:
+        for name, table in parts.store.tables.items():
+            if table.layout.is_quantized:
+                raise TableError(
+                    f"table {name!r} of {source} has {table.config.dtype} rows, which reshard does not copy: reshard "
+                    "the store that it was quantized from; tierstore backup copies this one as it is"
+                )
         if not num_ranks:
             write_plain(parts, target, progress)
         else:
@@ -155,4 +163,4 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
             for rank in range(num_ranks):
                 write_part(parts, target / f"{rank}-of-{num_ranks}", rank, wanted, progress)
         kind = f"for {num_ranks} rank{'s' * (num_ranks > 1)}" if num_ranks else "not sharded"
-        return f"{target}: {len(parts.tables)} tables of {source}, commit {parts.number}, {kind}"
+        return f"{target}: {len(parts.shardings)} tables of {source}, commit {parts.number}, {kind}"

@@ -184,10 +184,9 @@ class ShardedStore:
                 own = all_commits[self.ranks.rank].versions[self._number]
                 if own != self.local.version:
                     self.local.rollback(own)
-                self._versions = Commits.told(self.local.extra[SECTION], own).versions
+                _, self._versions, saved = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
-                saved = self.local.extra[SECTION]["shardings"].items()
-                shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved}
+                shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
         self._require_alike([(table.index, table.config, table.sharding) for table in found])
         self._take(found)

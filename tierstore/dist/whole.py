@@ -12,10 +12,10 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
-from ..io.changes import CHUNK_BYTES, Basis, ChangedRows
+from ..io.changes import CHUNK_BYTES, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..pool.converting import RowSource
-from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from ..rows import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..store.lineage import Ancestor, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened
@@ -48,9 +48,7 @@ class _Joined(NamedTuple):
         commits = [Commits.told(each.extra[SECTION], each.number) for each in versions]
         first, number = versions[0], sections[0]["number"]
         lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(_past(versions, commits)))
-        shardings = {
-            name: Sharding.from_json(fields, len(versions)) for name, fields in sections[0]["shardings"].items()
-        }
+        shardings = {name: Sharding.from_json(each, len(versions)) for name, each in commits[0].shardings.items()}
         joint = Version(number, first.tables, first.extra["extra"], first.tensors, lineage)
         return cls(joint, shardings, commits)
 
@@ -252,7 +250,6 @@ class WholeChanges:
     """What changed in a sharded store; see ``io.changes.Changes``."""
 
     def __init__(self, tier: WholeTier, written: Int64s | None) -> None:
-        self.basis = Basis.NOTHING if written is None else Basis.ROWS
         self._tier = tier
         self._written = written
 
@@ -264,7 +261,7 @@ class WholeChanges:
             found = Found.empty(whole.layout, len(chunk))
             self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
             if found.present.any():
-                yield ChangedRows(chunk[found.present] & (MAX_ROWS - 1), found.weights[found.present])
+                yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
 
     def _keys(self, table: int) -> Int64s | range:
         first = table << KEY_ROW_BITS

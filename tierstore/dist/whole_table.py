@@ -9,7 +9,7 @@ from ..config import TableConfig
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import half_code
 from ..pool.converting import RowSource
-from ..rows import MAX_ROWS, RowLayout
+from ..rows import ROW_MASK, RowLayout
 from .plan import Shard
 
 
@@ -39,7 +39,7 @@ class WholeTable:
         """``ColdTier.read`` by each rank's; returns ``present``."""
         if self._pieces[0].layout.dim < self.layout.dim:
             return self._read_columns(reads, keys, slots, weights, state)
-        present, rows = np.zeros(len(keys), np.bool_), keys & (MAX_ROWS - 1)
+        present, rows = np.zeros(len(keys), np.bool_), keys & ROW_MASK
         for shard, *_ in self._pieces:
             own = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
             here = np.zeros(len(own), np.bool_)

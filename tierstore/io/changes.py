@@ -5,29 +5,19 @@ without being written. The lineage of the current version tells (``lineage``); i
 """
 
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..kernels.arrays import Int64s, Words
-from ..rows import MAX_ROWS
+from ..rows import MAX_ROWS, ROW_MASK
 from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
 
 CHUNK_BYTES: Final = 8 << 20
 """Rows with their state that are read at a time."""
-
-
-class Basis(Enum):
-    """What changes are told from."""
-
-    ROWS = "rows"
-    """An earlier version: the rows that were written since."""
-    NOTHING = "nothing"
-    """Every row that was ever written."""
 
 
 class ChangedRows(NamedTuple):
@@ -43,17 +33,12 @@ class ChangedRows(NamedTuple):
 
 
 class Changes:
-    """What changed; made by ``LmdbColdTier.changes``.
-
-    Attributes:
-        basis: what it was told from.
-    """
+    """What changed; made by ``LmdbColdTier.changes``."""
 
     def __init__(self, snapshot: Snapshot, rows: RowMap, since: int) -> None:
         self._snapshot = snapshot
         self._rows = rows
         self._since = since
-        self.basis = Basis.ROWS if since else Basis.NOTHING
 
     @cached_property
     def written(self) -> Int64s:
@@ -68,10 +53,10 @@ class Changes:
         """
         step = max(1, CHUNK_BYTES // self._rows.layouts[table].row_bytes)
         for batch in stored_batches(self._snapshot, self._rows, self._keys(table), step):
-            yield ChangedRows(batch.keys & (MAX_ROWS - 1), batch.weights)
+            yield ChangedRows(batch.keys & ROW_MASK, batch.weights)
 
     def _keys(self, table: int) -> Iterable[Int64s]:
-        if self.basis is Basis.NOTHING:
+        if not self._since:
             return by_key(self._rows, [table])
         first, stop = np.searchsorted(self.written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
         return [self.written[first:stop]]

@@ -94,14 +94,14 @@ def require_plain_files(directory: Path) -> None:
         require_plain_file(directory / name)
 
 
-def open_environment(path: Path, map_size: int, *, readonly: bool = False) -> "lmdb.Environment":
-    """The file in LMDB's hands, with LMDB's own lock file only for writing: trees are held by ``pins.py``."""
+def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
+    """The file in LMDB's hands, for writing, with LMDB's own lock file. Readers need neither (``pins.py``)."""
     try:
         return lmdb.open(
             str(path),
             map_size=map_size,
             subdir=False,
-            readonly=readonly,
+            readonly=False,
             metasync=False,
             sync=False,  # anchor.py says when the file is synced, and why that is enough
             map_async=False,
@@ -113,7 +113,7 @@ def open_environment(path: Path, map_size: int, *, readonly: bool = False) -> "l
             max_readers=126,
             max_dbs=0,
             max_spare_txns=0,
-            lock=not readonly,
+            lock=True,
             lib_version=0,  # LMDB 0.9: data version 1, which btree.py reads
         )
     except lmdb.Error as error:

@@ -1,6 +1,7 @@
 """Following a writer: a commit that a tier open for reading does not show yet, and the tail of the log that it adds."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..errors import StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
@@ -17,24 +18,16 @@ ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], 
 """``ColdTier.read``, by a snapshot and its map."""
 
 
+@dataclass(eq=False)
 class NewerCommit:
     """See ``base.NewerVersion``; made by ``Follower.find``."""
 
-    def __init__(
-        self,
-        follower: "Follower",
-        snapshot: Snapshot,
-        head: Head,
-        record: CommitRecord,
-        rows: RowMap | Tail,
-        changed: Int64s,
-    ) -> None:
-        self._follower = follower
-        self.snapshot = snapshot
-        self.head = head
-        self.record = record
-        self.rows: RowMap | Tail = rows
-        self.changed = changed
+    follower: "Follower"
+    snapshot: Snapshot
+    head: Head
+    record: CommitRecord
+    rows: RowMap | Tail
+    changed: Int64s
 
     @property
     def version(self) -> int:
@@ -45,22 +38,22 @@ class NewerCommit:
         return read_payload(self.snapshot, self.record)
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        self._follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
+        self.follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
 
     def show(self) -> None:
         """See ``NewerVersion.show``."""
-        file = self._follower.file
+        file = self.follower.file
         with file.lock:
-            assert self._follower.found is self, "it was shown or given up"
-            self._follower.found = None
+            assert self.follower.found is self, "it was shown or given up"
+            self.follower.found = None
             file.head, file.record = self.head, self.record
             file.view.move(self.snapshot, self.rows)
             self._forget()
 
     def close(self) -> None:
         """Let go of its pages, unless it was shown."""
-        if self._follower.found is self:
-            self._follower.found = None
+        if self.follower.found is self:
+            self.follower.found = None
             self.snapshot.close()
             self._forget()
 

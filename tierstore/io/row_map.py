@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 from ..errors import BudgetError, DamagedError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
 from .indexes import STORED, Stored, byte_ranges, read_indexes
 from .mapped import HUGE_PAGE_BYTES, prefetch_word, use_huge_pages, zeros
-from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
+from .segments import KEYS, NEWEST, Geometry, rows_listed
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
 
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 Places = NDArray[np.uint32]
 
-_ROW_BITS: Final = KEY_ROW_BITS
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _COPY_STEP: Final = 1024
 _LIST_STEP: Final = 1 << 20
 _AHEAD: Final = 16
@@ -79,8 +77,8 @@ class Regions(NamedTuple):
 def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions: Int64s) -> int:
     """Where rows have their entries in the flat array; -1, or the position in ``keys`` of what is no such row."""
     for i in range(len(keys)):
-        table = keys[i] >> _ROW_BITS
-        row = keys[i] & _ROW_MASK
+        table = keys[i] >> KEY_ROW_BITS
+        row = keys[i] & ROW_MASK
         known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == layout_id
         if not known or row >= tables.num_rows[table]:
             return i
@@ -97,10 +95,10 @@ def is_known(table: int | np.int64, tables: TableArrays) -> bool:
 @inline
 def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
     """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
-    table = key >> _ROW_BITS
+    table = key >> KEY_ROW_BITS
     if not is_known(table, tables):
         return bool(table >= 0)
-    return bool(tables.layout_ids[table] == layout_id and (key & _ROW_MASK) < tables.num_rows[table])
+    return bool(tables.layout_ids[table] == layout_id and (key & ROW_MASK) < tables.num_rows[table])
 
 
 @kernel
@@ -168,15 +166,14 @@ def _enter(
     for s in range(len(indexes)):
         at = indexes[s]
         slot = slots[s]
-        num = np.int64(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        num, is_mixed = rows_listed(words, at)
         for i in range(num):
             if i + _AHEAD < num:
                 ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                if is_known(ahead >> _ROW_BITS, tables):
-                    prefetch_word(places, tables.bases[ahead >> _ROW_BITS] + (ahead & _ROW_MASK))
+                if is_known(ahead >> KEY_ROW_BITS, tables):
+                    prefetch_word(places, tables.bases[ahead >> KEY_ROW_BITS] + (ahead & ROW_MASK))
             key = np.int64(words[at + KEYS + i])
-            table = key >> _ROW_BITS
+            table = key >> KEY_ROW_BITS
             if not can_be_stored(key, geo.layout_id, tables):
                 return s, unknown, dead
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
@@ -186,7 +183,7 @@ def _enter(
                 segments.held[slot] += 1
                 unknown += 1
                 continue
-            position = tables.bases[table] + (key & _ROW_MASK)
+            position = tables.bases[table] + (key & ROW_MASK)
             old = np.int64(places[position])
             if old == 0:
                 regions.stored[position >> regions.row_bits] += 1
@@ -215,15 +212,14 @@ def _list_live(
     count = 0
     for s in range(len(slots)):
         at = indexes[s]
-        num = np.int64(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        num, is_mixed = rows_listed(words, at)
         for i in range(num):
             key = np.int64(words[at + KEYS + i])
-            table = key >> _ROW_BITS
+            table = key >> KEY_ROW_BITS
             epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
             if epoch <= np.uint64(since) or not is_known(table, tables):
                 continue
-            if places[tables.bases[table] + (key & _ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
+            if places[tables.bases[table] + (key & ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
                 keys[count] = key
                 epochs[count] = epoch
                 count += 1
@@ -419,16 +415,13 @@ class RowMap:
 
     def layout_ids(self, stored: Stored) -> Int64s:
         """Of these segments, by the first row of each; -1 if that is of a table that is not known."""
-        known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> _ROW_BITS
+        known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> KEY_ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
 
     def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> None:
-        if not (fits := segments.fits(stored)).all():
-            raise not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
         stored = stored[np.lexsort((stored["number"], stored["newest"]))]
-        slots = segments.take(stored, tree.txn_id)
-        at = stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
+        slots, at = take_slots(tree, segments, stored)
         held = np.zeros((len(kept), len(segments.arrays.rows)), np.int32)
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
@@ -436,9 +429,7 @@ class RowMap:
             file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places, self._regions,
             segments.arrays, held,
         )  # fmt: skip
-        file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
-        if bad >= 0:
-            raise not_of_its_tables(tree, int(stored["number"][bad]))
+        require_entered(tree, segments, stored, since, bad)
         self.unknown += unknown
         self._settle()
         arrays = segments.arrays
@@ -482,8 +473,8 @@ class RowMap:
         bad = find_positions(keys, self.segments[layout].geo.layout_id, self.tables, positions)
         if bad >= 0:
             raise ValueError(
-                f"keys has {keys[bad]}, row {keys[bad] & _ROW_MASK} of table {keys[bad] >> _ROW_BITS}: not a row of a "
-                "table that was added, or of a table with another layout than keys[0]'s"
+                f"keys has {keys[bad]}, row {keys[bad] & ROW_MASK} of table {keys[bad] >> KEY_ROW_BITS}: not a row of "
+                "a table that was added, or of a table with another layout than keys[0]'s"
             )
         return positions
 
@@ -542,7 +533,24 @@ class RowMap:
         return stored
 
 
-def not_of_its_tables(tree: Tree, number: int) -> DamagedError:
+def take_slots(tree: Tree, segments: Segments, stored: Stored) -> tuple[Int64s, Int64s]:
+    """Slots for stored segments of one layout, and the word offset of each one's index. DamagedError if they cannot be
+    of the layout."""
+    if not (fits := segments.fits(stored)).all():
+        raise _not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
+    return segments.take(stored, tree.txn_id), stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
+
+
+def require_entered(tree: Tree, segments: Segments, stored: Stored, since: int, bad: int) -> None:
+    """DamagedError if the indexes of these segments could not be read since ``Guard.begin`` gave ``since``, or ``bad``,
+    not -1, is the position of one that holds what cannot be."""
+    starts, _ = byte_ranges(stored, tree.page_bytes)
+    tree.file_map.rows.guard.require(since, starts, segments.data_pages(stored) * tree.page_bytes)
+    if bad >= 0:
+        raise _not_of_its_tables(tree, int(stored["number"][bad]))
+
+
+def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:
     return DamagedError(
         f"{tree.path}: segment {number} cannot be one of its tables' rows (wrong number or size: is the manifest "
         f"another store's?). {RESTORE}"

@@ -218,14 +218,20 @@ def build_segment(
 
 
 @inline
+def rows_listed(words: Words, at: int) -> tuple[int, bool]:
+    """How many rows the index at word ``at`` lists, and whether it lists an epoch of each behind them."""
+    count = words[at + COUNT]
+    return np.int64(count & COUNT_MASK), (count & MIXED) != np.uint64(0)  # type: ignore[return-value]
+
+
+@inline
 def check_index(words: Words, page_words: int, limit: int, page: int, pages: int, number: np.uint64) -> int:
     """SegmentStatus of the index of segment ``number``, which the tree says begins at ``page`` and has ``pages``."""
     status = page_header_status(words, page_words, limit, page, pages)
     if status != 0:
         return status
     at = page * page_words + PAGE_HEADER_WORDS
-    num: int = np.int64(words[at + COUNT] & COUNT_MASK)  # type: ignore[assignment]
-    is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+    num, is_mixed = rows_listed(words, at)
     if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1:
         return 3
     if index_pages(page_words, num, is_mixed) >= pages:

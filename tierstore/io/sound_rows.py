@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
+from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from .checksum import row_checksum
 from .indexes import Stored, look_at_indexes
 from .mapped import FileMap, copy_words
@@ -27,8 +27,6 @@ from .sound_tree import Remains
 
 R = TypeVar("R")
 
-_ROW_BITS: Final = KEY_ROW_BITS
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 SAVED: Final = 1
 LOST: Final = 2
@@ -102,7 +100,7 @@ def _layout_ids(remains: Remains, rows: RowMap, stored: Stored) -> Int64s:
     found, words = rows.layout_ids(stored), remains.file_map.words
     for i in np.flatnonzero(found < 0).tolist():
         at = int(stored["first_page"][i]) * remains.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
-        tables = words[at : at + int(stored["rows"][i])] >> np.uint64(_ROW_BITS)
+        tables = words[at : at + int(stored["rows"][i])] >> np.uint64(KEY_ROW_BITS)
         ids = rows.tables.layout_ids[tables[tables < len(rows.tables.layout_ids)].astype(np.int64)]
         found[i] = next(iter(ids[ids >= 0].tolist()), -1)
     return found
@@ -166,11 +164,8 @@ def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
     """Newest epoch and number of the segments of these blocks of which a row cannot be read."""
     numbers, which = np.unique(blocks["number"], return_inverse=True)
     newest, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), MAX_BLOCKS)
-    nth, is_last, is_whole = (
-        blocks["first"] // geo.rows_per_block,
-        blocks["is_last"] > 0,
-        blocks["sound"] == blocks["rows"],
-    )
+    nth, is_last = blocks["first"] // geo.rows_per_block, blocks["is_last"] > 0
+    is_whole = blocks["sound"] == blocks["rows"]
     newest[which], last[which[is_last]] = blocks["newest"], nth[is_last]
     whole = np.unique(which[is_whole] * MAX_BLOCKS + nth[is_whole])
     bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1
@@ -245,8 +240,8 @@ def choose_rows(
     """
     count, unproven = 0, 0
     for i in range(len(keys)):
-        table = keys[i] >> _ROW_BITS
-        row = keys[i] & _ROW_MASK
+        table = keys[i] >> KEY_ROW_BITS
+        row = keys[i] & ROW_MASK
         if table < 0 or table >= len(tables.bases) or tables.layout_ids[table] != layout_id:
             continue
         if row >= tables.num_rows[table]:

@@ -5,20 +5,18 @@ is shown (``RowMap.advance``). So to follow a writer costs what was written, wha
 """
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from ..rows import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
-from .row_map import Places, RowMap, TableArrays, can_be_stored, is_known, not_of_its_tables
-from .segments import COUNT, COUNT_MASK, KEYS, MIXED, Geometry
+from .row_map import Places, RowMap, TableArrays, can_be_stored, is_known, require_entered, take_slots
+from .segments import KEYS, Geometry, rows_listed
 from .slots import Segments
 from .snapshot import Tree
-
-_ROW_BITS: Final = KEY_ROW_BITS
 
 
 @kernel
@@ -40,8 +38,7 @@ def _list_rows(
     for s in range(len(indexes)):
         at = indexes[s]
         slot = slots[s]
-        num = np.int64(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        num, is_mixed = rows_listed(words, at)
         for i in range(num):
             key = np.int64(words[at + KEYS + i])
             if not can_be_stored(key, geo.layout_id, tables):
@@ -49,7 +46,7 @@ def _list_rows(
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else newest[slot]
             if epoch > last:
                 continue
-            if not is_known(key >> _ROW_BITS, tables):
+            if not is_known(key >> KEY_ROW_BITS, tables):
                 held[slot] += 1
                 unknown += 1
                 continue
@@ -169,10 +166,7 @@ class Tail:
 
     def _listed(self, tree: Tree, segments: Segments, stored: Stored, last: int) -> tuple[Int64s, Places, Int64s]:
         """Keys, places and epochs of all rows of segments, which take slots."""
-        if not (fits := segments.fits(stored)).all():
-            raise not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
-        slots = segments.take(stored, tree.txn_id)
-        at = stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
+        slots, at = take_slots(tree, segments, stored)
         num = int(stored["rows"].sum())
         keys, places, epochs = np.empty(num, np.int64), np.empty(num, np.uint32), np.empty(num, np.int64)
         file_map = tree.file_map.rows
@@ -181,9 +175,7 @@ class Tail:
             file_map.words, at, slots, last, segments.geo, self.base.tables, segments.arrays.newest,
             segments.arrays.held, keys, places, epochs,
         )  # fmt: skip
-        file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
-        if bad >= 0:
-            raise not_of_its_tables(tree, int(stored["number"][bad]))
+        require_entered(tree, segments, stored, since, bad)
         self.unknown += unknown
         return keys[:count], places[:count], epochs[:count]
 

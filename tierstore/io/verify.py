@@ -172,11 +172,8 @@ class _Check:
 
 
 def _name(key: int, segment: int) -> str:
-    return (
-        f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in segment {segment}"
-        if key >= 0
-        else f"segment {segment}"
-    )
+    row = f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in " if key >= 0 else ""
+    return f"{row}segment {segment}"
 
 
 _FOUND: Final = np.dtype(

@@ -18,10 +18,11 @@ from ..pool.evicting import unique
 from ..pool.pins import Lease
 from ..pool.pooling import dot_part
 from ..pool.residency import Pooling, Update
+from ..rows import ROW_MASK
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import ROW_MASK, RowGradients, in_pool_of
+from .tables import RowGradients, in_pool_of
 
 
 class Lookup(OverJoined):
@@ -150,8 +151,5 @@ class Lookup(OverJoined):
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
         self.release()
         counts = groups.counts.tolist()
-        rows, parts = (
-            torch.split(torch.from_numpy(keys & ROW_MASK), counts),
-            torch.split(torch.from_numpy(values), counts),
-        )
+        rows, parts = (torch.split(torch.from_numpy(each), counts) for each in (keys & ROW_MASK, values))
         return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]

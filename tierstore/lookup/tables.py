@@ -1,7 +1,7 @@
 """The contracts of tables and stores, as lookups use them."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from ..errors import ClosedError
 from ..kernels.threads import Workers
 from ..optim.configs import Hyper
 from ..pool import Pool
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..rows import KEY_ROW_BITS, ROW_MASK, RowLayout
 
 _T = TypeVar("_T")
-ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class RowGradients(NamedTuple):

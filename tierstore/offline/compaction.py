@@ -33,7 +33,7 @@ from ..system.oserrors import RESTORE
 from ..system.output import require_room
 from ..trace import Trace, read_trace
 from .packing import order_by_co_access, require_tables, table_accesses
-from .tiers import Shapes, bytes_on_device, new_tier, shapes_of
+from .tiers import bytes_on_device, new_tier
 
 WORK_NAME: Final = "compact.partial"
 """Where in the target a copy is made; what is in it may be deleted."""
@@ -121,9 +121,8 @@ def _copy_rows(
     snapshot: Snapshot, manifest: Manifest, trace: Trace | None, work: Path, progress: Callable[[int, int], None]
 ) -> None:
     """Write the versions that a snapshot keeps into a new row file, synced."""
-    shapes = shapes_of(manifest)
     head, stored = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
-    everything = RowMap(shapes)
+    everything = RowMap(manifest.shapes)
     everything.enter(snapshot, stored, head.current, head.kept)
     if everything.unknown:
         raise DamagedError(
@@ -135,7 +134,7 @@ def _copy_rows(
     require_room(rows_path(work), total)
     with new_tier(work, manifest) as tier:
         done = 0
-        for version, rows, since in _versions(snapshot, shapes, stored, head):
+        for version, rows, since in _versions(snapshot, manifest, stored, head):
             for layout, first in leading.items():
                 keys = some_first(rows, layout, first, since)
                 for batch in stored_batches(snapshot, rows, keys, layout.rows_within(_BATCH_BYTES)):
@@ -167,9 +166,9 @@ def _size_bytes(layout: RowLayout, num_rows: int) -> int:
     return num_rows * layout.segment_pages(size) * layout.page_bytes // size
 
 
-def _versions(snapshot: Snapshot, shapes: Shapes, stored: Stored, head: Head) -> Iterator[tuple[int, RowMap, int]]:
+def _versions(snapshot: Snapshot, manifest: Manifest, stored: Stored, head: Head) -> Iterator[tuple[int, RowMap, int]]:
     """Each kept version, a map of what it shows, and the version before it; the map becomes the next one's."""
-    rows, since = RowMap(shapes), 0
+    rows, since = RowMap(manifest.shapes), 0
     for version in head.kept:
         # No segment is of rows on both sides of a version.
         rows.enter(snapshot, stored[(stored["newest"] > since) & (stored["newest"] <= version)], version, ())

@@ -27,7 +27,7 @@ from ..store.lineage import NO_LINEAGE
 from ..store.manifest import Manifest
 from ..store.target import new_store, require_outside
 from ..store.version import TableState, pack, unpack, unpack_tensors
-from .tiers import add_tables, bytes_on_device, new_tier
+from .tiers import bytes_on_device, new_tier
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20
@@ -101,7 +101,7 @@ def quantize(
     with contextlib.closing(opened) as before, new_store(target, WORK_NAME) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
-        add_tables(before, known)
+        known.add_tables(before)
         configs = _configs(known, dtype, tables)
         made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
         with new_tier(work, made) as after:

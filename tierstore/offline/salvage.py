@@ -39,7 +39,7 @@ from ..system.durable import flocked
 from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file
 from ..system.sizes import format_count
-from .tiers import new_tier, shapes_of
+from .tiers import new_tier
 
 LOST_NAME: Final = "lost.txt"
 """In the new store: what was lost, a line each."""
@@ -197,7 +197,7 @@ def _save(
     size, page_bytes = path.stat().st_size, known.page_bytes
     if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
-    rows = RowMap(shapes_of(known))
+    rows = RowMap(known.shapes)
     with contextlib.ExitStack() as stack:
         stack.callback((file_map := FileMap(path, size)).close)
         remains = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)

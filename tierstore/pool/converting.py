@@ -13,11 +13,10 @@ from ..errors import DamagedError, TableError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import half_code
 from ..kernels.quantized import pack_rows
-from ..rows import KEY_ROW_BITS, DtypeName, RowLayout
+from ..rows import KEY_ROW_BITS, ROW_MASK, DtypeName, RowLayout
 
 _CHUNK_BYTES: Final = 1 << 20
 """Rows read at a time, before they are converted."""
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _NARROWER: Final[dict[DtypeName, tuple[DtypeName, ...]]] = {
     "float32": ("float32", "float16", "bfloat16", "int8", "int4"),
     "float16": ("float16", "int8", "int4"),
@@ -125,7 +124,7 @@ class Converter:
         if bad >= 0:
             key = int(keys[present][bad])
             raise DamagedError(
-                f"row {key & _ROW_MASK} of table {self._names[key >> KEY_ROW_BITS]!r} holds NaN, infinity or numbers "
+                f"row {key & ROW_MASK} of table {self._names[key >> KEY_ROW_BITS]!r} holds NaN, infinity or numbers "
                 f"too large for {kept.dtype}; open the store with another dtype"
             )
         weights[slots[present]] = words

@@ -94,8 +94,7 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
             kept = read_head(snapshot).kept
             if cold.versions != kept:
                 raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")
-            for index, config in enumerate(manifest.tables):
-                cold.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+            manifest.add_tables(cold)
             return kept, None if steps is None else cold.verify(steps.verified)
     except DamagedError as error:
         raise DamagedError(

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
-from ..rows import MAX_TABLES
+from ..io import ColdTier
+from ..rows import MAX_TABLES, RowLayout
 from ..system.durable import sync_directory
 from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
@@ -71,6 +72,16 @@ class Manifest:
     """A table's index is its place."""
     has_rows: bool = False
     """The row file was made; from then on its absence is damage."""
+
+    @property
+    def shapes(self) -> dict[int, tuple[RowLayout, int]]:
+        """Layout and number of rows of each table, by its index."""
+        return {index: (each.layout(self.page_bytes), each.num_embeddings) for index, each in enumerate(self.tables)}
+
+    def add_tables(self, tier: ColdTier) -> None:
+        """Make the tables known to a cold tier, which knows none."""
+        for index, shape in self.shapes.items():
+            tier.add_table(index, *shape)
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS, MAX_ROWS
+from ..rows import KEY_ROW_BITS, ROW_MASK
 from .sampling import ALL, is_sampled, last_hash
 from .trace import TableTrace, Trace
 
@@ -118,7 +118,7 @@ def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, of
                 if step == 0:
                     offsets[table, entry + 1] += 1
                 else:
-                    ids[offsets[table, entry]] = keys[i] & (MAX_ROWS - 1)
+                    ids[offsets[table, entry]] = keys[i] & ROW_MASK
                     offsets[table, entry] += 1
             begin = key_ends[batch]
         if step == 0:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,67 +22,39 @@ _MIN_KEPT: Final = 2
 """Commits that each rank keeps: not all may have the last."""
 
 
-class Processes(Protocol):
-    """What a run asks of the processes that train it. A store is that which ``open`` gave; all processes make the same
-    calls in the same order."""
-
-    rank: int
-    size: int
-
-    def open(self, config: RunConfig, **options: Any) -> Any:
-        """The run's store; ``options`` are of ``open_store``."""
-        ...
-
-    def local(self, store: Any) -> Store:
-        """The store of this process, or its part."""
-        ...
-
-    def make_embeddings(self, store: Any, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
-        """The module over the tables."""
-        ...
-
-    def commit(self, store: Any, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
-        """Begin to commit."""
-        ...
-
-    def read(self, store: Any, table: str, ids: Tensor) -> Tensor:
-        """Rows of int64 [n] ids, [n, dim] of the table's dtype, in the process of rank 0."""
-        ...
-
-    def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        """Replace gradients by their means over the processes. Returns the loss's mean, and whether any stops."""
-        ...
-
-    def gather(self, value: _T) -> list[_T]:
-        """What each process has, in order."""
-        ...
-
-
 class OneProcess:
-    """This process alone."""
+    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same calls
+    in the same order. A store is that which ``open`` gave."""
 
     rank = 0
     size = 1
 
     def open(self, config: RunConfig, **options: Any) -> Store:
+        """The run's store; ``options`` are of ``open_store``."""
         return open_store(config.store.path, mode="w", keep=config.store.keep, **options)
 
     def local(self, store: Store) -> Store:
+        """The store of this process, or its part."""
         return store
 
     def make_embeddings(self, store: Store, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+        """The module over the tables."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
+        """Begin to commit."""
         return store.commit_async(extra=extra, tensors=tensors)
 
     def read(self, store: Store, table: str, ids: Tensor) -> Tensor:
+        """Rows of int64 [n] ids, [n, dim] of the table's dtype, in the process of rank 0."""
         return store[table].read(ids)
 
     def average(self, gradients: Sequence[Tensor], loss: Tensor, stop: bool) -> tuple[Tensor, bool]:  # noqa: ARG002
+        """Replace gradients by their means over the processes. Returns the loss's mean, and whether any stops."""
         return loss, stop
 
     def gather(self, value: _T) -> list[_T]:
+        """What each process has, in order."""
         return [value]
 
 
@@ -90,7 +62,7 @@ ALONE: Final = OneProcess()
 
 
 class ManyProcesses:
-    """The ranks of torch.distributed's group of all."""
+    """The ranks of torch.distributed's group of all; methods as of ``OneProcess``."""
 
     def __init__(self) -> None:
         self._ranks = Ranks()
@@ -145,6 +117,9 @@ class ManyProcesses:
 
     def gather(self, value: _T) -> list[_T]:
         return self._ranks.gather(value)
+
+
+Processes = OneProcess | ManyProcesses
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..io import LmdbColdTier
-from ..io.changes import Basis
 from ..kernels.arrays import Int64s, Words
 from ..kernels.floats import half_code
 from ..kernels.quantized import fill_first_values
@@ -159,7 +158,7 @@ class _Writer:
             self._tier.add_table(index, layout, config.num_embeddings)
         written = 0
         for index, config in enumerate(self._tables):
-            if self._update.header.basis is Basis.NOTHING and self._tier.version:
+            if not self._update.header.since and self._tier.version:
                 self._reset(index, config)
             for rows, weights in self._update.rows(index):
                 self._write(index, rows, weights)

@@ -11,7 +11,7 @@ from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
 from ..io import LmdbColdTier
-from ..io.changes import Basis, ChangedRows
+from ..io.changes import ChangedRows
 from ..store.lineage import NO_LINEAGE, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
@@ -66,8 +66,7 @@ def _open_source(directory: Path) -> Iterator[Opened]:
     with contextlib.closing(opened.cold) as tier:
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
-        for index, config in enumerate(opened.manifest.tables):
-            tier.add_table(index, config.layout(opened.manifest.page_bytes), config.num_embeddings)
+        opened.manifest.add_tables(tier)
         yield opened
 
 
@@ -92,9 +91,9 @@ def write_update(
     """Write what changed since a version to a file: rows, tables, ``extra`` and tensors but the optimizer's.
 
     The rows that were written since that version are sent; if it is not in the lineage of the current one, every row
-    that was ever written (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened
-    read-only and may be trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, the map of the
-    rows, 8 bytes for each row sent, and the dense tensors.
+    that was ever written; then ``header.since`` is 0. The store is opened read-only and may be trained on meanwhile.
+    The same call gives the same bytes. Memory: some 32 MiB, the map of the rows, 8 bytes for each row sent, and the
+    dense tensors.
 
     Args:
         directory: the store's.
@@ -117,13 +116,13 @@ def write_update(
         writer.add_payload(_payload(tier.version, tier.payload))
         source = _source(manifest, tier.version, tier.payload)
         since_commit_id = source.lineage.id_of(since)
-        with tier.changes(since if since_commit_id else 0) as changes:
+        since = since if since_commit_id else 0
+        with tier.changes(since) as changes:
             _write_rows(writer, changes.rows, manifest, progress)
         header = UpdateHeader(
             origin=source.origin,
-            since=0 if changes.basis is Basis.NOTHING else since,
+            since=since,
             since_commit_id=since_commit_id,
-            basis=changes.basis,
             tables=tuple(map(replica_config, manifest.tables)),
             chunks=writer.chunks,
         )

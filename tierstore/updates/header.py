@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig, require_int
-from ..io.changes import Basis
 from ..rows import MAX_ROWS, MAX_TABLES
 from ..store.lineage import is_commit_id
 from ..store.manifest import is_store_id
@@ -20,6 +19,8 @@ MAX_PAYLOAD_BYTES: Final = 256 << 20
 """Dense tensors and ``extra`` of an update: whoever applies it, and each server, holds them in memory several times."""
 PAGE_BYTES: Final = 4096
 """Of the layouts by which rows are packed, which have nothing of a page in them."""
+_BASES: Final = ("nothing", "rows")
+"""What a file says that its rows are: every row ever written, or those written since a version."""
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 _MAX_VERSION: Final = 2**40
 
@@ -44,7 +45,6 @@ class UpdateHeader:
     since: the version of the same store that they are changes of; 0 for none, when every row that is not in the update
         has its first value.
     since_commit_id: that version's identity; "" for none.
-    basis: what the changes were told from.
     tables: all tables of the store, in its order, as a replica has them.
     chunks: those of one table neighbours, tables ascending, ids ascending; the payload's come first.
     """
@@ -52,7 +52,6 @@ class UpdateHeader:
     origin: Origin
     since: int
     since_commit_id: str
-    basis: Basis
     tables: tuple[TableConfig, ...]
     chunks: tuple[Chunk, ...]
 
@@ -66,10 +65,8 @@ class UpdateHeader:
                 raise ValueError(f"{name}={excerpt(commit_id)} is not the identity of a commit")
         if (self.since_commit_id == "") != (self.since == 0):
             raise ValueError(f"since={self.since} without an identity, or an identity without it")
-        if (self.basis is Basis.NOTHING) != (self.since == 0) or self.since >= self.origin.version:
-            raise ValueError(
-                f"since={self.since} goes neither with {self.basis} nor with version {self.origin.version}"
-            )
+        if self.since >= self.origin.version:
+            raise ValueError(f"since={self.since} is not below version {self.origin.version}")
         if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
             raise ValueError("two tables have one name, or there are too many")
         self._check_chunks()
@@ -121,7 +118,7 @@ class UpdateHeader:
             "commit_id": self.origin.commit_id,
             "since": self.since,
             "since_commit_id": self.since_commit_id,
-            "basis": self.basis.value,
+            "basis": _BASES[self.since > 0],
             "tables": [config.to_dict() for config in self.tables],
             "chunks": [list(chunk) for chunk in self.chunks],
         }
@@ -134,13 +131,13 @@ class UpdateHeader:
                 f"format version {excerpt(fields['update_format_version'])}; this release reads version {_FORMAT}: "
                 "publish with the same release"
             )
-        if fields["basis"] not in [basis.value for basis in Basis]:
-            raise ValueError(f"basis={excerpt(fields['basis'])}")
-        return cls(
+        made = cls(
             origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
             since=fields["since"],
             since_commit_id=fields["since_commit_id"],
-            basis=Basis(fields["basis"]),
             tables=tuple(TableConfig.from_dict(config) for config in fields["tables"]),
             chunks=tuple(Chunk(*chunk) for chunk in fields["chunks"]),
         )
+        if fields["basis"] != _BASES[made.since > 0]:
+            raise ValueError(f"basis={excerpt(fields['basis'])} does not go with since={made.since}")
+        return made

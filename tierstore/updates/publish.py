@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import TierstoreError
-from ..io.changes import Basis
 from ..system.output import require_parent
 from ..system.sizes import format_size
 from .client import AdminClient, PublishError
@@ -60,10 +59,9 @@ class _Publisher:
     def describe(self, since: int) -> list[str]:
         """What changed since a version, in words."""
         header = (update := self.update(since)).header
-        told = {
-            Basis.ROWS: f"changed since version {since}",
-            Basis.NOTHING: "ever written" if not since else f"ever written: nothing tells what changed since {since}",
-        }[header.basis]
+        told = f"changed since version {since}" if header.since else "ever written"
+        if since and not header.since:
+            told += f": nothing tells what changed since {since}"
         counts = [f"  {name}: {rows:,} rows" for name, rows in header.rows_of_tables().items()]
         size = format_size(update.size_bytes)
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_REASON: Final = 200
+_TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
 
 
@@ -196,12 +197,8 @@ class _Record:
         import pyarrow.compute
 
         column = self._column(name)
-        lists = (
-            pa.types.is_list(column.type),
-            pa.types.is_large_list(column.type),
-            pa.types.is_fixed_size_list(column.type),
-        )
-        if not any(lists):
+        types = pa.types
+        if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
             values = self._categories(name, column, np.arange(1, len(column) + 1))
             return values[values >= 0], values >= 0
         lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -272,15 +269,7 @@ class _Record:
 def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
-    types = pa.types
-    return bool(
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-    )
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in _TEXT_TYPES)
 
 
 def _type(column: Any) -> str:
