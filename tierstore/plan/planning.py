@@ -254,7 +254,8 @@ def workload_of(asked: PlanFile) -> Workload:
         for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
         if getattr(section, name)
     }
-    if section.dense_flops:
+    if section.dense_flops:  # the layers are not those of the file then
+        found = replace(found, dense_operations=0.0, dense_values=0.0)
         given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
     try:
         return replace(found, **given)
