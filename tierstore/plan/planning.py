@@ -306,6 +306,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     Raises:
         ValueError: a size cannot be read.
     """
+    from .placement.costs import RankCosts
+
     section = asked.setup
     memory, hbm = int(host.ddr.capacity_bytes), int(min((a.hbm.capacity_bytes for a in host.accelerators), default=0))
 
@@ -329,6 +331,7 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         batch_samples_max=section.batch_samples_max,
         is_deferred=section.is_deferred,
         wire=section.wire,
+        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
     )
 
 
