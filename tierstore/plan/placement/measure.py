@@ -5,6 +5,7 @@ often ids repeat; in each, rows are over all ranks alike and on the first one al
 from an asker's.
 """
 
+import copy
 import itertools
 import os
 import platform
@@ -126,7 +127,7 @@ def measure_ranks(
 def _reduce_us(ranks: Ranks) -> tuple[float, float]:
     """What ``data_parallel`` adds to forward and backward of a small model, alone and beside a thread that is busy."""
     alone = nn.Sequential(nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH), nn.ReLU(), nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH))
-    together, values = data_parallel(alone), torch.ones(_REDUCE_WIDTH, _REDUCE_WIDTH)
+    together, values = data_parallel(copy.deepcopy(alone)), torch.ones(_REDUCE_WIDTH, _REDUCE_WIDTH)
 
     def step_s(model: nn.Module) -> float:
         taken = []
