@@ -66,7 +66,7 @@ def test_training_in_host_memory() -> None:
 
 
 def test_a_dense_model_of_known_layers_takes_more_than_its_flops() -> None:
-    work = {"dense_operations": 30.0, "dense_values": 200.0}
+    work: dict[str, Any] = {"dense_operations": 30.0, "dense_values": 200.0}
     found, _ = loads(make_setup(make_workload(**work)))
     plain, _ = loads(make_setup())
     started, values = 3 * 30 * (5 + 20) * 1e-6, 3 * 1000 * 200 * 0.5e-9
