@@ -1,11 +1,12 @@
 """Is what the planner says true of runs that are measured, and what does finding it out take?
 
 Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
-"steps" (hit rates and step times, predicted and measured), "unseen" (the same of workloads that nothing was fitted to),
+"steps" (hit rates and step times, predicted and measured), "known" (the same of whole models), "unseen" (of workloads
+that nothing was fitted to),
 "record" (what recording costs), "examples" (two plans on paper). The figures of parts that are not run again stay.
 
-On few cores run "steps" and "unseen" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two kernels,
-which is no work that a planner could know of. The report keeps what was set.
+On few cores run "steps", "known" and "unseen" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two
+kernels, which is no work that a planner could know of. The report keeps what was set.
 """
 
 import sys
@@ -22,7 +23,8 @@ PARTS: Final[dict[str, Part]] = {
     "curves": curve_part.PART,
     "machine": MACHINE,
     "steps": step_part.PART,
-    "unseen": unseen_part.PART,
+    "known": unseen_part.KNOWN,
+    "unseen": unseen_part.UNSEEN,
     "record": record_part.PART,
     "examples": example_part.PART,
 }

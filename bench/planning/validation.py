@@ -14,6 +14,7 @@ import tierstore
 from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
 from tierstore.plan.curves import windows
 from tierstore.plan.demand import Demand
+from tierstore.plan.dense import DenseWork
 from tierstore.plan.model import predict
 from tierstore.plan.tiers import PoolLoad, pool_loads
 from tierstore.plan.workload import OptimizerName
@@ -100,9 +101,12 @@ def trace_of(workload: StepWorkload) -> Trace:
 
 
 def workload_of(
-    workload: StepWorkload, exponent: float, optimizer: OptimizerName = "rowwise_adagrad", dense_flops: float = 0.0
+    workload: StepWorkload,
+    exponent: float,
+    optimizer: OptimizerName = "rowwise_adagrad",
+    dense: DenseWork | None = None,
 ) -> Workload:
-    """The same, as the planner is told of it; without ``dense_flops`` steps of the tables alone."""
+    """The same, as the planner is told of it; without ``dense`` steps of the tables alone."""
     samples = workload.batches[0].stride()
     lookups = statistics.mean(len(batch.values()) for batch in workload.batches)
     factor = lookups / samples / len(workload.rows)
@@ -120,7 +124,7 @@ def workload_of(
         ),
         batch_samples=samples,
         optimizer=optimizer,
-        dense_flops=dense_flops,
+        **({} if dense is None else dense._asdict()),
     )
 
 

@@ -97,6 +97,7 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     assert (found.world_size, found.local_world_size, found.optimizer) == (2, 2, "sgd")
     assert all(found.seconds[kind]["groups"] > 1e-5 for kind in KINDS), "a step takes messages"
     assert all(found.errors[kind] < 1 for kind in KINDS)
+    assert max(found.reduce_us, found.reduce_busy_us) > 0, "so do gradients"
     tables = "".join(
         f'[[table]]\nname = "{name}"\nnum_embeddings = {ROWS}\nembedding_dim = {DIM}\n' for name in SHARDINGS
     )

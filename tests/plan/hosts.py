@@ -51,6 +51,9 @@ COSTS = SoftwareCosts(
     move_ns=600.0,
     move_ns_per_byte=2.0,
     transaction_us=400.0,
+    dense_operation_us=5.0,
+    dense_wake_us=20.0,
+    dense_value_ns=0.5,
 )
 DRIVE = Storage(
     capacity_bytes=1e12,

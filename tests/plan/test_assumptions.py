@@ -10,7 +10,7 @@ from tests.plan.hosts import SHOP_HOST, make_host
 from tierstore.plan import plan_file
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
-from tierstore.plan.planning import plan
+from tierstore.plan.planning import plan, workload_of
 from tierstore.plan.prediction import Prediction
 from tierstore.plan.presets import load_workload
 from tierstore.plan.report import describe
@@ -72,6 +72,12 @@ def test_what_is_given_or_in_a_trace_is_not_assumed(folder: Path) -> None:
     given = plan(asked(folder, "setup.ddr=1MiB", "workload.dense_flops=1"))
     assert given.assumptions == ()
     assert "Assumed" not in describe(given)
+
+
+def test_flops_that_are_given_are_those_of_no_known_layers(folder: Path) -> None:
+    (folder / "bare.toml").write_text("[workload]\ndense_flops = 5\ndense_operations = 9\ndense_values = 70\n" + TABLES)
+    assert workload_of(asked(folder)).dense == (5, 9, 70)
+    assert workload_of(asked(folder, "workload.dense_flops=6")).dense == (6, 0, 0)
 
 
 def test_a_target_that_is_not_met_tells_what_was_assumed(folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
+from tests.plan.placement.support import costs_of
 from tierstore.plan import Setup, Storage
 from tierstore.plan.demand import Demand
 from tierstore.plan.loads import AHEAD, DRIVES, LINKS, SERIAL, SHARED, bottleneck_of, loads_of, step_seconds
@@ -62,6 +63,50 @@ def test_training_in_host_memory() -> None:
     assert found["wait ahead"].seconds == pytest.approx(computing / 4)
     for idle in ("hbm", "network", "id exchange", "pcie"):
         assert found[idle].seconds == found[idle].amount == 0
+
+
+def test_a_dense_model_of_known_layers_takes_more_than_its_flops() -> None:
+    work: dict[str, Any] = {"dense_operations": 30.0, "dense_values": 200.0}
+    found, _ = loads(make_setup(make_workload(**work)))
+    plain, _ = loads(make_setup())
+    started, values = 3 * 30 * (5 + 20) * 1e-6, 3 * 1000 * 200 * 0.5e-9
+    assert found["model"].seconds == pytest.approx(plain["model"].seconds + started + values / 4)
+    assert found["cores"].amount == pytest.approx(plain["cores"].amount + started + values), "others wait for the start"
+    alone, _ = loads(make_setup(make_workload(**work), host=make_host(cores=1)))
+    assert alone["model"].seconds == pytest.approx(3e8 / 1e11 + 3 * 30 * 5e-6 + values), "no thread to wake"
+    served, _ = loads(make_setup(make_workload(training=False, **work)))
+    assert served["model"].seconds == pytest.approx(1e8 / 1e11 + started / 3 + values / 12)
+    device, _ = loads(make_setup(make_workload(**work), host=make_host(gpus=1), hbm_bytes=16 * MIB))
+    assert device["model"].seconds == pytest.approx(3e8 / 1e13), "not on the cores"
+
+
+def test_ranks_that_share_a_host_take_what_was_measured_of_ranks() -> None:
+    costs = costs_of(4, reduce_us=400.0, reduce_busy_us=2400.0)
+    setup = make_setup(rank_costs=costs).of_a_rank
+    host = setup.host
+    assert (setup.hosts, setup.threads, setup.ddr_bytes) == (4, 1, 16 * MIB)
+    assert (host.processor.cores, host.processor.flops) == (1, 2.5e10)
+    assert (host.ddr.row_bytes_per_s, host.storage[0].reads_per_s) == (2.5e9, 2.5e4)
+    found, pool = loads(setup)
+    owner = IDS / 4 * 0.03 + UNIQUE / 4 * 64 * 0.001
+    bags = 4 + IDS / 4 * 0.01 + 4 * (BAGS / 4) * 64 * 0.001
+    assert pool.sent_rows == IDS / 4
+    assert found["lookups"].seconds == pytest.approx(bags + owner), "bags cross"
+    assert found["batch"].seconds == pytest.approx(40e-6), "of handing over; the rest is in what was measured"
+    ahead = found["cold rows"].seconds + found["write-back"].seconds
+    own = found["batch"].seconds + found["lookups"].seconds + found["model"].seconds
+    assert found["network"].seconds == pytest.approx((400 + 2000 * ahead / (ahead + own)) * 1e-6)
+    assert found["id exchange"].seconds == 0
+    tables_alone, _ = loads(make_setup(make_workload(dense_flops=0.0), rank_costs=costs).of_a_rank)
+    assert tables_alone["network"].seconds == 0
+
+
+def test_costs_of_other_ranks() -> None:
+    with pytest.raises(ValueError, match="rank_costs are of 4 ranks, 4 on a host, and hosts is 2; measure them again"):
+        _ = make_setup(rank_costs=costs_of(4), hosts=2).of_a_rank
+    with pytest.raises(ValueError, match="rank_costs are of training"):
+        _ = make_setup(make_workload(training=False), rank_costs=costs_of(4)).of_a_rank
+    assert make_setup().of_a_rank == make_setup()
 
 
 def test_what_is_not_brought_in_ahead_is_not_handed_over_nor_waited_for() -> None:
@@ -228,7 +273,7 @@ def test_the_bottleneck_is_the_longest_part_of_the_longest_lane() -> None:
 
 def test_costs_are_those_of_the_host() -> None:
     """Each of them shows somewhere."""
-    setup = make_setup(make_workload(tables=2), host=make_host(gpus=1))
+    setup = make_setup(make_workload(tables=2, dense_operations=9.0, dense_values=90.0), host=make_host(gpus=1))
     both = [setup, replace(setup, hbm_bytes=16 * MIB)]
     for name in vars(COSTS):
         slower = replace(COSTS, **{name: 2 * getattr(COSTS, name)})

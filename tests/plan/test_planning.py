@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
+from tests.plan.placement.support import costs_of
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
 from tierstore.plan.assumptions import describe_setup
@@ -70,6 +71,17 @@ def test_a_given_setup_is_predicted_as_it_is(asked: Asked, given: PlanResult) ->
     assert given.prediction == predict(setup, Demand.analytic(shop_workload()))
     assert not given.searched
     assert not given.alternatives
+
+
+def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(asked: Asked, tmp_path: Path) -> None:
+    costs_of(2).save(tmp_path / "ranks.json")
+    ranks = f"setup.rank_costs={tmp_path}/ranks.json"
+    found = plan(asked("setup.ddr=4MiB", ranks)).prediction
+    assert found.bottleneck == "lookups"
+    assert found.step_s > 4.0, "seconds of a group, of those costs"
+    assert found.price == plan(asked("setup.ddr=4MiB")).prediction.price, "one host"
+    with pytest.raises(ValueError, match="rank_costs are of 2 ranks, 2 on a host, and hosts is 3"):
+        plan(asked("setup.ddr=4MiB", ranks, "setup.hosts=3"))
 
 
 def test_lines_and_the_grid_go_through_the_plan(given: PlanResult) -> None:

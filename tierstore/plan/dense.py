@@ -1,8 +1,8 @@
-"""Floating-point operations of a DLRM's dense part, from the shape of its tables."""
+"""What a DLRM's dense part computes, from the shape of its tables and layers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 MLPERF_LAYERS: Final[dict[str, Any]] = {
     "num_dense": 13,
@@ -15,7 +15,25 @@ MLPERF_LAYERS: Final[dict[str, Any]] = {
 """Of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2/torchrec_dlrm), as ``models.DLRM`` takes them."""
 
 
-def dlrm_flops(
+_OTHER_OPERATIONS: Final = 3
+"""Of the loss, and of tensors that are laid out anew."""
+
+
+class DenseWork(NamedTuple):
+    """Forward. Fields are those of ``Workload``.
+
+    Attributes:
+        dense_flops: of a sample.
+        dense_operations: of torch, of a batch.
+        dense_values: of a sample, that these read and write.
+    """
+
+    dense_flops: float
+    dense_operations: float
+    dense_values: float
+
+
+def dlrm_work(
     dims: Sequence[int],
     *,
     num_dense: int,
@@ -24,20 +42,26 @@ def dlrm_flops(
     interaction: str,
     cross_layers: int,
     cross_rank: int,
-) -> float:
-    """Of one sample, forward, as ``models.DLRM`` computes it: 2 a b for a layer of a inputs and b outputs.
+) -> DenseWork:
+    """As ``models.DLRM`` computes it; flops are 2 a b for a layer of a inputs and b outputs.
 
     Args:
         dims: columns of each table. Where they differ, the bottom MLP ends in the largest.
     """
     dim, vectors = max(dims), len(dims) + 1
     if interaction == "dot":
-        crossing, width = 2 * vectors**2 * dim, dim + vectors * (vectors - 1) // 2
+        pairs = vectors * (vectors - 1) // 2
+        crossing, width, operations = 2 * vectors**2 * dim, dim + pairs, 4
+        values = 4 * vectors * dim + 2 * vectors**2 + pairs + 2 * width
     else:
         width = dim + sum(dims)
-        crossing = cross_layers * (4 * width * cross_rank if cross_rank else 2 * width**2)
-    return float(_mlp_flops([num_dense, *bottom_mlp, dim]) + crossing + _mlp_flops([width, *top_mlp, 1]))
-
-
-def _mlp_flops(widths: Sequence[int]) -> int:
-    return sum(2 * inputs * outputs for inputs, outputs in pairwise(widths))
+        linears = [(width, cross_rank), (cross_rank, width)] if cross_rank else [(width, width)]
+        crossing = cross_layers * sum(2 * inputs * outputs for inputs, outputs in linears)
+        operations = 1 + cross_layers * (len(linears) + 2)
+        values = 2 * width + cross_layers * (sum(map(sum, linears)) + 6 * width)
+    layers = [*pairwise([num_dense, *bottom_mlp, dim]), *pairwise([width, *top_mlp, 1])]
+    return DenseWork(
+        float(sum(2 * inputs * outputs for inputs, outputs in layers) + crossing),
+        float(2 * len(layers) + operations + _OTHER_OPERATIONS),
+        float(sum(inputs + 3 * outputs for inputs, outputs in layers) + values),
+    )

@@ -11,8 +11,12 @@ from typing import Final
 from ..rows import RowLayout
 from ..settings.options import check_ranges, option
 from ..system.sizes import format_size
+from .dense import DenseWork
 
 _MOST: Final = 1e18
+TRAINING_FLOPS: Final = 3
+"""Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
+work of a dense model is counted so too."""
 
 
 class Checked:
@@ -97,6 +101,17 @@ def updating_work(*, ids: float, rows: float, bags: float, layout: RowLayout) ->
     return {key: cost for name, (count, size) in of.items() for key, cost in per_byte(name, count, size).items()}
 
 
+def dense_work(dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> dict[str, float]:
+    """Of a dense model's step or query on the cores, beside its flops; seconds pass while all threads work."""
+    times = TRAINING_FLOPS if is_training else 1
+    operations = 1000 * times * dense.dense_operations
+    return {
+        "dense_operation_us": operations,
+        "dense_wake_us": operations if threads > 1 else 0.0,
+        "dense_value_ns": times * samples / threads * dense.dense_values,
+    }
+
+
 def per_byte(name: str, count: float, size_bytes: float) -> dict[str, float]:
     """Of things of so many bytes."""
     return {f"{name}_ns": count, f"{name}_ns_per_byte": count * size_bytes}
@@ -143,15 +158,20 @@ class SoftwareCosts(Checked):
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
 
+    dense_operation_us: float = option(0.0, "of an operation of a dense model on the cores, whatever its size", low=0)
+    dense_wake_us: float = option(0.0, "the same, of sharing it between threads", low=0)
+    dense_value_ns: float = option(0.0, "of a value that these operations read or write, on one core", low=0)
+
     def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
-        return self._ns(pooling_work(ids=ids, rows=rows, bags=bags, layout=layout))
+        return self.ns_of(pooling_work(ids=ids, rows=rows, bags=bags, layout=layout))
 
     def training_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
-        return self._ns(updating_work(ids=ids, rows=rows, bags=bags, layout=layout))
+        return self.ns_of(updating_work(ids=ids, rows=rows, bags=bags, layout=layout))
 
-    def _ns(self, work: Mapping[str, float]) -> float:
+    def ns_of(self, work: Mapping[str, float]) -> float:
+        """Of amounts by the name of their cost; 1,000 is one of a cost in microseconds."""
         return float(sum(getattr(self, name) * amount for name, amount in work.items()))
 
     def admission_ns(self, *, ids: float, rows: float) -> float:
@@ -178,6 +198,27 @@ class Host(Checked):
     watts: float = option(0.0, "of what is not listed: board, fans, losses of the power supply", low=0)
     usd: float = option(0.0, "price of what is not listed", low=0)
     source: str = ""
+
+
+def shared_by(host: Host, ranks: int) -> Host:
+    """What each of so many processes on it has."""
+    drives = tuple(
+        replace(
+            each, capacity_bytes=each.capacity_bytes / ranks, reads_per_s=each.reads_per_s / ranks,
+            read_bytes_per_s=each.read_bytes_per_s / ranks, write_bytes_per_s=each.write_bytes_per_s / ranks,
+        )
+        for each in host.storage
+    )  # fmt: skip
+    memory, processor = host.ddr, host.processor
+    return replace(
+        host,
+        processor=replace(processor, cores=max(1, processor.cores // ranks), flops=processor.flops / ranks),
+        ddr=replace(
+            memory, capacity_bytes=memory.capacity_bytes / ranks, bytes_per_s=memory.bytes_per_s / ranks,
+            row_bytes_per_s=memory.row_bytes_per_s / ranks,
+        ),
+        storage=drives,
+    )  # fmt: skip
 
 
 def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:

@@ -10,7 +10,9 @@ first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from ..dist.plan import Exchange
 from ..dist.wire import Precision
+from .host import TRAINING_FLOPS, dense_work
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
@@ -27,8 +29,6 @@ _WIRE_SCALE_BYTES: Final = 4
 """Of a row or bag as int8."""
 _TOGETHER: Final = 3
 """Exchanges of a group of tables with every batch: of forward and backward, and as many before them, of ids."""
-TRAINING_FLOPS: Final = 3
-"""Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own."""
 FLOPS_PER_WEIGHT: Final = 2
 """Of a dense layer, forward, a sample: by which its weights are told from its work."""
 
@@ -108,6 +108,8 @@ class _Work(NamedTuple):
     def batch_s(self) -> float:
         """What a batch takes whatever is in it."""
         costs, more = self.setup.host.costs, len(self.setup.workload.tables) - 1
+        if self.setup.rank_costs is not None:  # they have it
+            return costs.hand_over_us * 1e-6 if self.is_ahead else 0.0
         microseconds = costs.batch_us + more * costs.table_us
         if self.is_training:
             microseconds += costs.step_us + more * costs.step_table_us
@@ -128,8 +130,40 @@ class _Work(NamedTuple):
         for pool in () if self.setup.hbm_bytes else self.pools:
             for share in self._shares_of(pool):
                 nanoseconds += costs.lookup_ns(**share) + (costs.training_ns(**share) if self.is_training else 0.0)
+        seconds = nanoseconds * 1e-9 / self.threads if self.setup.rank_costs is None else self._over_ranks_s()
         copied = self._copied_s() if self.setup.is_deferred else 0.0
-        return ResourceLoad("lookups", nanoseconds * 1e-9 / self.threads + copied, ids, "ids")
+        return ResourceLoad("lookups", seconds + copied, ids, "ids")
+
+    def _over_ranks_s(self) -> float:
+        """Lookups and updates, exchanges included, as they were measured on ranks that share their hosts."""
+        from .placement.costs import amounts_evenly
+        from .placement.demand import TableDemand
+
+        setup, seconds = self.setup, 0.0
+        for pool in self.pools:
+            exchange: Exchange = "rows" if self._crosses_by_row(pool) else "pooled"
+            amounts = amounts_evenly(
+                exchange=exchange,
+                dim=pool.layout.dim,
+                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
+                bags=pool.bags,
+                demand=TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
+                ranks=setup.hosts,
+            )
+            assert setup.rank_costs is not None
+            seconds += setup.rank_costs.group_s(exchange, amounts)
+        return seconds
+
+    def _reduce_s(self) -> float:
+        """Of averaging dense gradients over ranks that share a host: a thread that is woken finds its core taken as
+        often as rows are fetched there."""
+        costs = self.setup.rank_costs
+        if costs is None or not self.setup.workload.dense_flops:
+            return 0.0
+        ahead = self.cold_rows().seconds + self.write_back().seconds if self.is_ahead else 0.0
+        own = self.batch_s() + self.lookups().seconds + self.model().seconds
+        share = ahead / (ahead + own)
+        return 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
         """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
@@ -173,12 +207,25 @@ class _Work(NamedTuple):
         return ResourceLoad("hbm", moved / speed if moved else 0.0, moved, "bytes")
 
     def model(self) -> ResourceLoad:
-        """The dense part: on the accelerators where rows are there, else on the cores."""
+        """The dense part: on the accelerators where rows are there, else on the cores, with what its operations take
+        beside their flops."""
         workload, host = self.setup.workload, self.setup.host
         flops = workload.dense_flops * workload.batch_samples / self.setup.hosts
         flops *= TRAINING_FLOPS if self.is_training else 1
         speed = sum(each.flops for each in host.accelerators) if self.setup.hbm_bytes else host.processor.flops
-        return ResourceLoad("model", flops / speed, flops, "flops")
+        beside = 0.0 if self.setup.hbm_bytes else host.costs.ns_of(self._dense_work()) * 1e-9
+        return ResourceLoad("model", flops / speed + beside, flops, "flops")
+
+    def _dense_work(self) -> dict[str, float]:
+        setup = self.setup
+        samples, cores = setup.workload.batch_samples / setup.hosts, setup.host.processor.cores
+        return dense_work(setup.workload.dense, samples=samples, threads=cores, is_training=self.is_training)
+
+    def _model_core_s(self, seconds: float) -> float:
+        """Of all cores, while the dense part takes so long: starting its operations keeps one busy."""
+        work, costs = self._dense_work(), self.setup.host.costs
+        alone = 1e-9 * costs.ns_of({name: work[name] for name in ("dense_operation_us", "dense_wake_us")})
+        return alone + (seconds - alone) * self.setup.host.processor.cores
 
     def network(self) -> ResourceLoad:
         """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
@@ -192,14 +239,16 @@ class _Work(NamedTuple):
             sent += 2 * others * (workload.dense_flops / FLOPS_PER_WEIGHT) * FLOAT_BYTES
         else:
             sent += others * sum(map(self._id_bytes, self.pools))
-        return ResourceLoad("network", self._sent_s(sent, self.exchanges), sent, "bytes")
+        seconds = self._sent_s(sent, self.exchanges) if self.setup.rank_costs is None else self._reduce_s()
+        return ResourceLoad("network", seconds, sent, "bytes")
 
     def id_exchange(self) -> ResourceLoad:
         """What a host sends before it computes, in training: ids, so that their owners bring the rows in."""
         if self.setup.hosts == 1 or not self.is_training:
             return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
         sent = (self.setup.hosts - 1) / self.setup.hosts * sum(map(self._id_bytes, self.pools))
-        return ResourceLoad("id exchange", self._sent_s(sent, _TOGETHER * len(self.pools)), sent, "bytes")
+        seconds = self._sent_s(sent, _TOGETHER * len(self.pools)) if self.setup.rank_costs is None else 0.0
+        return ResourceLoad("id exchange", seconds, sent, "bytes")
 
     def _values_bytes(self, pool: PoolLoad) -> float:
         if self._crosses_by_row(pool):
@@ -242,7 +291,9 @@ class _Work(NamedTuple):
             return pool.hbm_misses * self.directions * (costs.admit_ns + costs.admit_row_ns + copying)
         asked, found = pool.lookups, 0.0
         if self._crosses_by_row(pool):  # distinct rows of the batch are found before they are sent for
-            found, asked = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows), pool.sent_rows
+            asked = pool.sent_rows
+            if self.setup.rank_costs is None:
+                found = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows)
         if pool.is_full or not asked:
             return found
         return found + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
@@ -323,7 +374,7 @@ class _Work(NamedTuple):
         """
         cores = self.setup.host.processor.cores
         computing = seconds["batch"] + seconds["lookups"] * self.threads
-        computing += 0.0 if self.setup.hbm_bytes else seconds["model"] * cores
+        computing += 0.0 if self.setup.hbm_bytes else self._model_core_s(seconds["model"])
         ahead = seconds["cold rows"] + seconds["write-back"]
         waiting, waiting_ahead = (ahead / cores, computing / cores) if self.is_ahead else (0.0, 0.0)
         return (

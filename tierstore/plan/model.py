@@ -27,7 +27,7 @@ def predict(
     queries_per_s: float | None = None,
     pricing: Pricing | None = None,
 ) -> Prediction:
-    """What one host's parts do in a step or query, and what follows for all hosts.
+    """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
 
     Args:
         demand: of the setup's workload; layouts are taken from there, so that another dtype needs no other demand.
@@ -41,12 +41,13 @@ def predict(
     if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     own = demand.laid_out(setup.workload)
-    reason = misfit(setup, own)
+    rank = setup.of_a_rank
+    reason = misfit(rank, own)
     if reason:
         raise ValueError(reason)
-    pools = pool_loads(setup, own)
+    pools = pool_loads(rank, own)
     is_ahead = _is_ahead(setup, pools)
-    loads = loads_of(setup, pools, is_ahead=is_ahead)
+    loads = loads_of(rank, pools, is_ahead=is_ahead)
     seconds = {load.resource: load.seconds for load in loads}
     lanes = lanes_of(seconds, is_ahead=is_ahead)
     step_s = lanes[0].seconds
@@ -59,11 +60,11 @@ def predict(
         setup=setup,
         step_s=step_s,
         samples_per_s=batches_per_s * setup.workload.batch_samples,
-        tiers=_tiers(setup, pools),
+        tiers=_tiers(rank, pools),
         loads=loads,
         lanes=lanes,
         bottleneck=bottleneck_of(seconds, is_ahead=is_ahead),
-        drive_writes_a_day=drive_writes_a_day(setup.host, written_bytes(pools) / step_s, prices),
+        drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
         is_in_memory=all(pool.is_in_memory for pool in pools),
         latency=_latency(setup, queue, queries_per_s),

@@ -247,7 +247,8 @@ def workload_of(asked: PlanFile) -> Workload:
         for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
         if getattr(section, name)
     }
-    if section.dense_flops:
+    if section.dense_flops:  # the layers are not those of the file then
+        found = replace(found, dense_operations=0.0, dense_values=0.0)
         given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
     try:
         return replace(found, **given)
@@ -298,6 +299,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     Raises:
         ValueError: a size cannot be read.
     """
+    from .placement.costs import RankCosts
+
     section = asked.setup
     memory, hbm = int(host.ddr.capacity_bytes), int(min((a.hbm.capacity_bytes for a in host.accelerators), default=0))
 
@@ -321,6 +324,7 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         batch_samples_max=section.batch_samples_max,
         is_deferred=section.is_deferred,
         wire=section.wire,
+        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
     )
 
 

@@ -1,14 +1,17 @@
 """What the planner says of one setup: hit rates, loads, times, wear, power and money."""
 
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ..cache import POLICIES
 from ..dist.wire import Precision
 from ..settings.options import option
 from ..system.excerpt import excerpt
-from .host import Checked, Host
+from .host import Checked, Host, shared_by
 from .workload import Workload
+
+if TYPE_CHECKING:
+    from .placement.costs import RankCosts
 
 _MOST: Final = 1e18
 FLOAT_BYTES: Final = 4
@@ -80,6 +83,8 @@ class Setup(Checked):
     """Of training: backward collects gradients, and ``step`` of ``store.optimizer()`` applies them."""
     wire: Precision = "fp32"
     """Of rows and gradients between hosts."""
+    rank_costs: "RankCosts | None" = None
+    """Of training: ranks share a host as these were measured to; ``hosts`` have as many as ``world_size``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +92,33 @@ class Setup(Checked):
             raise ValueError(f"policy={excerpt(self.policy)} is not one of {', '.join(POLICIES)}")
         if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
             raise ValueError("workers and replicas are for serving; training has hosts")
+
+    @property
+    def of_a_rank(self) -> "Setup":
+        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself.
+
+        Raises:
+            ValueError: they are of other ranks, or it serves.
+        """
+        costs = self.rank_costs
+        if costs is None:
+            return self
+        if not self.workload.is_training:
+            raise ValueError("rank_costs are of training, and the workload's optimizer is none")
+        ranks = costs.local_world_size
+        if costs.world_size != self.hosts * ranks:
+            raise ValueError(
+                f"rank_costs are of {costs.world_size} ranks, {ranks} on a host, and hosts is {self.hosts}; measure "
+                "them again with tierstore plan measure-ranks"
+            )
+        return replace(
+            self,
+            host=shared_by(self.host, ranks),
+            hosts=self.hosts * ranks,
+            ddr_bytes=self.ddr_bytes / ranks,
+            page_cache_bytes=self.page_cache_bytes / ranks,
+            threads=1,  # of lookups, which were measured as they are
+        )
 
     @property
     def gradient_bytes(self) -> float:

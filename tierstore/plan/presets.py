@@ -15,7 +15,7 @@ from ..settings.names import nearest
 from ..settings.sections import described, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
-from .dense import dlrm_flops
+from .dense import dlrm_work
 from .published import PUBLISHED
 from .workload import OptimizerName, TableShape, TableSpec, Workload, specified
 
@@ -37,6 +37,8 @@ class _Keys:
     optimizer: OptimizerName = "none"
     dtype: DtypeName = "float32"
     dense_flops: float = 0.0
+    dense_operations: float = 0.0
+    dense_values: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def _read(path: Path) -> Workload:
 
 
 def _of_run(path: Path) -> Workload:
-    """What a run trains: its tables, batch and optimizer, and the flops of its DLRM. How many ids a sample has, and how
+    """What a run trains: its tables, batch and optimizer, and the work of its DLRM. How many ids a sample has, and how
     unevenly they are asked for, only its data says."""
     from ..train.config import load
 
@@ -121,7 +123,7 @@ def _of_run(path: Path) -> Workload:
         batch_samples=run.train.batch_size,
         optimizer=run.optimizer.sparse,
         dtype=run.embedding.dtype,
-        dense_flops=dlrm_flops([dim] * len(columns), num_dense=len(run.data.dense_columns), **layers),
+        **dlrm_work([dim] * len(columns), num_dense=len(run.data.dense_columns), **layers)._asdict(),
     )
 
 

@@ -10,7 +10,7 @@ from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from ..rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..settings.options import option
 from ..system.excerpt import excerpt
-from .dense import MLPERF_LAYERS, dlrm_flops
+from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
 from .host import Checked
 
 OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
@@ -96,6 +96,8 @@ class Workload(Checked):
     dtype: DtypeName = "float32"
     """Of the weights, in memory and on SSD."""
     dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
+    dense_operations: float = option(0.0, "of torch, of the same, a batch; 0: not known", low=0, high=1e15)
+    dense_values: float = option(0.0, "that these read and write, a sample", low=0, high=1e15)
     assumed: tuple[Assumed, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,6 +114,11 @@ class Workload(Checked):
                 f"dtype={self.dtype!r}: such rows are looked up, not trained; train float32, float16 or bfloat16, or "
                 'set optimizer = "none"'
             )
+
+    @property
+    def dense(self) -> DenseWork:
+        """Of the model beside its tables; of one whose layers nobody told flops alone."""
+        return DenseWork(*(getattr(self, name) for name in DenseWork._fields))
 
     @property
     def is_training(self) -> bool:
@@ -147,7 +154,7 @@ def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
     found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
     assumed = []
     if not found.dense_flops:
-        flops = dlrm_flops([table.embedding_dim for table in found.tables], **MLPERF_LAYERS)
+        flops = dlrm_work([table.embedding_dim for table in found.tables], **MLPERF_LAYERS).dense_flops
         found, assumed = replace(found, dense_flops=flops), [Assumed("dense_flops")]
     names: tuple[Figure, Figure] = ("pooling_factor", "exponent")
     for figure in names:

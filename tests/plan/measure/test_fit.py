@@ -28,7 +28,8 @@ def synthetic(costs: SoftwareCosts, seed: int, noise: float = 0.0) -> list[Loop]
         for number in range(len(kinds) + 3):
             work = {kind: float(generator.uniform(10, 1000)) for kind in before}
             ns = cost_ns(work, own) * (1 + noise * generator.standard_normal())
-            loops.append(Loop(f"{stage} {number}", stage, ns, work))
+            beside_ns = float(generator.uniform(0, ns))
+            loops.append(Loop(f"{stage} {number}", stage, ns + beside_ns, work, beside_ns))
     return loops
 
 

@@ -29,6 +29,7 @@ STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "cleaning": _of_rows("move"),
     "hand-over": ("hand_over_us",),
     "ahead": ("ahead_us",),
+    "dense": ("dense_operation_us", "dense_wake_us", "dense_value_ns"),
 }
 """The fields of ``SoftwareCosts`` that each stage adds."""
 
@@ -41,15 +42,21 @@ class Loop(NamedTuple):
     Attributes:
         name: what it was, for people.
         stage: see ``STAGES``.
-        ns: of a batch, on one core.
+        ns: of a batch, on one core; of a dense model, on those that it had.
         work: of a batch: amounts by the field of ``SoftwareCosts`` that is their cost; ids, rows or bytes for
             nanoseconds, and 1,000 for one that is in microseconds.
+        beside_ns: of ``ns``, what is known without these costs.
     """
 
     name: str
     stage: str
     ns: float
     work: Mapping[str, float]
+    beside_ns: float = 0.0
+
+    def fitted_ns(self, costs: Mapping[str, float]) -> float:
+        """As the costs have it."""
+        return self.beside_ns + cost_ns(self.work, costs)
 
 
 class Fitted(NamedTuple):
@@ -74,9 +81,9 @@ def fit_costs(loops: Sequence[Loop]) -> Fitted:
             continue
         # Equations are divided by the loop's time, so that one of a millisecond counts as much as one of a second.
         matrix = np.array([[loop.work.get(kind, 0.0) / loop.ns for kind in kinds] for loop in own])
-        left = np.array([1 - cost_ns(loop.work, costs) / loop.ns for loop in own])
+        left = np.array([1 - loop.fitted_ns(costs) / loop.ns for loop in own])
         costs |= dict(zip(kinds, solve_nonnegative(matrix, left).tolist(), strict=True))
-    return Fitted(SoftwareCosts(**costs), tuple(cost_ns(loop.work, costs) for loop in loops))
+    return Fitted(SoftwareCosts(**costs), tuple(loop.fitted_ns(costs) for loop in loops))
 
 
 def cost_ns(work: Mapping[str, float], costs: Mapping[str, float]) -> float:

@@ -12,6 +12,7 @@ import psutil
 from ...kernels.threads import default_threads
 from ...system.sizes import format_size
 from ..host import Accelerator, Host, Link, SoftwareCosts, Storage
+from .dense import measure_dense
 from .fit import Loop, fit_costs
 from .loops import LoopSizes, measure_loops
 from .machine import measure_accelerators, measure_memory, measure_processor
@@ -30,7 +31,7 @@ _NETWORK_LATENCY_US: Final = 30.0
 _COLD_SECONDS: Final = 0.25
 """That a batch of cold reads may take; fewer are read of a slow device."""
 
-_SHARES: Final = {"memory": 0.1, "matrix products": 0.04, "SSD": 0.35}
+_SHARES: Final = {"memory": 0.1, "matrix products": 0.04, "dense models": 0.08, "SSD": 0.35}
 """Of the time, by what is measured; loops over stores and GPUs take the rest."""
 _LOOPS_BEGIN: Final = 0.55
 _LOOPS_END: Final = 0.95
@@ -99,6 +100,7 @@ def measure(
 
         say_share(0.0)
         loops = measure_loops(scratch, sizes=sizes_for(seconds, found.storage.reads_per_s), progress=say_share)
+    loops += measure_dense(processor, seconds=seconds * _SHARES["dense models"])
     fitted = fit_costs(loops)
     say("done", 1.0)
     host = Host(
@@ -218,7 +220,7 @@ def _reads(found: Measurement) -> Iterator[str]:
 
 
 def _loops(found: Measurement) -> Iterator[str]:
-    yield "Loops on one core, us a batch: measured, and as the costs have it"
+    yield "Loops, on one core but for dense models on more, us a batch: measured, and as the costs have it"
     width = max((len(loop.name) for loop in found.loops), default=0)
     for loop, fitted in zip(found.loops, found.fitted_ns, strict=True):
         yield f"  {loop.name:{width}}{loop.ns / 1e3:>12,.1f}{fitted / 1e3:>12,.1f}{fitted / loop.ns - 1:>+9.1%}"

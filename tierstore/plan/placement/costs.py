@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from ...dist.plan import Plan, Sharding
+from ...dist.plan import Exchange, Plan, Sharding
 from ...kernels.arrays import Float64s
 from ..json_file import plain, write_json
 from ..measure.fit import solve_nonnegative
@@ -116,6 +116,20 @@ def amounts_of(table: TableShape, sharding: Sharding, demand: TableDemand, *, ba
     return Amounts(np.array([asker.get(name, 0.0) for name in ASKER]), owners)
 
 
+def amounts_evenly(
+    *, exchange: Exchange, dim: int, tables: float, bags: float, demand: TableDemand, ranks: int
+) -> Amounts:
+    """Of a group of tables whose rows are over all ranks.
+
+    Args:
+        bags: of a rank's batch, of all these tables, as the demand is.
+    """
+    shape = TableShape(name="all", embedding_dim=dim)
+    found = amounts_of(shape, Sharding("row_wise", tuple(range(ranks)), exchange), demand, bags=bags, ranks=ranks)
+    found.asker[list(ASKER).index("tables")] = tables
+    return found
+
+
 def busiest(work: Float64s, cores: int, local_ranks: int) -> Float64s:
     """float64 [...]: of work [ranks, ...], what the busiest rank has, and no less than a host's over its cores."""
     hosts = [work[first : first + local_ranks].sum(0) for first in range(0, len(work), local_ranks)]
@@ -140,6 +154,8 @@ class RankCosts:
         optimizer: of the tables.
         seconds: by kind of exchange, then by amount (``ASKER``, ``OWNER``).
         errors: by kind, the mean relative error of the steps that they were found from.
+        reduce_us: of averaging the gradients of a dense model over the ranks, beyond its own backward.
+        reduce_busy_us: the same beside a thread that fetches rows all the time.
         source: where they come from.
     """
 
@@ -150,6 +166,8 @@ class RankCosts:
     seconds: Mapping[Kind, Mapping[str, float]]
     errors: Mapping[Kind, float]
     source: str = ""
+    reduce_us: float = 0.0
+    reduce_busy_us: float = 0.0
 
     @classmethod
     def fitted(
@@ -161,6 +179,8 @@ class RankCosts:
         cores: int,
         optimizer: OptimizerName,
         source: str,
+        reduce_us: float = 0.0,
+        reduce_busy_us: float = 0.0,
     ) -> "RankCosts":
         """From steps of one group each."""
         seconds, errors = dict[Kind, dict[str, float]](), dict[Kind, float]()
@@ -176,7 +196,7 @@ class RankCosts:
             errors[kind] = float(np.abs(matrix @ found - 1).mean())
         return cls(
             world_size=world_size, local_world_size=local_world_size, cores=cores, optimizer=optimizer,
-            seconds=seconds, errors=errors, source=source,
+            seconds=seconds, errors=errors, source=source, reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
         )  # fmt: skip
 
     def asker(self, kind: Kind) -> Float64s:
@@ -186,6 +206,11 @@ class RankCosts:
     def owner(self, kind: Kind) -> Float64s:
         """float64 [len(OWNER)]."""
         return np.array([self.seconds[kind][name] for name in OWNER])
+
+    def group_s(self, kind: Kind, amounts: Amounts) -> float:
+        """Of a step's lookups and updates in a group."""
+        owners = busiest(amounts.owners @ self.owner(kind), self.cores, self.local_world_size)
+        return float(amounts.asker @ self.asker(kind) + owners)
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write them as JSON; errors as of ``write_json``."""
@@ -245,11 +270,7 @@ def predict(workload: Workload, plan: Plan, demand: Demands, costs: RankCosts) -
         groups.setdefault(group, []).append(one)
         served += own.ids + ranks * own.rows if group[0] == "data_parallel" else one.owners[:, 0]
         size_bytes += bytes_of(workload, table, sharding, ranks)
-    seconds = {
-        group: float(amounts.asker @ costs.asker(group[0]))
-        + float(busiest(amounts.owners @ costs.owner(group[0]), costs.cores, costs.local_world_size))
-        for group, amounts in ((group, Amounts.of_group(tables)) for group, tables in groups.items())
-    }
+    seconds = {group: costs.group_s(group[0], Amounts.of_group(tables)) for group, tables in groups.items()}
     return Predicted(sum(seconds.values()), served, size_bytes, seconds)
 
 

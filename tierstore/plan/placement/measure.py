@@ -5,19 +5,22 @@ often ids repeat; in each, rows are over all ranks alike and on the first one al
 from an asker's.
 """
 
+import copy
 import itertools
 import os
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...config import TableConfig
-from ...dist import ShardedTieredEmbeddingBagCollection, open_sharded
+from ...dist import ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from ...dist.plan import Exchange, Sharding, ShardingType
 from ...dist.ranks import Ranks
 from ...kernels.arrays import Int64s
@@ -70,6 +73,10 @@ _TABLES_BYTES: Final = 128 << 20
 """Of a probe's rows: more than processors' caches hold."""
 _LEAST_BYTES: Final = 64 << 10
 _DEFAULT_SECONDS: Final = 60.0
+_REDUCE_WIDTH: Final = 64
+_REDUCE_STEPS: Final = 40
+_BUSY_VALUES: Final = 1 << 18
+"""Values that a busy thread goes over between two looks at whether it is to end."""
 
 
 def measure_ranks(
@@ -110,10 +117,42 @@ def measure_ranks(
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
     where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
+    reduce_us, reduce_busy_us = _reduce_us(ranks)
     return RankCosts.fitted(
         probes, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
-        source=f"tierstore plan measure-ranks, {where}",
+        source=f"tierstore plan measure-ranks, {where}", reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
     )  # fmt: skip
+
+
+def _reduce_us(ranks: Ranks) -> tuple[float, float]:
+    """What ``data_parallel`` adds to forward and backward of a small model, alone and beside a thread that is busy."""
+    alone = nn.Sequential(nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH), nn.ReLU(), nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH))
+    together, values = data_parallel(copy.deepcopy(alone)), torch.ones(_REDUCE_WIDTH, _REDUCE_WIDTH)
+
+    def step_s(model: nn.Module) -> float:
+        taken = []
+        for _ in range(_REDUCE_STEPS):
+            begun = time.perf_counter()
+            model(values).sum().backward()
+            taken.append(time.perf_counter() - begun)
+        return max(ranks.gather(statistics.median(taken)))
+
+    def beyond_us() -> float:
+        return 1e6 * max(step_s(together) - step_s(alone), 0.0)
+
+    idle, is_over, busy = beyond_us(), threading.Event(), torch.ones(_BUSY_VALUES)
+
+    def work() -> None:
+        while not is_over.is_set():
+            busy.mul_(1.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        return idle, beyond_us()
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _sharding(sharding_type: ShardingType, exchange: Exchange, table: int, owners: int, size: int) -> Sharding:
