@@ -19,7 +19,6 @@ import tierstore
 from tierstore.errors import BudgetError
 from tierstore.plan import accesses_of, once_a_batch
 from tierstore.plan.curves import curve
-from tierstore.pool import HELD_SHARE
 from tierstore.rows import RowLayout
 from tierstore.store.budget import divide
 
@@ -153,12 +152,10 @@ def _budget_of(workload: StepWorkload, layout: RowLayout, capacity: int, policy:
 
 
 def errors_of(workload: StepWorkload, policy: str, depth: int, num_sizes: int) -> StoreErrors:
-    """At sizes evenly apart on a scale of logarithms, from the largest batch's rows on; with batches brought in ahead,
-    from as many as two such batches are held in."""
+    """At sizes evenly apart on a scale of logarithms, from the largest batch's rows on."""
     accesses = once_a_batch(accesses_of(trace_of(workload)))
     num_rows, largest = len(np.unique(accesses.keys)), int(np.diff(accesses.starts).max())
-    smallest = 2 * largest / HELD_SHARE if depth else largest
-    asked = np.unique(np.geomspace(smallest, max(smallest, _LARGEST * num_rows), num_sizes).astype(np.int64))
+    asked = np.unique(np.geomspace(largest, max(largest, _LARGEST * num_rows), num_sizes).astype(np.int64))
     stores = [looked_up(workload, int(rows), policy, depth=depth, step=_slow if depth else None) for rows in asked]
     sizes = [each.capacity for each in stores]
     made = curve(accesses, policy, sizes=sizes, prefetch_depth=depth)

@@ -154,8 +154,8 @@ def _speed_table(figures: dict[str, Any]) -> Table:
 
 
 _NOTE: Final = (
-    "Curves beside stores: of rows once a batch, by the stores' own counters; with batches ahead, from two of the "
-    "largest on. Curves of samples: every lookup an access. Points off: of the hit rate; of samples mean "
+    "Curves beside stores: of rows once a batch, by the stores' own counters, from the largest batch "
+    "on. Curves of samples: every lookup an access. Points off: of the hit rate; of samples mean "
     "over 20 sizes from 0.1 % of the rows to all, "
     "and over seeds that choose other rows; by hash alone: as SHARDS with its correction. Times are of the processor. "
     "A whole curve is one pass for LRU; for the others a replay for each size, each access counted once."

@@ -83,7 +83,7 @@ def test_a_prefetched_step_waits_for_nothing_on_the_host(store_dir: Path, poolin
         collection = tierstore.TieredEmbeddingBagCollection(store)
         gradient = torch.randn((BAGS, len(FEATURES) * DIM), device="cuda")
         for features in batches[:2]:
-            collection.prepare(features)
+            collection.bring_in(collection.prepare(features))
         torch.cuda.synchronize()
         busy = torch.cuda.Event()
         torch.cuda._sleep(2_000_000_000)

@@ -157,7 +157,7 @@ def test_an_id_outside_its_table_is_an_error_before_anything_changes(
         for bad in (-1, ROWS):
             ids = torch.tensor([[1, 2], [3, bad]])
             with pytest.raises(ValueError, match=rf"{bad}.*'u'|'u'.*{bad}"):
-                bag.prepare(ids) if is_staged else bag(ids)
+                bag.bring_in(bag.prepare(ids)) if is_staged else bag(ids)
         assert not store["u"].pool.in_use
         step(bag, ALL[:3])
         assert store["u"].read(ALL).sum() == -12
@@ -319,7 +319,7 @@ def test_a_lookup_in_a_graph_under_capture_is_refused(store_dir: Path, monkeypat
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         monkeypatch.setattr(Lane, "require_no_capture", CudaLane.require_no_capture)
-        for use in (lambda: bag(ALL[:4], torch.tensor([0])), lambda: bag.prepare(ALL[:4].reshape(2, 2))):
+        for use in (lambda: bag(ALL[:4], torch.tensor([0])), lambda: bag.bring_in(bag.prepare(ALL[:4].reshape(2, 2)))):
             with pytest.raises(RuntimeError, match=r"outside of a CUDA graph.*DLRM\.dense_part"):
                 use()
         monkeypatch.undo()

@@ -238,6 +238,7 @@ def test_tickets_are_forgotten_with_their_pins(store_dir: Path) -> None:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         batches = [torch.arange(first, first + 10).reshape(5, 2) for first in range(0, 200, 10)]
         tickets = [bag.prepare(ids) for ids in batches[:3]]
+        assert all(bag.bring_in(ticket) for ticket in tickets)
         assert hot(store).num_leased == 3
         for ticket in tickets:
             bag.forget(ticket)
@@ -260,7 +261,7 @@ def test_prefetched_rows_are_hits_in_forward_and_not_looked_up_again(store_dir: 
     with open_store(store_dir) as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         ids = ALL[:40].repeat(2).reshape(-1, 4)
-        bag.prepare(ids)
+        bag.bring_in(bag.prepare(ids))
         before = store.stats()
         assert (before.hbm.lookups, before.hbm.unique, before.hbm.misses, before.hbm.hits) == (80, 40, 40, 0)
         bag(ids).sum().backward()

@@ -210,6 +210,8 @@ def test_extremes() -> None:
     rows = load_of({"ddr_bytes": MIB}).ddr_rows
     for unique, asked in ((rows, rows), (rows + 1, 2 * (rows + 1))):
         assert load_of({"ddr_bytes": MIB}, unique=float(unique)).asked == asked
+    assert load_of({"ddr_bytes": MIB}, unique=0.375 * rows).keeps_two
+    assert not load_of({"ddr_bytes": MIB}, unique=0.375 * rows + 1).keeps_two
     everything = load_of({"ddr_bytes": GIB})
     assert everything.is_full
     assert everything.misses == everything.pages_read == everything.pages_written == 0
@@ -217,7 +219,7 @@ def test_extremes() -> None:
     assert least.ddr_rows < least.unique
     assert least.asked == 2 * least.unique, "backward has to bring the rows in again"
     assert least.misses == least.unique - least.ddr_rows
-    assert not least.keeps_batch
+    assert not least.keeps_two
     assert least.rows_written == least.misses
     twice = load_of({"ddr_bytes": 500 * 1024.0}, miss_ratio=1.0)
     assert twice.misses == 2 * twice.unique - twice.ddr_rows

@@ -113,6 +113,7 @@ def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_d
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         ids = torch.arange(10).reshape(-1, 1)
         prepared = bag.prepare(ids)
+        assert bag.bring_in(prepared)
         writer("write", "t", [0], 2)
         writer("commit", 2)
         newer = store.find_newer()

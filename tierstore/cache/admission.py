@@ -232,11 +232,8 @@ def replay_batches(
     depth, held_rows = limits[0], limits[1]
     oldest, progress = window[0], window[3:]
     for batch in range(window[1], window[2]):
-        begin, stop, last = starts[batch], starts[batch + 1], max(batch - 1, 0)
-        wanted = starts[batch] - starts[last]
-        while oldest < batch - depth or (
-            oldest < batch and starts[batch] - starts[oldest] + (wanted if oldest < last else 0) > held_rows
-        ):
+        begin, stop = starts[batch], starts[batch + 1]
+        while oldest < batch - depth or (oldest < batch and stop - starts[oldest] > held_rows):
             _release(state, pinned[starts[oldest] : starts[oldest + 1]])
             oldest += 1
         while begin < stop:

@@ -167,7 +167,7 @@ class DdrCache(HostCache):
             keys: int64 [n], distinct within a batch.
             starts: int64 [batches + 1], ascending from 0 to n: where each batch begins; default: each key is one.
             depth: batches that stay pinned behind the newest one, as those that ``prefetch`` brought in before it.
-            held_rows: of those batches, with one more as large as the newest of them; of more, fewer stay pinned.
+            held_rows: of these and the newest one; where they are more, fewer stay pinned.
         """
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"

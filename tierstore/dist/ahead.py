@@ -1,6 +1,7 @@
 """Batches brought in ahead, over ranks: ids are exchanged and owners bring rows in while an earlier batch computes."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..nn.function import Prepared
@@ -23,24 +24,39 @@ class Ahead:
         self._ranks = ranks
         self._is_over = False
 
-    @property
-    def has_room(self) -> bool:
-        return self._module.has_room
-
     def prepare(self, features: Any) -> Prepared:
-        """Bring the rows of a batch in; see ``TieredModule.prepare``.
+        """Exchange the ids of a batch; see ``TieredModule.prepare``.
 
         Raises:
             RuntimeError: another rank failed, or has no more batches.
         """
-        try:
+        with self._ending_for_all():
             prepared = self._module.prepare_by(self._ranks, features)
             lookups: list[Any] = list(prepared.lookups)
             for lookup in lookups:
-                lookup.bring_in(self._ranks)
+                lookup.route(self._ranks)
             return self._module.keep(features, prepared)
+
+    def has_room(self, ticket: Prepared) -> bool:
+        """Whether this rank has, for the rows that it owns."""
+        return ticket.has_room()
+
+    def bring_in(self, ticket: Prepared) -> bool:
+        """Bring the batch's rows in that this rank owns; see ``TieredModule.bring_in``.
+
+        Raises:
+            RuntimeError: another rank failed, or has no more batches.
+        """
+        with self._ending_for_all(), self._ranks.together():
+            return ticket.stage()
+
+    @contextlib.contextmanager
+    def _ending_for_all(self) -> Iterator[None]:
+        """What fails within fails on all ranks."""
+        try:
+            yield
         except BaseException:
-            self._is_over = True  # for all ranks
+            self._is_over = True
             raise
 
     def forget(self, ticket: Prepared) -> None:

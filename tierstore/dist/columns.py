@@ -7,7 +7,6 @@ from torch import Tensor
 from ..lookup.joined import Joined
 from ..optim.kernels import mean_squares
 from ..pool.backward import NO_ARG_MAX
-from ..pool.evicting import unique
 from .owners import Owners
 
 
@@ -25,7 +24,7 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
         float32 [1, asked * columns + asked]: the gradients, and behind them the mean square of each one's row.
     """
     count, width = gradients.shape
-    inverse, keys = unique(asked.keys)
+    inverse, keys = asked.distinct
     groups = asked.groups(NO_ARG_MAX, count * width, is_mean=False)
     merged = groups.merged(inverse, len(keys), width, gradients.numpy().reshape(1, -1))
     whole = np.empty((len(keys), num_parts, width), np.float32)

@@ -28,7 +28,6 @@ from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.arena import Rows
 from ..pool.backward import NO_ARG_MAX
-from ..pool.evicting import unique
 from ..pool.pooling import dot_part, pool_part
 from ..pool.residency import Pooling
 from ..store import Table
@@ -125,14 +124,15 @@ class ShardedLookup(SendsGradients):
     def route(self, ranks: Ranks) -> None:
         """Exchange ids, if they were not. ``ranks``: whose group no other thread uses now."""
 
-    def bring_in(self, ranks: Ranks) -> None:
-        """Exchange ids; owners bring the rows in."""
-        self.route(ranks)
-        with ranks.together():
-            self.own.stage()
+    def has_room(self) -> bool:
+        """See ``Lookup.has_room``; of what is asked of this rank, once ids are exchanged."""
+        found: bool = self.own.has_room()
+        return found
 
-    def stage(self) -> None:
-        """See ``Lookup.stage``; ``bring_in`` does it where others do."""
+    def stage(self) -> bool:
+        """See ``Lookup.stage``; likewise."""
+        found: bool = self.own.stage()
+        return found
 
     @property
     def demand(self) -> tuple[Pool, Int64s]:
@@ -244,7 +244,7 @@ class RowsLookup(RoutedLookup[_Route]):
 
     def _find_route(self, ranks: Ranks) -> _Route:
         with ranks.telling():
-            inverse, keys = unique(self.joined.keys)
+            inverse, keys = self.joined.distinct
         owners = self._owners.of(keys, self._num_parts).ravel()
         order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
         asked = np.bincount(owners, minlength=ranks.size).tolist()

@@ -318,8 +318,12 @@ class DeviceRows(ABC):
             self.checks.require_right(batch.check)
 
     @abstractmethod
+    def has_room(self, batch: DeviceBatch) -> bool:
+        """Whether the rows could be held, beside those that are. May wait for the device."""
+
+    @abstractmethod
     def stage(self, batch: DeviceBatch) -> DeviceLease | None:
-        """Bring the rows in and hold them, if there is room."""
+        """Bring the rows in and hold them; None if there is no room."""
 
     @abstractmethod
     def parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:
@@ -436,11 +440,6 @@ class DeviceRows(ABC):
         """Forget all rows; none is in use, or newer than below."""
 
     # State
-
-    @property
-    @abstractmethod
-    def has_room(self) -> bool:
-        """Whether one more lease as large as the last could be held."""
 
     @property
     @abstractmethod

@@ -123,6 +123,10 @@ class FullRows(DeviceRows):
 
     # Batches
 
+    def has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
+        """See ``DeviceRows``."""
+        return True
+
     def stage(self, batch: DeviceBatch) -> FullLease:
         """See ``DeviceRows``; a batch that may be trained is grouped ahead, on the side stream."""
         with self.lock:
@@ -291,11 +295,6 @@ class FullRows(DeviceRows):
         return slots, sent
 
     # State
-
-    @property
-    def has_room(self) -> bool:
-        """See ``DeviceRows``."""
-        return True
 
     @property
     def num_leased(self) -> int:

@@ -126,7 +126,7 @@ class HbmPool(DeviceRows):
         self.released: deque[HbmLease] = deque()
         self._held_lock = threading.Lock()
         self._held_rows = self._held_overflow = 0
-        self._last_rows = self._last_overflow = 0
+        self._last_overflow = 0
         self._num_leased = 0
 
     def _warm_up(self) -> None:
@@ -147,9 +147,18 @@ class HbmPool(DeviceRows):
         made: _Grouped = batch.grouping
         return made
 
+    def has_room(self, batch: DeviceBatch) -> bool:
+        """See ``DeviceRows``. Of overflow slots a batch is taken to need as many as the last one."""
+        # The rows are counted only where it depends on them.
+        return self._has_room(len(batch)) or self._has_room(int(self.groups(batch).num_unique))
+
+    def _has_room(self, num_rows: int) -> bool:
+        with self._held_lock:
+            return self._can_hold(num_rows)
+
     def stage(self, batch: DeviceBatch) -> HbmLease | None:
         """See ``DeviceRows``."""
-        lease = self.acquire(self._grouped(batch).grouping, len(batch))
+        lease = self.acquire(self._grouped(batch).grouping, len(batch)) if self.has_room(batch) else None
         if lease is not None and not self.hold(lease):
             lease.release()
             return None
@@ -261,23 +270,16 @@ class HbmPool(DeviceRows):
     def hold(self, lease: Any) -> bool:
         """See ``DeviceRows``."""
         with self._held_lock:
-            self._last_rows, self._last_overflow = lease.num_rows, len(lease.overflow)
-            if self._can_hold_one_more:
-                self._held_rows += self._last_rows
+            self._last_overflow = len(lease.overflow)
+            if self._can_hold(lease.num_rows):
+                self._held_rows += lease.num_rows
                 self._held_overflow += self._last_overflow
                 lease.held = True
             return bool(lease.held)
 
-    @property
-    def has_room(self) -> bool:
-        """See ``DeviceRows``."""
-        with self._held_lock:
-            return self._can_hold_one_more
-
-    @property
-    def _can_hold_one_more(self) -> bool:
+    def _can_hold(self, num_rows: int) -> bool:
         return (
-            self._held_rows + self._last_rows <= self.capacity_rows * HELD_SHARE
+            self._held_rows + num_rows <= self.capacity_rows * HELD_SHARE
             and self._held_overflow + self._last_overflow <= self.overflow.capacity - self._least_part
         )
 

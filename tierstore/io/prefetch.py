@@ -28,12 +28,14 @@ class Preparable(Protocol):
     def end(self) -> None:
         """The pass brings no more in; called once by whom ``prepare`` is called by."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the rows of one more batch, as large as the last, would stay until it is used."""
-
     def prepare(self, features: Any) -> Any:
-        """Bring rows in for the forward call that will be given ``features``; returns a ticket."""
+        """Read ids for the forward call that will be given ``features``; returns a ticket."""
+
+    def has_room(self, ticket: Any) -> bool:
+        """Whether the rows would stay until that call."""
+
+    def bring_in(self, ticket: Any) -> bool:
+        """Bring in the rows that stay until that call; returns whether all do. Called once."""
 
     def forget(self, ticket: Any) -> None:
         """Release what that ticket stands for, if no forward took it."""
@@ -63,10 +65,6 @@ class _Several:
         for module in self._modules:
             module.end()
 
-    @property
-    def has_room(self) -> bool:
-        return all(module.has_room for module in self._modules)
-
     def prepare(self, features: Any) -> list[Any]:
         tickets: list[Any] = []
         try:
@@ -76,6 +74,13 @@ class _Several:
             self.forget(tickets)
             raise
         return tickets
+
+    def has_room(self, ticket: list[Any]) -> bool:
+        return all(module.has_room(own) for module, own in zip(self._modules, ticket, strict=True))
+
+    def bring_in(self, ticket: list[Any]) -> bool:
+        are_in = [module.bring_in(own) for module, own in zip(self._modules, ticket, strict=True)]
+        return all(are_in)
 
     def forget(self, ticket: list[Any]) -> None:
         for module, own in zip(self._modules, ticket, strict=False):
@@ -146,8 +151,8 @@ def prefetch(
     Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
     that waits for ``batches``, it ends once they yield or end, and nobody waits for it.
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
-    the steps. Where rows of ``depth`` batches do not fit beside those in use, fewer are brought in ahead,
-    one at least.
+    the steps. A batch whose rows would not stay until it is used, for want of room beside those in use, is not
+    brought in ahead: a store that has no room for two batches reads as a plain loop does.
 
     With ``lookahead`` the reader is that many batches further ahead, and a store opened with policy="lookahead" learns
     which rows they use, so that it evicts those whose next use is farthest. The batches wait in memory, those that the
@@ -336,7 +341,8 @@ class _Worker:
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may yet be brought in
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
-        self._tickets: deque[Any] = deque()  # of what was brought in and not forgotten, in order
+        self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
+        self._is_in = True  # the last batch that was handed over
         self._thread = threading.Thread(target=self._run, name="tierstore-prefetch", daemon=True)
         self._thread.start()
 
@@ -361,21 +367,28 @@ class _Worker:
         self._places.get()
         item = self._reader.next()
         module = self._reader.module
-        if item is None or module is None or not self._waited_for_room(module):
+        if item is None or module is None:
             return False
-        self._tickets.append(module.prepare(item.features))
+        ticket = module.prepare(item.features)
+        self._tickets.append(ticket)
+        self._wait_for_room(module, ticket)
+        if self._reader.is_closed:
+            return False
+        self._is_in = module.bring_in(ticket)
         self._ready.put((item.batch,))
         return not self._reader.is_closed
 
-    def _waited_for_room(self, module: Preparable) -> bool:
-        """Wait until rows would stay, or no batch is ahead of the one in use; False if closed meanwhile."""
+    def _wait_for_room(self, module: Preparable, ticket: Any) -> None:
+        """Wait until the rows would stay, or the batch is the next one that is asked for, or closed.
+
+        While a batch that is not in is in use, there is room that it needs itself.
+        """
         places = 0
-        while len(self._tickets) > 1 and not self._reader.is_closed and not module.has_room:
+        while len(self._tickets) > 1 and not self._reader.is_closed and not (self._is_in and module.has_room(ticket)):
             self._places.get()  # in the end one that a batch has left
             places += 1
         for _ in range(places):
             self._places.put(None)
-        return not self._reader.is_closed
 
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it."""

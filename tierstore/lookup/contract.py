@@ -27,8 +27,12 @@ class AnyLookup(TrainsRows, Protocol):
         """The pool and the keys, int64 [N], of the rows it will use."""
         ...
 
-    def stage(self) -> None:
-        """Bring the rows in and hold them until used, as far as the pool has room."""
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in."""
+        ...
+
+    def stage(self) -> bool:
+        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
         ...
 
     def forward(self, out: Tensor, *, keep: bool) -> None:

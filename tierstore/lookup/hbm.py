@@ -98,12 +98,21 @@ class HbmLookup(OverJoined):
         rows.retain(*pieces)
         return known
 
+    def has_room(self) -> bool:
+        """See ``Lookup.has_room``."""
+        if self._is_empty:
+            return True
+        rows, batch = self._sent()
+        return rows.has_room(batch)
+
     @shielded
-    def stage(self) -> None:
-        """Bring the rows in and keep them pinned until used, as far as the pool has room."""
-        if not self._is_empty:
-            rows, batch = self._sent()
-            self._lease = rows.stage(batch)
+    def stage(self) -> bool:
+        """See ``Lookup.stage``."""
+        if self._is_empty:
+            return True
+        rows, batch = self._sent()
+        self._lease = rows.stage(batch)
+        return self._lease is not None
 
     def release(self) -> None:
         """Release the rows. The lookup still works, but must bring its rows in again."""

@@ -1,6 +1,7 @@
 """The ids of some features of one pool laid end to end, as row keys or as slots."""
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
 from ..optim.configs import Hyper
 from ..pool.backward import NO_FLOATS, Bags, Groups
-from ..pool.residency import Numbering
+from ..pool.residency import Distinct, Numbering
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from .tables import LookupTable
@@ -168,6 +169,11 @@ class Joined:
                 keys = self._slots + self.shifts(known)
             self._keys = keys
         return self._keys
+
+    @cached_property
+    def distinct(self) -> Distinct:
+        """The rows of ``keys``; errors as there."""
+        return Distinct.of(self.keys)
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""

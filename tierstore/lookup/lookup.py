@@ -14,7 +14,6 @@ from .. import kernels
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
 from ..pool.backward import NO_ARG_MAX, Groups
-from ..pool.evicting import unique
 from ..pool.pins import Lease
 from ..pool.pooling import dot_part
 from ..pool.residency import Pooling, Update
@@ -74,10 +73,15 @@ class Lookup(OverJoined):
         """The pool and the keys, int64 [N], of the rows it will use."""
         return self._pool, self.joined.keys
 
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in."""
+        return self._pool.rows.has_room(self.joined)
+
     @shielded
-    def stage(self) -> None:
-        """Bring the rows in and hold them until used, as far as the pool has room."""
+    def stage(self) -> bool:
+        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
         self._lease = self._pool.rows.stage(self.joined)
+        return self._lease is not None or not len(self.joined)
 
     def _lease_in(self, pool: Pool) -> Lease | None:
         """What is held of this pool's rows. One of a pool that was closed is dropped."""
@@ -146,7 +150,7 @@ class Lookup(OverJoined):
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
         joined, pool = self.joined, self._pool
-        inverse, keys = unique(joined.keys)
+        inverse, keys = joined.distinct
         groups = self._groups(grad_out)
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
         self.release()

@@ -49,7 +49,7 @@ class Prepared:
         self.scale = scale
         self.store = store
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
-        self._staged: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
         """Whether it was made from these very tensors, and none was changed in place since."""
@@ -60,13 +60,13 @@ class Prepared:
         )
 
     def require_unchanged(self) -> None:
-        """RuntimeError if memory of its tensors was changed since ``stage`` other than through torch.
+        """RuntimeError if memory of its tensors was changed since ``copy_sources`` other than through torch.
 
         Whether forward should use what they held or what they hold cannot be told: a reader may have gone on to its
         next batch in the same buffer, or the caller may have changed the batch.
         """
         hosts = [_bits(source) for source, _ in self._sources if source.is_cpu]
-        if not all(torch.equal(one, other) for one, other in zip(hosts, self._staged, strict=True)):
+        if not all(torch.equal(one, other) for one, other in zip(hosts, self._copies, strict=True)):
             raise RuntimeError(
                 "a batch changed in memory, not through torch, after prefetch brought its rows in. Give each batch "
                 "memory of its own (copy it, where the reader reuses a buffer); change ids before prefetch gets them"
@@ -84,15 +84,22 @@ class Prepared:
         """The tables, each with the count of changes that its rows have seen."""
         return [(table, table.num_changes) for lookup in self.lookups for table in lookup.joined.tables]
 
-    def stage(self) -> None:
-        """Bring the rows in and keep them pinned, as far as there is room; copy the tensors for later comparison."""
-        self._staged = [_bits(source).clone() for source, _ in self._sources if source.is_cpu]
+    def copy_sources(self) -> None:
+        """Copy its tensors, for ``require_unchanged``."""
+        self._copies = [_bits(source).clone() for source, _ in self._sources if source.is_cpu]
+
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
+        return all(lookup.has_room() for lookup in self.lookups)
+
+    def stage(self) -> bool:
+        """Bring in and pin the rows of each lookup that there is room for; returns whether there was for all."""
         try:
-            for lookup in self.lookups:
-                lookup.stage()
+            are_in = [lookup.stage() for lookup in self.lookups]
         except BaseException:
             self.release()
             raise
+        return all(are_in)
 
     def announce(self) -> "Announced | None":
         """Tell the pools of the rows it will use; None, and nothing is told, if a pool has no room for it yet."""

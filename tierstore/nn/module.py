@@ -68,14 +68,6 @@ class TieredModule(nn.Module, ABC):
     def _require_one_process(self) -> None:
         require_one_process(self, self._store)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the rows of one more batch, as large as the last, would stay until it is used.
-
-        Asked by ``tierstore.prefetch``.
-        """
-        return all(table.pool.has_room for table in self._tables)
-
     def ahead(self) -> Any:
         """What ``tierstore.prefetch`` drives, for one pass over batches."""
         return self
@@ -84,31 +76,39 @@ class TieredModule(nn.Module, ABC):
         """A pass is over."""
 
     def prepare(self, features: Any) -> Prepared:
-        """Bring the rows of a batch in ahead of ``forward``, which must be given the same objects.
+        """Read a batch ahead of ``forward``, which must be given the same objects.
 
-        Called by ``tierstore.prefetch``, from its thread.
+        Called by ``tierstore.prefetch``, from its thread, as are the methods below.
 
         Args:
             features: the argument of ``forward``, or a tuple of its arguments.
 
         Returns:
-            a ticket for ``forget``.
+            a ticket, for those.
         """
         return self.keep(features, self._prepare(*_arguments(features)))
 
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
-        """Bring the rows of a batch in, for the forward call that will be given ``features``."""
-        prepared.stage()
+        """Keep a batch for the forward call that will be given ``features``."""
+        prepared.copy_sources()
         return self._prepared.put(_arguments(features)[0], prepared)
 
+    def has_room(self, ticket: Prepared) -> bool:
+        """Whether the rows of a prepared batch would stay until it is used."""
+        return ticket.has_room()
+
+    def bring_in(self, ticket: Prepared) -> bool:
+        """Bring the rows of a prepared batch in, as far as they stay until it is used; returns whether all do."""
+        return ticket.stage()
+
     def forget(self, ticket: Prepared) -> None:
-        """Release what ``prepare`` made ready, if it was not used."""
+        """Release what was made ready, if it was not used."""
         self._prepared.drop(ticket)
 
     def announce(self, features: Any) -> Announced | None:
         """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
 
-        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
+        Whoever called retires what is returned.
         """
         return self._prepare(*_arguments(features)).announce()
 

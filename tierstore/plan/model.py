@@ -120,8 +120,8 @@ def _too_little(what: str, wanted: float, found: float) -> str:
 
 
 def _is_ahead(setup: Setup, pools: Sequence[PoolLoad]) -> bool:
-    """Whether rows of later batches come in meanwhile: where a batch cannot stay pinned they would leave again."""
-    return setup.workload.is_training and setup.prefetch_depth > 0 and all(pool.keeps_batch for pool in pools)
+    """Whether rows of later batches come in meanwhile: only those that can stay pinned until they are used do."""
+    return setup.workload.is_training and setup.prefetch_depth > 0 and all(pool.keeps_two for pool in pools)
 
 
 def _queue(

@@ -50,7 +50,7 @@ class PoolLoad(NamedTuple):
         misses: rows asked of the SSD.
         is_full: every row has a slot in host memory, and stays there.
         is_in_memory: the same, or in memory of accelerators.
-        keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
+        keeps_two: the rows of two batches can stay pinned, so that one is brought in while the other is in use.
         device_misses: of ``misses``, those whose page the system has not in memory.
         pages_read: by the device, for missing rows.
         rows_written: appended, as they left.
@@ -73,7 +73,7 @@ class PoolLoad(NamedTuple):
     device_misses: float
     is_full: bool
     is_in_memory: bool
-    keeps_batch: bool
+    keeps_two: bool
     pages_read: float
     rows_written: float
     rows_moved: float
@@ -228,7 +228,7 @@ def _load(own: _Share) -> PoolLoad:
         read_again = max(0.0, again - top)  # backward begins with the rows that are in still
         misses += read_again
         from_device += read_again if own.cached_share * own.num_pages < unique else 0.0
-    keeps_batch = stays or unique <= HELD_SHARE * top
+    keeps_two = stays or 2 * unique <= HELD_SHARE * top
     writing = Writing(own.layout, own.transaction_bytes)
     written = _written(own, writing, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
     log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
@@ -249,7 +249,7 @@ def _load(own: _Share) -> PoolLoad:
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
         is_in_memory=own.is_full or stays,
-        keeps_batch=keeps_batch,
+        keeps_two=keeps_two,
         pages_read=from_device * elsewhere * pages,
         rows_written=written.rows,
         rows_moved=written.rows * log.moved,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .. import kernels
 from ..kernels.arrays import Int32s, Int64s
 from .arena import Arena
 from .backward import NO_INTS
@@ -27,8 +26,12 @@ class EvictingRows:
     def check(self, batch: Batch) -> None:
         batch.keys  # noqa: B018 - checks the ids
 
+    def has_room(self, batch: Batch) -> bool:
+        # The rows are counted only where it depends on them.
+        return self._pins.has_room(len(batch)) or self._pins.has_room(len(batch.distinct.keys))
+
     def stage(self, batch: Batch) -> Lease | None:
-        lease = self._leases.acquire_whole(batch.keys, batch.order) if len(batch) else None
+        lease = self._leases.acquire_whole(batch.keys, batch.order) if len(batch) and self.has_room(batch) else None
         if lease is None or self._pins.hold(lease):
             return lease
         lease.release()
@@ -49,7 +52,7 @@ class EvictingRows:
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
-            inverse, keys = unique(batch.keys)
+            inverse, keys = batch.distinct
             parts = self._row_parts(keys)
         else:
             assert lease.inverse is not None, "slots of this cache are not the positions' own"
@@ -74,12 +77,3 @@ class EvictingRows:
 
     def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002 - rows may not be in
         return None
-
-
-def unique(keys: Int64s) -> tuple[Int32s, Int64s]:
-    """(int32 [N], each position's row number; int64, the rows' keys in order of first use)."""
-    unique_keys = np.empty_like(keys)
-    inverse = np.empty(len(keys), np.int32)
-    scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
-    count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
-    return inverse, unique_keys[:count]

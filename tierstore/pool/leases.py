@@ -53,7 +53,6 @@ class Leases:
         with self._arena.fill_lock:
             self._filler.admit(admission, read=True, whole=True)
         if not admission.consumed:
-            self._pins.note_no_room()
             return None
         if order is not None:
             numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)

@@ -68,24 +68,19 @@ class Pins:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._held_slots = self._num_held = self._last_slots = 0
+        self._held_slots = self._num_held = 0
         self._dropped: deque[tuple[Int32s, bool]] = deque()
-
-    def note_no_room(self) -> None:
-        """The whole of a batch was asked for, and did not fit."""
-        self._last_slots = self._arena.cache.capacity
 
     def has_unpinned(self) -> bool:
         """Whether a slot may be had, or waiting for one is over. The caller holds the lock."""
         self.release_dropped()
         return self._arena.is_closed or self._arena.cache.num_pinned < self._arena.cache.capacity
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more lease as large as the last one asked for could be held."""
+    def has_room(self, num_slots: int) -> bool:
+        """Whether one more lease, of so many slots, could be held."""
         with self._arena.lock:
             self.release_dropped()
-            return self._can_hold(self._last_slots)
+            return self._can_hold(num_slots)
 
     def _can_hold(self, num_slots: int) -> bool:
         return self._held_slots + num_slots <= self._arena.cache.capacity * HELD_SHARE
@@ -94,9 +89,8 @@ class Pins:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self._arena.lock:
             self.release_dropped()
-            self._last_slots = len(lease.pinned)
-            if self._can_hold(self._last_slots):
-                self._held_slots += self._last_slots
+            if self._can_hold(len(lease.pinned)):
+                self._held_slots += len(lease.pinned)
                 self._num_held += 1
                 lease.held = True
             return lease.held

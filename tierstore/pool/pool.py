@@ -112,11 +112,6 @@ class Pool:
 
     # The tier above
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more lease as large as the last one asked for could be held."""
-        return self.pins.has_room if self.hot is None else self.hot.has_room
-
     def exclusive(self) -> AbstractContextManager[Any]:
         """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
         return contextlib.nullcontext() if self.hot is None else self.hot.emptied()

@@ -6,11 +6,34 @@ Implementations: ``evicting`` (rows may be evicted) and ``in_place`` (every row 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
+from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from .backward import Groups
 from .pins import Lease
+
+
+class Distinct(NamedTuple):
+    """The rows of a batch.
+
+    Attributes:
+        inverse: int32 [N], each position's row number.
+        keys: int64 [U], the rows' keys in order of first use.
+    """
+
+    inverse: Int32s
+    keys: Int64s
+
+    @classmethod
+    def of(cls, keys: Int64s) -> "Distinct":
+        """Those of a batch's keys, int64 [N]."""
+        unique_keys = np.empty_like(keys)
+        inverse = np.empty(len(keys), np.int32)
+        scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
+        count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
+        return cls(inverse, unique_keys[:count])
 
 
 class Numbering(Protocol):
@@ -51,6 +74,11 @@ class Batch(Protocol):
     @property
     def is_read(self) -> bool:
         """Whether the caller's ids were read: they may have changed since."""
+        ...
+
+    @property
+    def distinct(self) -> Distinct:
+        """The rows of ``keys``."""
         ...
 
     def slots(self, numbering: Numbering) -> Int32s:
@@ -133,8 +161,12 @@ class ResidentRows(Protocol):
         """Find ids outside their tables now, if ids are not checked by the kernel that looks rows up."""
         ...
 
+    def has_room(self, batch: Batch) -> bool:
+        """Whether the rows could be held, beside those that are."""
+        ...
+
     def stage(self, batch: Batch) -> Lease | None:
-        """Bring the rows in, and hold them if there is room."""
+        """Bring the rows in and hold them; None, and nothing is read, if there is no room."""
         ...
 
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:

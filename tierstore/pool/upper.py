@@ -17,11 +17,6 @@ class UpperTier(Protocol):
         ...
 
     @property
-    def has_room(self) -> bool:
-        """Whether one more lease could be held."""
-        ...
-
-    @property
     def num_leased(self) -> int:
         """Leases that use rows."""
         ...

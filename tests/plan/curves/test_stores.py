@@ -31,22 +31,20 @@ class Slow:
         self.cache: Any = ReferenceCache(capacity, weight_words=0, state_words=0, policy=f"reference-{policy}")  # type: ignore[arg-type]
         self.depth = depth
         self.held: deque[Any] = deque()
-        self.last = 0
         self.misses = 0
 
     def _release(self) -> None:
         self.cache.unpin(self.held.popleft())
 
-    def _in_the_way(self) -> bool:
-        """Whether the oldest pinned batch has to go before the next one comes."""
-        held, most = sum(map(len, self.held)), self.cache.capacity * HELD_SHARE
-        ahead = self.last if len(self.held) > 1 else 0
-        return len(self.held) > self.depth or (len(self.held) > 0 and held + ahead > int(most))
+    def _in_the_way(self, num_rows: int) -> bool:
+        """Whether the oldest pinned batch has to go before the next one, of so many rows, comes."""
+        pinned = sum(map(len, self.held)) + num_rows
+        return len(self.held) > self.depth or (len(self.held) > 0 and pinned > self.cache.capacity * HELD_SHARE)
 
     def look_up(self, keys: list[int]) -> None:
-        while self._in_the_way():
+        while self._in_the_way(len(keys)):
             self._release()
-        self.last, left = len(keys), np.array(keys, np.int64)
+        left = np.array(keys, np.int64)
         while len(left):
             admission = Admission(left)
             self.cache.admit(admission)
