@@ -10,8 +10,9 @@ from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows
 from ..hbm.batch import DeviceIds
 from ..kernels.arrays import Int64s
 from ..pool import Pool
+from ..rows import ROW_MASK
 from .joined import Features, Jagged, Joined
-from .tables import ROW_MASK, in_pool_of
+from .tables import in_pool_of
 
 _FETCHED: Final = ("bag_starts", "scale", "_ids", "_starts", "_stops", "_keys", "_slots", "_numbering")
 

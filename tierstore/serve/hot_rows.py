@@ -16,14 +16,14 @@ import numpy as np
 
 from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
 from ..pool import Pool
-from ..rows import KEY_ROW_BITS
+from ..rows import KEY_ROW_BITS, ROW_MASK
 from ..store import Store
 from ..store.listing import resident_keys
 from ..system.plainfile import open_plain_file
 from ..trace import read_trace
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+
 _KEY: Final = np.dtype("<i8")
 _CHUNK_ROWS: Final = 1 << 16
 
@@ -75,7 +75,7 @@ def load_hot_rows(path: Path, store: Store) -> dict[str, Any]:
         return {}
     keys = keys[np.argsort(keys >> KEY_ROW_BITS, kind="stable")]
     tables, starts = np.unique(keys >> KEY_ROW_BITS, return_index=True)
-    rows = dict(zip(tables.tolist(), np.split(keys & _ROW_MASK, starts[1:]), strict=False))
+    rows = dict(zip(tables.tolist(), np.split(keys & ROW_MASK, starts[1:]), strict=False))
     return {name: rows[table.index] for name, table in store.tables.items() if table.index in rows}
 
 
