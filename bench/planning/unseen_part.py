@@ -253,8 +253,10 @@ def _measure(request: Run, _figures: dict[str, Any], *, key: str) -> dict[str, A
     cases = [_Case(**(fields | config.get("unseen_changes", {}))) for fields in config[key]]
     subjects = [_Subject.made(case, folder / f"{number}", config) for number, case in enumerate(cases)]
     rounds: list[list[list[tuple[_Run, Prediction]]]] = []
+    hosts: list[dict[str, float]] = []
     for _ in range(config[f"{key}_rounds"]):
         host = measure_host(request.folder, seconds=config["unseen_machine_seconds"])
+        hosts.append({"flops": host.processor.flops, **vars(host.costs)})
         rounds.append([subject.round(host, config) for subject in subjects])
     shutil.rmtree(folder)
     points = [
@@ -262,7 +264,7 @@ def _measure(request: Run, _figures: dict[str, Any], *, key: str) -> dict[str, A
         for number, subject in enumerate(subjects)
         for place, percent in enumerate(subject.case.budgets)
     ]
-    return {"points": points, "cases": [case._asdict() for case in cases]}
+    return {"points": points, "cases": [case._asdict() for case in cases], "hosts": hosts}
 
 
 def _plain(subject: _Subject, percent: float, of_rounds: list[tuple[_Run, Prediction]]) -> dict[str, Any]:
