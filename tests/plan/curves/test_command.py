@@ -20,16 +20,20 @@ from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 SAMPLES = 500
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+def write_run(path: Path, *, batch_samples: int) -> Path:
     rng = np.random.default_rng(1)
     offsets = np.arange(0, 2 * SAMPLES + 1, 2)
     tables = {
         "item": TableTrace(rng.zipf(1.3, 2 * SAMPLES) % 300, offsets),
         "user": TableTrace(rng.integers(0, 50, 2 * SAMPLES), offsets),
     }
-    write_trace(Trace(tables=tables, batch_samples=20), tmp_path / "run.npz")
-    return tmp_path / "run.npz"
+    write_trace(Trace(tables=tables, batch_samples=batch_samples), path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run.npz", batch_samples=20)
 
 
 run = functools.partial(commands.run, "curve")
@@ -102,7 +106,8 @@ def test_few_sampled_rows_are_a_warning_in_text_and_json(
     assert "!" not in capsys.readouterr().out
 
 
-def test_batches_ahead_are_of_the_curve(path: Path, tmp_path: Path) -> None:
+def test_batches_ahead_are_of_the_curve(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run.npz", batch_samples=5)  # so small that caches hold several
     assert run(path, "--once-a-batch", "--policy", "lfu", "--prefetch-depth", 2, "--json", tmp_path / "out") == 0
     accesses = once_a_batch(read_accesses(path))
     made, without = (curve(accesses, "lfu", prefetch_depth=depth) for depth in (2, 0))
