@@ -6,26 +6,27 @@ with the server. https://www.rfc-editor.org/rfc/rfc9113, https://github.com/grpc
 
 import asyncio
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
 from .clients import Answer, Connection, Done, SocketClient
 
-__all__ = ["GrpcClient"]
+__all__ = ["ACK", "END_HEADERS", "END_STREAM", "WINDOW_BYTES", "GrpcClient", "Kind", "call", "frame", "preface"]
 
-_ACK = _END_STREAM = 1
-_END_HEADERS: Final = 4
-_WINDOW_BYTES, _FRAME_BYTES = 4, 5
+ACK = END_STREAM = 1
+END_HEADERS: Final = 4
+WINDOW_BYTES, _FRAME_BYTES = 4, 5
 """Settings: a stream's first window, and the longest frame."""
-_DEFAULTS: Final = {_WINDOW_BYTES: (1 << 16) - 1, _FRAME_BYTES: 1 << 14}
-_OURS: Final = {_WINDOW_BYTES: (1 << 31) - 1, _FRAME_BYTES: 1 << 20}
+_WINDOW_MAX: Final = (1 << 31) - 1
+_DEFAULTS: Final = {WINDOW_BYTES: (1 << 16) - 1, _FRAME_BYTES: 1 << 14}
 _HEAD_BYTES: Final = 9
 _PREFIX_BYTES: Final = 5
 """Before a message: whether it is compressed, and its length."""
 
 
-class _Kind:
+class Kind:
     """Of a frame."""
 
     DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
@@ -35,31 +36,36 @@ def _frame_head(size: int, kind: int, flags: int, stream: int) -> bytes:
     return struct.pack(">IBBI", size, kind, flags, stream)[1:]
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame, whole."""
     return _frame_head(len(payload), kind, flags, stream) + payload
 
 
 def _literal(text: str) -> bytes:
-    """An HPACK string of fewer than 127 bytes."""
-    return bytes([len(text)]) + text.encode()
+    """An HPACK string; https://www.rfc-editor.org/rfc/rfc7541#section-5.2."""
+    encoded = text.encode()
+    assert len(encoded) < 127, f"{text!r} is too long for a length of one byte"
+    return bytes([len(encoded)]) + encoded
 
 
-_CALL: Final = b"".join(
-    b"\x00" + _literal(name) + _literal(value)
-    for name, value in {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": f"/{INFERENCE_SERVICE}/ModelInfer",
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }.items()
-)
-_PREFACE: Final = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    + _frame(_Kind.SETTINGS, 0, 0, b"".join(struct.pack(">HI", *each) for each in _OURS.items()))
-    + _frame(_Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", _OURS[_WINDOW_BYTES] - _DEFAULTS[_WINDOW_BYTES]))
-)
+def call(method: str) -> bytes:
+    """The header block that begins a call of ``/SERVICE/NAME``."""
+    headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}
+    headers |= {"te": "trailers", "content-type": "application/grpc"}
+    return b"".join(b"\x00" + _literal(name) + _literal(value) for name, value in headers.items())
+
+
+def preface(settings: Mapping[int, int]) -> bytes:
+    """What a client says first: its settings, and that all streams together may have 2 GiB under way."""
+    told = b"".join(struct.pack(">HI", *each) for each in settings.items())
+    more = struct.pack(">I", _WINDOW_MAX - _DEFAULTS[WINDOW_BYTES])
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(Kind.SETTINGS, 0, 0, told) + frame(Kind.WINDOW_UPDATE, 0, 0, more)
+    )
+
+
+_CALL: Final = call(f"/{INFERENCE_SERVICE}/ModelInfer")
+_PREFACE: Final = preface({WINDOW_BYTES: _WINDOW_MAX, _FRAME_BYTES: 1 << 20})
 
 
 class _Calls(Connection):
@@ -68,7 +74,7 @@ class _Calls(Connection):
     def __init__(self, owner: SocketClient) -> None:
         super().__init__(owner)
         self._settings = dict(_DEFAULTS)  # the server's
-        self._window = self._settings[_WINDOW_BYTES]  # what the server still takes: of all streams, and of this one
+        self._window = self._settings[WINDOW_BYTES]  # what the server still takes: of all streams, and of this one
         self._stream_window = 0
         self._stream = -1
         self._unsent = memoryview(b"")
@@ -83,12 +89,12 @@ class _Calls(Connection):
         """See ``Connection``."""
         self._done = done
         self._stream += 2
-        self._stream_window = self._settings[_WINDOW_BYTES]
+        self._stream_window = self._settings[WINDOW_BYTES]
         self._message.clear()
         self._unsent = memoryview(struct.pack(">BI", 0, len(request)) + request)
-        frames = [_frame(_Kind.HEADERS, _END_HEADERS, self._stream, _CALL), *self._sendable()]
+        frames = [frame(Kind.HEADERS, END_HEADERS, self._stream, _CALL), *self._sendable()]
         if self._num_taken:  # have the server's window of all streams full again
-            frames.append(_frame(_Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", self._num_taken)))
+            frames.append(frame(Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", self._num_taken)))
             self._num_taken = 0
         self._transport.write(b"".join(frames))
 
@@ -100,7 +106,7 @@ class _Calls(Connection):
             if size <= 0:
                 break
             is_last = size == len(self._unsent)
-            frames += [_frame_head(size, _Kind.DATA, _END_STREAM * is_last, self._stream), self._unsent[:size]]
+            frames += [_frame_head(size, Kind.DATA, END_STREAM * is_last, self._stream), self._unsent[:size]]
             self._unsent = self._unsent[size:]
             self._window -= size
             self._stream_window -= size
@@ -119,21 +125,21 @@ class _Calls(Connection):
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         match kind:
-            case _Kind.DATA:
+            case Kind.DATA:
                 self._message += payload
                 self._num_taken += len(payload)
-            case _Kind.HEADERS if flags & _END_STREAM:  # the trailers
+            case Kind.HEADERS if flags & END_STREAM:  # the trailers
                 self._end(payload)
-            case _Kind.RST_STREAM if stream == self._stream:
+            case Kind.RST_STREAM if stream == self._stream:
                 self._end(payload)
-            case _Kind.SETTINGS if not flags & _ACK:
-                before = self._settings[_WINDOW_BYTES]
+            case Kind.SETTINGS if not flags & ACK:
+                before = self._settings[WINDOW_BYTES]
                 self._settings |= dict(struct.iter_unpack(">HI", payload))
-                self._stream_window += self._settings[_WINDOW_BYTES] - before
-                self._transport.write(b"".join([_frame(_Kind.SETTINGS, _ACK, 0), *self._sendable()]))
-            case _Kind.PING if not flags & _ACK:
-                self._transport.write(_frame(_Kind.PING, _ACK, 0, payload))
-            case _Kind.WINDOW_UPDATE if stream in (0, self._stream):
+                self._stream_window += self._settings[WINDOW_BYTES] - before
+                self._transport.write(b"".join([frame(Kind.SETTINGS, ACK, 0), *self._sendable()]))
+            case Kind.PING if not flags & ACK:
+                self._transport.write(frame(Kind.PING, ACK, 0, payload))
+            case Kind.WINDOW_UPDATE if stream in (0, self._stream):
                 size = int.from_bytes(payload, "big")
                 if stream:
                     self._stream_window += size

@@ -4,15 +4,12 @@ import socket
 import struct
 from typing import Final, NamedTuple
 
+from bench.serving.http2 import ACK, END_HEADERS, END_STREAM, WINDOW_BYTES, Kind, call, frame, preface
+
 __all__ = ["RawClient"]
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
-_ACK = _END_STREAM = 1
-_END_HEADERS: Final = 4
 _MAX_FRAME_BYTES: Final = 16_384
-_INITIAL_WINDOW_SIZE: Final = 4
 _CANCEL: Final = 8
-_DEFAULT_WINDOW_BYTES: Final = 65_535
 
 
 class Frame(NamedTuple):
@@ -20,17 +17,6 @@ class Frame(NamedTuple):
     flags: int
     stream: int
     payload: bytes
-
-
-def _literal(text: str) -> bytes:
-    """An HPACK string; https://www.rfc-editor.org/rfc/rfc7541#section-5.2."""
-    encoded = text.encode()
-    assert len(encoded) < 127
-    return bytes([len(encoded)]) + encoded
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 class RawClient:
@@ -45,9 +31,7 @@ class RawClient:
     def __init__(self, port: int, *, window_bytes: int = 1024, timeout_seconds: float = 20.0) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout_seconds)
         self._next_stream = 1
-        settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, window_bytes)
-        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, settings))
-        self._socket.sendall(_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", (1 << 31) - 1 - _DEFAULT_WINDOW_BYTES)))
+        self._socket.sendall(preface({WINDOW_BYTES: window_bytes}))
         self._unread = b""
         self._received: dict[int, bytes] = {}
         self._ended: set[int] = set()
@@ -66,20 +50,17 @@ class RawClient:
         self, method: str, message: bytes | None = None, *, is_whole: bool = True, length: int = -1
     ) -> tuple[int, bytes]:
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}
-        headers |= {"te": "trailers", "content-type": "application/grpc"}
-        block = b"".join(b"\x00" + _literal(name) + _literal(value) for name, value in headers.items())
-        frames = [_frame(HEADERS, _END_HEADERS, stream, block)]
+        frames = [frame(Kind.HEADERS, END_HEADERS, stream, call(method))]
         if message is not None:
             data = struct.pack(">BI", 0, len(message) if length < 0 else length) + message
             pieces = [data[at : at + _MAX_FRAME_BYTES] for at in range(0, len(data), _MAX_FRAME_BYTES)]
-            ends = [_END_STREAM if is_whole and piece is pieces[-1] else 0 for piece in pieces]
-            frames += [_frame(DATA, end, stream, piece) for end, piece in zip(ends, pieces, strict=True)]
+            ends = [END_STREAM if is_whole and piece is pieces[-1] else 0 for piece in pieces]
+            frames += [frame(Kind.DATA, end, stream, piece) for end, piece in zip(ends, pieces, strict=True)]
         return stream, b"".join(frames)
 
     @staticmethod
     def frame_to_reset(stream: int) -> bytes:
-        return _frame(RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
+        return frame(Kind.RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
 
     def send(self, frames: bytes) -> None:
         self._socket.sendall(frames)
@@ -97,14 +78,14 @@ class RawClient:
         """What comes next; settings and pings are answered. EOFError if the server has closed the connection."""
         head = self._read(9)
         kind, flags, stream = struct.unpack(">BBI", head[3:])
-        frame = Frame(kind, flags, stream, self._read(int.from_bytes(head[:3], "big")))
-        if kind in (SETTINGS, PING) and not flags & _ACK:
-            self.send(_frame(kind, _ACK, 0, frame.payload if kind == PING else b""))
-        if kind == DATA:
-            self._received[stream] = self._received.get(stream, b"") + frame.payload
-        if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & _END_STREAM):
+        found = Frame(kind, flags, stream, self._read(int.from_bytes(head[:3], "big")))
+        if kind in (Kind.SETTINGS, Kind.PING) and not flags & ACK:
+            self.send(frame(kind, ACK, 0, found.payload if kind == Kind.PING else b""))
+        if kind == Kind.DATA:
+            self._received[stream] = self._received.get(stream, b"") + found.payload
+        if kind == Kind.RST_STREAM or (kind in (Kind.DATA, Kind.HEADERS) and flags & END_STREAM):
             self._ended.add(stream)
-        return frame
+        return found
 
     def wait_end(self, stream: int) -> bytes:
         """Wait until the server ends a call; the data that it sent of it. EOFError if it closes the connection."""
@@ -114,8 +95,8 @@ class RawClient:
 
     def wait_handled(self) -> None:
         """Wait until the server has read what was sent."""
-        self._socket.sendall(_frame(PING, 0, 0, bytes(8)))
-        while (frame := self._next()).kind != PING or not frame.flags & _ACK:
+        self._socket.sendall(frame(Kind.PING, 0, 0, bytes(8)))
+        while (found := self._next()).kind != Kind.PING or not found.flags & ACK:
             pass
 
     def close(self) -> None:
