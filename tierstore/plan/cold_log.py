@@ -17,7 +17,7 @@ from ..io.segments import geometry
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import inline, kernel
 from ..pool.writeback import rows_a_write
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
+from ..rows import BLOCK_HEADER_WORDS, PAIR_WORDS, ROW_MASK, RowLayout
 from .accesses import Accesses, numbered
 
 _STEPS_AN_OCTAVE: Final = 2
@@ -189,9 +189,9 @@ _MISSED, _READ, _WRITTEN, _MOVED, _CLEANED = 0, 1, 2, 3, 4
 
 def _new_log(layout: RowLayout, keys: Int64s, num_rows: int, together: int) -> _Log:
     """Of rows with these keys; ``together``: rows of a transaction, at most."""
-    size, row_mask = layout.rows_per_segment, (1 << KEY_ROW_BITS) - 1
-    rows = keys & row_mask
-    unchanged, segments = np.unique((keys & ~row_mask) | rows // size, return_inverse=True)
+    size = layout.rows_per_segment
+    rows = keys & ROW_MASK
+    unchanged, segments = np.unique((keys & ~ROW_MASK) | rows // size, return_inverse=True)
     most = DEFAULT_SLACK * len(keys) + (DEFAULT_SLACK - 1) * num_rows + together
     num_segments = 2 * layout.pages_for(math.ceil(most)) // layout.segment_pages(1)
     pages = pages_of_rows(layout)

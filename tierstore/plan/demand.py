@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from ..cache import resolve_policy
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..rows import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from .accesses import Accesses, of_tables, once_a_batch
@@ -231,7 +231,7 @@ def _check(workload: Workload, accesses: Accesses) -> None:
             known = nearest(name, rows, all_are="its tables are")
             raise ValueError(f"the trace has table {excerpt(name)}, the workload has not; {known}")
         own = accesses.keys[owners == index]
-        highest = int(own.max() & ((1 << KEY_ROW_BITS) - 1)) if len(own) else 0
+        highest = int(own.max() & ROW_MASK) if len(own) else 0
         if highest >= rows[name]:
             raise ValueError(f"the trace has row {highest:,} of table {excerpt(name)}, which has {rows[name]:,} rows")
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import Float64s
-from ...rows import MAX_ROWS
+from ...rows import ROW_MASK
 from ..accesses import Accesses, of_tables, once_a_batch
 from ..analytic import popularity
 from ..demand import split
@@ -68,7 +68,7 @@ def measured_demand(workload: Workload, accesses: Accesses, ranks: int) -> dict[
         ids = len(own.keys) / weight if own.all_lookups is None else sum(own.all_lookups) / own.all_batches
         of_ranks = once_a_batch(split(own, ranks)).keys
         hot_ids, hot_rows = (
-            np.bincount((keys & (MAX_ROWS - 1)) * _RANGES // rows_of[name], minlength=_RANGES).astype(np.float64)
+            np.bincount((keys & ROW_MASK) * _RANGES // rows_of[name], minlength=_RANGES).astype(np.float64)
             for keys in (own.keys, of_ranks)
         )
         all_rows = min(ids, len(once_a_batch(own).keys) / weight)

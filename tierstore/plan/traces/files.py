@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import require_int
-from ...rows import KEY_ROW_BITS, MAX_ROWS
+from ...rows import KEY_ROW_BITS, ROW_MASK
 from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ...system.output import partial_file
@@ -318,7 +318,7 @@ def trace_of(accesses: Accesses) -> Trace:
         own = tables == index
         lengths = np.bincount(samples[own], minlength=count)
         offsets = np.append(0, np.cumsum(lengths)).astype(np.int64)
-        found[name] = TableTrace(accesses.keys[own] & (MAX_ROWS - 1), offsets)
+        found[name] = TableTrace(accesses.keys[own] & ROW_MASK, offsets)
     return Trace(
         tables=found,
         batch_samples=each,
