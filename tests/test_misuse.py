@@ -103,6 +103,7 @@ def test_rows_of_another_kind_write_nothing(
     assert torch.equal(store["items"].read(ids), before)
 
 
+@pytest.mark.parametrize("hbm", [0, "1MiB"])
 @pytest.mark.parametrize(
     ("offsets", "wrong"),
     [
@@ -112,12 +113,17 @@ def test_rows_of_another_kind_write_nothing(
         ([0, 2], "index 1 is 2"),
         ([0, 4, 3], "index 1 is 4"),
         ([0, 2, 1, 3], "index 2 is 1"),
+        ([2**32, 3], f"index 0 is {2**32}"),  # int32, in which device memory has them, would take it for 0
+        ([0, 2**32 + 3], f"index 1 is {2**32 + 3}"),
+        ([0, 2**32 + 2, 3], f"index 1 is {2**32 + 2}"),
     ],
 )
-def test_offsets_that_do_not_fit(store: tierstore.Store, offsets: list[int], wrong: str) -> None:
+def test_offsets_that_do_not_fit(hbm: Any, offsets: list[int], wrong: str) -> None:
     given = torch.tensor(offsets, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"start at 0, never descend and end at the number of ids, 3; .*{wrong}"):
-        store["items"].pooled(torch.tensor([1, 2, 3]), given)
+    with tierstore.open(cold="memory", ddr="1MiB", hbm=hbm, device="cpu") as store:
+        table = store.create_table(CONFIG)
+        with pytest.raises(ValueError, match=f"start at 0, never descend and end at the number of ids, 3; .*{wrong}"):
+            table.pooled(torch.tensor([1, 2, 3]), given)
 
 
 @pytest.mark.parametrize("is_last_given", [True, False])

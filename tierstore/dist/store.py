@@ -26,6 +26,7 @@ from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
+from ..store.arguments import OffsetsType
 from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
 from .commits import SECTION, Commits, packed
@@ -300,6 +301,11 @@ class ShardedStore:
     def device(self) -> torch.device:
         """Where results are."""
         return self.local.device
+
+    @property
+    def offsets_type(self) -> OffsetsType:
+        """See ``Store``."""
+        return self.local.offsets_type
 
     @property
     def readonly(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cache import CacheCounters
 from ..config import TableConfig
 from ..errors import ClosedError, TableError
-from ..kernels.arrays import Floats, Int32s, Int64s
+from ..kernels.arrays import Floats, Ids, Int32s, Int64s
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
 from ..pool.residency import Numbering
@@ -47,12 +47,12 @@ class Positions(Protocol):
     """The positions of a batch on the host, bag after bag; all in tables of one pool.
 
     Attributes:
-        bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; table_of: int32 [F], the table of each feature.
+        bag_starts: int64 or int32 [K + 1]; columns: int32 or int64 [F]; table_of: int32 [F], the table of each feature.
         batch: bags of a feature.
         scale: float32 [N], per-sample weights, or empty.
     """
 
-    bag_starts: Int64s
+    bag_starts: Ids
     columns: NDArray[Any]
     table_of: Int32s
     batch: int

@@ -43,7 +43,7 @@ def row_keys(ids: Ids, first: int, stop: int, table_key: int, keys: Int64s) -> i
 
 @uncounted_kernel
 def join_ids(
-    begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
+    begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Ids,
     joined: Ids,
 ) -> Any:  # fmt: skip
     """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``.
@@ -54,7 +54,7 @@ def join_ids(
         firsts: int64 [features], what its row 0 becomes: a row key, or a slot.
         num_rows: int64 [features], the table's rows.
         batch: bags of a feature.
-        bag_starts: int64 [features * batch + 1], where each bag begins in ``joined``.
+        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in ``joined``.
         joined: int64 or int32 [N], out.
 
     Returns:
@@ -252,8 +252,8 @@ def are_offsets(offsets: Int64s, num_ids: int) -> bool:
 
 
 @uncounted_kernel
-def copy_offsets(offsets: Ids, num_ids: int, out: Int64s) -> bool:
-    """``are_offsets`` of int64 or int32 offsets, which are copied to ``out`` on the way."""
+def copy_offsets(offsets: Ids, num_ids: int, out: Ids) -> bool:
+    """``are_offsets`` of int64 or int32 offsets, which are copied to ``out`` on the way; right ones must fit there."""
     last = offsets.shape[0] - 1
     before: Any = np.int64(0)
     descends: Any = False
@@ -262,7 +262,7 @@ def copy_offsets(offsets: Ids, num_ids: int, out: Int64s) -> bool:
         descends |= start < before
         before = start
         put(out, bag, start)
-    return offsets[0] == 0 and out[last] == num_ids and not descends
+    return offsets[0] == 0 and before == num_ids and not descends
 
 
 @inline
@@ -474,11 +474,11 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 
 
 @kernel
-def order_by_sample(bag_starts: Int64s, batch: int, order: Int64s) -> None:
+def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
     """Positions of key-major bags (``Jagged``), those of sample 0 in all features first.
 
     Args:
-        bag_starts: int64 [features * batch + 1].
+        bag_starts: int64 or int32 [features * batch + 1].
         order: int64 [N], out.
     """
     count = 0

@@ -23,13 +23,13 @@ class Jagged(NamedTuple):
 
     Attributes:
         ids: int64 or int32 [N].
-        offsets: int64 [features * batch + 1].
+        offsets: int64 or int32 [features * batch + 1].
         batch: bags of each feature.
         scale: float32 [N], per-sample weights, or None.
     """
 
     ids: Ids
-    offsets: Int64s
+    offsets: Ids
     batch: int
     scale: Floats | None = None
 
@@ -55,14 +55,14 @@ class Sources(NamedTuple):
         starts: int64 [features], where each feature's begin in ``ids``.
         firsts: int64 [features], the key of row 0 of each feature's table.
         batch: bags of each feature.
-        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
     """
 
     ids: Ids
     starts: Int64s
     firsts: Int64s
     batch: int
-    bag_starts: Int64s
+    bag_starts: Ids
 
 
 class Features:
@@ -108,11 +108,13 @@ class Joined:
     Attributes:
         tables: distinct, in order of first use.
         table_bags: int64 [tables + 1], the bags of each; table_of: int32 [features], the table of each feature.
-        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
         scale: float32 [N], per-sample weights, or empty.
         columns: int32 [features].
         batch: bags of each feature.
     """
+
+    bag_starts: Any
 
     def __init__(self, features: Features, jagged: Jagged, places: Sequence[int]) -> None:
         self.tables, self.columns, self.table_of = features.tables, features.columns, features.table_of
@@ -125,19 +127,20 @@ class Joined:
         self._numbering: Numbering | None = None
         if places == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
             self.bag_starts = jagged.offsets
-            ends = jagged.offsets[np.arange(len(places) + 1) * batch]
+            ends = jagged.offsets[np.arange(len(places) + 1) * batch].astype(np.int64)
             self._starts, self._stops = ends[:-1], ends[1:]
         else:
             self._choose(jagged.offsets, np.asarray(places))
         self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
 
-    def _choose(self, offsets: Int64s, features: Int64s) -> None:
+    def _choose(self, offsets: Ids, features: Int64s) -> None:
         """Lay the chosen features end to end."""
         lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
-        self._starts, self._stops = lists[:, 0].copy(), lists[:, -1].copy()
+        self._starts, self._stops = lists[:, 0].astype(np.int64), lists[:, -1].astype(np.int64)
         sizes = self._stops - self._starts
         shifts = np.cumsum(sizes) - sizes - self._starts
-        self.bag_starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
+        starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
+        self.bag_starts = starts.astype(offsets.dtype, copy=False)
 
     def __len__(self) -> int:
         return int(self.bag_starts[-1])
@@ -237,7 +240,7 @@ class Joined:
         indices = self._features.indices
         return indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
 
-    def plan(self, numbering: Numbering | None) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
+    def plan(self, numbering: Numbering | None) -> tuple[Ids, Int64s, Int64s, Int64s, int, Any]:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
         firsts, num_rows = self._firsts(numbering), self._features.num_rows
         return self._ids, self._starts, firsts, num_rows, self.batch, self.bag_starts

@@ -89,7 +89,7 @@ class Collection(TieredModule):
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         jagged = check_jagged(
             features.values(), features.offsets(), features.weights_or_none(), "sum", device=self.store.device,
-            ids_name="values", scale_name="weights",
+            offsets_type=self.store.offsets_type, ids_name="values", scale_name="weights",
         )  # fmt: skip
         batch, rest = divmod(jagged.batch, len(keys))
         if rest:
@@ -207,7 +207,8 @@ class TieredEmbeddingCollection(Collection):
         bounds = [place[name] * jagged.batch for name in table.config.feature_names]
         lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
         ids: Any = np.concatenate(lists)
-        jagged = Jagged(ids, np.arange(len(ids) + 1), len(ids))
+        offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
+        jagged = Jagged(ids, offsets, len(ids))
         return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), "sum")
 
 

@@ -15,6 +15,8 @@ from ..lookup.on_device import DeviceJagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
+OffsetsType = type[np.int64] | type[np.int32]
+"""Of the offsets that a lookup keeps."""
 _OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
 
 
@@ -72,16 +74,17 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
 
 
 def check_offsets(
-    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
-) -> Int64s:
-    """A copy, int64, of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. If the
-    last is not given, it is added."""
+    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True,
+    dtype: OffsetsType = np.int64,
+) -> Any:  # fmt: skip
+    """A copy of offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. If the last is
+    not given, it is added. Where ``dtype`` does not hold ``num_ids``, the copy is int64."""
     given = check_ids(offsets, name, device=device)
     whole = given if is_last_given else np.append(given, num_ids)
-    array = np.empty(len(whole), np.int64)
+    array: Any = np.empty(len(whole), dtype if num_ids <= np.iinfo(dtype).max else np.int64)
     if not len(array) or not kernels.copy_offsets(whole, num_ids, array):
         rule = _offsets_rule(name, num_ids, is_last_given=is_last_given)
-        raise ValueError(f"{rule}; {_first_wrong(array[: len(given)], num_ids)}")
+        raise ValueError(f"{rule}; {_first_wrong(given.astype(np.int64), num_ids)}")
     return array
 
 
@@ -114,7 +117,7 @@ def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "pe
 
 
 def check_jagged(
-    ids: Tensor, offsets: Tensor, scale: Tensor | None, mode: str, *, device: torch.device,
+    ids: Tensor, offsets: Tensor, scale: Tensor | None, mode: str, *, device: torch.device, offsets_type: OffsetsType,
     is_last_given: bool = True, ids_name: str = "ids", scale_name: str = "per_sample_weights",
 ) -> Jagged | DeviceJagged:  # fmt: skip
     """Checked ids of one feature; see ``check_ids``, ``check_offsets`` and ``require_scale``. Tensors that are all on
@@ -122,7 +125,7 @@ def check_jagged(
 
     def on_host() -> Jagged:
         rows = check_ids(ids, ids_name, device=device)
-        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
+        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given, dtype=offsets_type)
         own = require_scale(scale, len(rows), mode, scale_name)
         return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, scale_name, device))
 

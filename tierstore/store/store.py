@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
 
+import numpy as np
 from torch import Tensor
 
 from ..config import TableConfig
@@ -23,6 +24,7 @@ from ..settings.names import nearest
 from ..system.signals import shielded
 from ..system.sizes import format_count
 from ..system.unpicklable import Unpicklable
+from .arguments import OffsetsType
 from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
@@ -53,6 +55,7 @@ class Store(Unpicklable):
         readonly: whether it was opened with mode="r".
         keep: how many versions stay after a commit of this process.
         device: where results live.
+        offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
         recorder: what lookups are told to, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
         workers: threads for kernels over many rows.
@@ -77,6 +80,7 @@ class Store(Unpicklable):
         self.readonly = readonly
         self.keep = keep
         self.device = memory.device
+        self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)

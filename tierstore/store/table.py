@@ -344,8 +344,11 @@ class Table(Unpicklable):
         is_last_given: bool = True,
     ) -> Jagged | DeviceJagged:
         """Checked ids of one feature; see ``check_jagged``."""
-        device = self.store.device
-        return check_jagged(ids, offsets, per_sample_weights, mode, device=device, is_last_given=is_last_given)
+        device, offsets_type = self.store.device, self.store.offsets_type
+        return check_jagged(
+            ids, offsets, per_sample_weights, mode, device=device, offsets_type=offsets_type,
+            is_last_given=is_last_given,
+        )  # fmt: skip
 
     def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""

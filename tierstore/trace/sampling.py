@@ -52,7 +52,7 @@ def _mark(keys: Int64s, last: np.uint64, chosen: Bools) -> None:
 
 @kernel
 def select(
-    ids: Ids, starts: Int64s, firsts: Int64s, batch: int, bag_starts: Int64s, last: np.uint64, found: Int64s,
+    ids: Ids, starts: Int64s, firsts: Int64s, batch: int, bag_starts: Ids, last: np.uint64, found: Int64s,
     lookups: Int64s,
 ) -> int:  # fmt: skip
     """The sampled rows of a lookup, features laid end to end; and how many of all rows there were.
@@ -62,7 +62,7 @@ def select(
         starts: int64 [features], where each feature's ids begin in ``ids``.
         firsts: int64 [features], the key of row 0 of each feature's table; 0 where ids are keys, of one table.
         batch: bags of each feature.
-        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
         found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions in what is laid end
             to end, ascending.
