@@ -421,6 +421,8 @@ def test_what_is_no_batch_and_no_list_of_tables(store: tierstore.Store) -> None:
         tierstore.TieredEmbeddingBagCollection(store, tables="items")
     with pytest.raises(TypeError, match="keys must be a list of names, not the str 'items'"):
         jagged("items", one, lengths=one)
+    with pytest.raises(TypeError, match=r"store must be an open store, as tierstore\.open gives, not list"):
+        tierstore.TieredEmbeddingBagCollection([store["items"]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tables names 'items' 2 times"):
         tierstore.TieredEmbeddingBagCollection(store, tables=["items", "items"])
 

@@ -104,13 +104,15 @@ def test_nothing_grows_with_the_table_but_the_map(store_dir: Path) -> None:
     assert held[0] == held[1]
 
 
-def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("tier", ["ddr", "hbm"])  # hbm, of the CPU, is host memory too
+def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Path, monkeypatch: Any, tier: str) -> None:
     monkeypatch.setattr(sizes, "machine_memory_bytes", lambda: 100 * 2**20)
-    for ddr in ("1GiB", 2**30, "101%"):
-        with pytest.raises(BudgetError, match=rf"ddr={ddr!r} would take .* has 100\.0 MiB; give less"):
-            tierstore.open(store_dir, ddr=ddr)
+    for size in ("1GiB", 2**30, "101%"):
+        budgets: dict[str, Any] = {"ddr": "4MiB", tier: size}
+        with pytest.raises(BudgetError, match=rf"{tier}={size!r} would take .* has 100\.0 MiB; give less"):
+            tierstore.open(store_dir, **budgets)
     assert not store_dir.exists()
-    with tierstore.open(store_dir, ddr="100% of tables") as store:
+    with tierstore.open(store_dir, **{"ddr": "4MiB", tier: "100% of tables"}) as store:
         large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
-        with pytest.raises(BudgetError, match=r"ddr='100% of tables' would take .* has 100\.0 MiB; give less"):
+        with pytest.raises(BudgetError, match=rf"{tier}='100% of tables' would take .* has 100\.0 MiB; give less"):
             large.read(torch.arange(10))

@@ -20,10 +20,10 @@ needs no policy.  ``hbm.HbmCache`` holds rows in device memory, on tensors, 32-w
 """
 
 import bisect
-import difflib
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..config import require_choice
 from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
@@ -78,10 +78,8 @@ def resolve_policy(policy: str) -> str:
 
 def _checked(policy: str) -> str:
     policy = resolve_policy(policy)
-    if policy in _CLASSES:
-        return policy
-    nearest = difflib.get_close_matches(str(policy).lower(), POLICIES, n=1, cutoff=0.0)[0]
-    raise ValueError(f"policy={policy!r} is unknown; did you mean {nearest!r}? Policies: {', '.join(POLICIES)}")
+    require_choice(policy, POLICIES, "policy")
+    return policy
 
 
 def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: int) -> RowCache:
@@ -94,7 +92,7 @@ def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: in
         state_words: 64-bit words of optimizer state a row.
 
     Raises:
-        ValueError: unknown policy (names the nearest), or a size out of range.
+        ValueError: unknown policy, or a size out of range.
     """
     policy = _checked(policy)
     return _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
@@ -107,7 +105,7 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
     come on top of the budget.
 
     Raises:
-        ValueError: unknown policy (names the nearest).
+        ValueError: unknown policy.
     """
     most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[_fast_twin(policy)], _CAPACITY_MAX)
 
@@ -121,7 +119,7 @@ def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words:
     """Bytes of a cache of this capacity: rows, index and policy; a reference policy's are those of its fast twin.
 
     Raises:
-        ValueError: unknown policy (names the nearest).
+        ValueError: unknown policy.
     """
     rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
     return rows + _overhead_bytes_of(capacity, _fast_twin(policy))

@@ -23,6 +23,7 @@ from ..store import Store
 from ..store.commits import PendingCommit
 from ..store.version import CHECKPOINT_NAME
 from .dcp import StoreVersion, rows
+from .module import require_store
 
 __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
@@ -72,8 +73,7 @@ def save_async(
 
 def _require(store: object, optimizers: object, schedulers: object) -> None:
     """TypeError, saying what to give instead."""
-    if not hasattr(store, "commit"):
-        raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")
+    require_store(store)
     for name, objects in (("optimizers", optimizers), ("schedulers", schedulers)):
         if isinstance(objects, Mapping):
             raise TypeError(f"{name} must be a list, not a dict; what else is to be kept goes into extra=, by its name")

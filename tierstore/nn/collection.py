@@ -113,8 +113,8 @@ class TieredEmbeddingBagCollection(Collection):
         tables: names of its tables, in order; default: all.
 
     Raises:
-        TypeError: ``tables`` is one str. ValueError: it names a table twice. TableError: there is no such table, or two
-            of them have a feature of one name.
+        TypeError: ``store`` is none, or ``tables`` is one str. ValueError: it names a table twice. TableError: there is
+            no such table, or two of them have a feature of one name.
     """
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:

@@ -30,6 +30,7 @@ class TieredModule(nn.Module, ABC):
     """
 
     def __init__(self, store: Store) -> None:
+        require_store(store)
         super().__init__()
         self.rows = nn.Parameter(torch.empty(0), requires_grad=not store.readonly)
         self._store = store
@@ -161,3 +162,9 @@ def checked_table(table: Table) -> Table:
     if not isinstance(table, Table):
         raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
     return table
+
+
+def require_store(store: object) -> None:
+    """TypeError if it is none, whole or sharded."""
+    if not hasattr(store, "commit"):
+        raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")

@@ -60,7 +60,7 @@ def open_store(
 
     Raises:
         ValueError, TypeError: a wrong argument.
-        BudgetError: ``ddr`` is more than the machine has.
+        BudgetError: ``ddr``, or with device="cpu" ``hbm``, is more than the machine has.
         TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
         StoreNotFoundError: mode="r" and there is no store, or no such version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
@@ -69,7 +69,6 @@ def open_store(
     _require_cold(cold, directory, mode)
     require_choice(policy, cache.POLICIES, "policy")
     require_memory(parse_size(ddr, name="ddr"), f"ddr={ddr!r}")
-    parse_size(hbm, name="hbm")
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)

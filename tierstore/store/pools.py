@@ -200,8 +200,10 @@ class Pools:
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize | FullSize]:
     """Empty without a device tier."""
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
-    if not budget and memory.device.type == "cpu":
-        return {}
+    if memory.device.type == "cpu":
+        require_memory(budget, f"hbm={memory.hbm!r}")
+        if not budget:
+            return {}
     return divide_hbm(budget, rows, policy=memory.policy, given=memory.hbm)
 
 

@@ -2,17 +2,18 @@
 
 import torch
 
-from .sizes import machine_memory_bytes, parse_size
+from .sizes import machine_memory_bytes, parse_size, require_memory
 
 
 def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
     """The device meant by the arguments of ``tierstore.open``; ValueError if it is none that results can live on, or
-    the machine lacks it, or its rows have no memory."""
+    the machine lacks it, or its rows have no memory. BudgetError: ``hbm`` of the CPU is more than the machine has."""
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'device={device!r} is no device; give "cpu", "cuda" or "cuda:1"') from error
     if resolved.type == "cpu":
+        require_memory(parse_size(hbm, name="hbm"), f"hbm={hbm!r}")
         return torch.device("cpu")
     if resolved.type != "cuda":
         raise ValueError(f'device={device!r}: rows live in memory of the CPU or of a CUDA device; give "cpu" or "cuda"')
