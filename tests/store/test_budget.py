@@ -116,3 +116,13 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Pat
         large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
         with pytest.raises(BudgetError, match=rf"{tier}='100% of tables' would take .* has 100\.0 MiB; give less"):
             large.read(torch.arange(10))
+
+
+@pytest.mark.parametrize(("hbm", "warnings"), [(0, 0), ("1MiB", 1), ("10% of tables", 1)])
+def test_device_memory_that_is_none_beside_a_gpu_is_told_of(
+    monkeypatch: Any, caplog: Any, hbm: Any, warnings: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with tierstore.open(cold="memory", ddr="4MiB", hbm=hbm):
+        found = [record.getMessage() for record in caplog.records if 'open with device="cuda"' in record.getMessage()]
+    assert len(found) == warnings

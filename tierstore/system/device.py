@@ -1,8 +1,13 @@
 """Which device results live on, and what memory it has."""
 
+import logging
+from typing import Final
+
 import torch
 
 from .sizes import machine_memory_bytes, parse_size, require_memory
+
+_LOG: Final = logging.getLogger("tierstore")
 
 
 def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
@@ -12,8 +17,11 @@ def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'device={device!r} is no device; give "cpu", "cuda" or "cuda:1"') from error
+    has_hbm = parse_size(hbm, name="hbm", table_bytes=1 << 62) > 0
     if resolved.type == "cpu":
         require_memory(parse_size(hbm, name="hbm"), f"hbm={hbm!r}")
+        if has_hbm and torch.cuda.is_available():
+            _LOG.warning('hbm=%r is of host memory, and slow, though there is a GPU: open with device="cuda"', hbm)
         return torch.device("cpu")
     if resolved.type != "cuda":
         raise ValueError(f'device={device!r}: rows live in memory of the CPU or of a CUDA device; give "cpu" or "cuda"')
@@ -25,7 +33,7 @@ def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: there are {torch.cuda.device_count()} CUDA devices, from 0 on")
-    if not parse_size(hbm, name="hbm", table_bytes=1 << 62):
+    if not has_hbm:
         raise ValueError(
             f'device={str(device)!r} with hbm={hbm!r}: rows need memory on the GPU; give hbm="2GiB" or "10% of tables"'
         )

@@ -323,7 +323,7 @@ def test_batches_are_the_files_where_it_has_them(tmp_path: Path) -> None:
 
 
 def test_no_file_a_folder_and_a_file_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="there is no such trace; a run or a server with --record writes one"):
         read_accesses(tmp_path / "trace.npz")
     (tmp_path / "folder.npz").mkdir()
     with pytest.raises(ValueError, match="is a folder"):

@@ -267,6 +267,8 @@ def _require_readable(path: Path) -> None:
     """A file with something in it that is not compressed."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a trace's file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: there is no such trace; a run or a server with --record writes one")
     with path.open("rb") as file:
         head = file.read(8)
     if not head:
