@@ -15,11 +15,12 @@ from ..parts import Part, Told
 from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
 from .rig import HitRate, Rig
-from .search import NUM_FIRST, by_turns, search
+from .search import NUM_FIRST, Ratio, by_turns, highest_load, search
 from .server import HOST, ServerProcess
 
 __all__ = ["PART"]
 
+_BOTH: Final = ("rest", "grpc")
 _GRPC_SHARE: Final = 0.9
 _BELOW: Final = 0.95
 _SLICES: Final = 5
@@ -88,8 +89,9 @@ def _excess(config: Any, step: dict[str, Any]) -> float:
     return float(max(step["p95"] / config["p95_ms"], step["p99"] / config["p99_ms"]))
 
 
-def _search(rig: Rig, server: ServerProcess) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(of each protocol the highest load and the medians of the steps around it, all steps)."""
+def _search(rig: Rig, server: ServerProcess) -> dict[str, Any]:
+    """Figures: of each protocol the highest load and the medians of the steps around it; all steps; gRPC's over REST's
+    highest load."""
     config = rig.config
     steps: list[list[dict[str, Any]]] = []
     first = _first_rate(rig, server)
@@ -102,15 +104,21 @@ def _search(rig: Rig, server: ServerProcess) -> tuple[list[dict[str, Any]], list
         protocol: search(first, config["rate_ceiling"], steps=config["search_steps"])
         for protocol in config["protocols"]
     }
-    rates = by_turns(searches, measure)
+    visited = by_turns(searches, measure)
+    rates = {protocol: highest_load(each) for protocol, each in visited.items()}
     near = list(itertools.chain(*steps[min(NUM_FIRST, len(steps) - 1) :]))
     for share in config["shares"]:
         measure({protocol: share * rate for protocol, rate in rates.items() if rate})
-    highest: list[dict[str, Any]] = [
-        {"protocol": protocol, "rate": rate} | _medians([step for step in near if step["protocol"] == protocol])
-        for protocol, rate in rates.items()
-    ]
-    return highest, list(itertools.chain(*steps))
+    return {
+        "highest": [
+            {"protocol": protocol, "rate": rate} | _medians([step for step in near if step["protocol"] == protocol])
+            for protocol, rate in rates.items()
+        ],
+        "steps": list(itertools.chain(*steps)),
+        "grpc_over_rest": Ratio.of(visited["grpc"], visited["rest"])._asdict()
+        if all(map(visited.get, _BOTH))
+        else None,
+    }
 
 
 def _by_turns(rig: Rig, server: ServerProcess, rate: float) -> list[dict[str, Any]]:
@@ -141,14 +149,13 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig.prepare()
     with rig.server("--warm-up", "none") as server:
         rig.warm(server)
-        highest, steps = _search(rig, server)
-        common = rig.config["turns_share"] * min(each["rate"] for each in highest)
+        found = _search(rig, server)
+        common = rig.config["turns_share"] * min(each["rate"] for each in found["highest"])
         at_one_load = _by_turns(rig, server, common) if common else []
         memory = server.memory()
     return {
-        "highest": highest,
+        **found,
         "by_turns": at_one_load,
-        "steps": steps,
         "ddr_bytes": rig.ddr_bytes,
         "page_cache": rig.config["page_cache"],
         "page_cache_share": page_cache.resident_share(rig.rows_file),
@@ -164,7 +171,7 @@ def _row(step: dict[str, Any]) -> list[str]:
     return [
         step["protocol"], f"{step['rate']:.0f}", f"{270 * step['rate']:,.0f}", f"{step['p50']:.1f}",
         f"{step['p95']:.1f}", f"{step['p99']:.1f}", f"{step['hit_rate']:.1%}", f"{step['server_cores']:.2f}",
-        f"{step['generator_cores']:.2f}",
+        f"{1e3 * step['server_cores'] / step['rate']:.2f}", f"{step['generator_cores']:.2f}",
     ]  # fmt: skip
 
 
@@ -180,7 +187,7 @@ def _at_shares(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _tell(figures: dict[str, Any]) -> Told:
     columns = ["protocol", "queries/s", "samples/s", "p50 ms", "p95 ms", "p99 ms", "hits", "server cores",
-               "generator cores"]  # fmt: skip
+               "server ms a query", "generator cores"]  # fmt: skip
     title = "the ranking model under load, tables ten times the memory for rows; last of each: the highest load"
     tables = [
         Table(title=title, columns=columns, rows=[_row(step) for step in _at_shares(figures)]),
@@ -198,14 +205,24 @@ def _goals(figures: dict[str, Any]) -> list[Goal]:
         Goal(name=f"{each['protocol']} at {each['rate']:.0f} queries/s: {name} ms", value=each[name], at_most=bound)
         for each in figures["by_turns"]
         for name, bound in (("p95", figures["p95_ms"]), ("p99", figures["p99_ms"]))
-    ] + _goal_of_grpc({each["protocol"]: each["rate"] for each in figures["highest"]})
+    ] + _goal_of_grpc(figures)
 
 
-def _goal_of_grpc(rates: Mapping[str, float]) -> list[Goal]:
-    if not (rates.get("rest") and rates.get("grpc")):
+def _goal_of_grpc(figures: dict[str, Any]) -> list[Goal]:
+    found = figures.get("grpc_over_rest")
+    if not found:
         return []
-    name = "highest load over gRPC, of that over REST"
-    return [Goal(name=name, value=rates["grpc"] / rates["rest"], at_least=_GRPC_SHARE)]
+    return [Goal(name="highest load over gRPC, of that over REST", value=found["value"], at_least=_GRPC_SHARE)]
+
+
+def _about_ratio(figures: dict[str, Any]) -> str:
+    found = figures.get("grpc_over_rest")
+    if not found:
+        return ""
+    return (
+        f" The highest load over gRPC is {found['value']:.2f} of that over REST, give or take {found['margin']:.2f}: "
+        "the median of the steps' ratios, and two standard errors."
+    )
 
 
 def _note(figures: dict[str, Any]) -> str:
@@ -220,8 +237,8 @@ def _note(figures: dict[str, Any]) -> str:
         "end and status: gRPC's own client takes a third of a millisecond more of the shared cores. The highest load "
         "is where p95 or p99 meets its bound: the median of the loads that a stochastic approximation visits, beside "
         "which stand the medians of what was measured there. Both protocols are measured at once, by turns every few "
-        "seconds, with queries of the same sizes at the same times: what the machine does meanwhile happens to both. "
-        f"{_about_pages(figures)}"
+        "seconds, with queries of the same sizes at the same times: what the machine does meanwhile happens to both."
+        f"{_about_ratio(figures)} {_about_pages(figures)}"
     )
 
 

@@ -18,7 +18,7 @@ from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
-from bench.serving.search import by_turns, search
+from bench.serving.search import Ratio, by_turns, highest_load, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
@@ -102,7 +102,8 @@ def _found(
         return {name: float((rate / limits[name]) ** 1.2 * np.exp(scatter * generator.normal()))
                 for name, rate in rates.items()}  # fmt: skip
 
-    return by_turns({name: search(first, 10_000, steps=steps) for name in limits}, measure)
+    rates = by_turns({name: search(first, 10_000, steps=steps) for name in limits}, measure)
+    return {name: highest_load(each) for name, each in rates.items()}
 
 
 def test_search_finds_the_highest_load() -> None:
@@ -122,7 +123,7 @@ def test_search_is_not_sent_off_by_one_stall() -> None:
     found = by_turns(
         {"": search(130, 10_000, steps=10)}, lambda rates: {"": 6.0 if next(calls) == 4 else rates[""] / 140}
     )
-    assert found[""] == pytest.approx(140, rel=0.03)
+    assert highest_load(found[""]) == pytest.approx(140, rel=0.03)
 
 
 def test_search_ends() -> None:
@@ -130,7 +131,31 @@ def test_search_ends() -> None:
     found = by_turns(
         {name: search(100, 300, steps=20) for name in ends}, lambda rates: {name: ends[name] for name in rates}
     )
-    assert found == {"none": 0, "all": 300}
+    assert {name: highest_load(rates) for name, rates in found.items()} == {"none": 0, "all": 300}
+
+
+@pytest.mark.parametrize("power", [1.2, 2.0])
+def test_ratio_of_two_searches_comes_with_how_far_it_may_be_off(power: float) -> None:
+    generator = np.random.default_rng(0)
+
+    def once(own: float, common: float) -> Ratio:
+        def measure(rates: Mapping[str, float]) -> dict[str, float]:
+            both = common * generator.normal()
+            return {name: float((rate / limits[name]) ** power * np.exp(both + own * generator.normal()))
+                    for name, rate in rates.items()}  # fmt: skip
+
+        found = by_turns({name: search(130, 10_000, steps=12) for name in limits}, measure)
+        return Ratio.of(found["grpc"], found["rest"])
+
+    limits = {"rest": 140.0, "grpc": 123.0}
+    true = 123 / 140
+    found = [once(0.06, 0.08) for _ in range(400)]
+    off = np.array([each.value for each in found]) - true
+    margins = np.array([each.margin for each in found])
+    assert np.std(off) < 0.025
+    assert np.mean(np.abs(off) < margins) > 0.8
+    assert np.median(margins) < 3 * np.std(off)
+    assert np.std([once(0.0, 0.12).value for _ in range(100)]) < 0.005, "what both meet does not cancel"
 
 
 def test_patterns_are_the_same_at_any_rate() -> None:

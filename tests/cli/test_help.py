@@ -231,7 +231,7 @@ HELP = {
     "serve": """
         usage: tierstore serve [-h] [--store DIR] [--model FILE.pt2] [--ddr SIZE] [--dtype NAME] [--policy NAME]
                                [--threads N] [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT]
-                               [--admin-port N] [--workers N] [--max-batch-samples N] [--max-delay-us N]
+                               [--admin-port N] [--workers N] [--max-batch-samples N]
                                [--max-queue-samples N] [--max-queue-requests N] [--request-seconds SECONDS]
                                [--body-bytes N] [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
                                [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
@@ -264,7 +264,6 @@ HELP = {
           --workers N           processes that share the ports; each takes its part of --ddr (default: 1)
           --max-batch-samples N
                                 samples of a batch, and of a request (default: 4096)
-          --max-delay-us N      microseconds a request may wait for company while nothing runs
           --max-queue-samples N
                                 samples that may wait for a model; more are refused (503) (default: 65536)
           --max-queue-requests N

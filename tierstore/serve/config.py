@@ -47,9 +47,6 @@ class ServeConfig:
     )
     workers: int = option(1, "processes that share the ports; each takes its part of --ddr", low=1, high=1024)
     max_batch_samples: int = option(4096, "samples of a batch, and of a request", low=1)
-    max_delay_us: int = option(
-        0, "microseconds a request may wait for company while nothing runs", low=0, high=10_000_000
-    )
     max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)", low=1)
     max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)", low=1)
     request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")

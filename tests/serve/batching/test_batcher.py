@@ -97,7 +97,7 @@ def test_those_who_wait_run_together(make_bench: Callable[..., Bench]) -> None:
 
 def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Bench]) -> None:
     told: list[Any] = []
-    bench = make_bench(max_delay_us=1_000_000)
+    bench = make_bench()
     quick = bench.another(
         "q",
         at_once=lambda ask: None if ask.is_poison else -ask.number,
@@ -110,13 +110,11 @@ def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Be
     behind = bench.submit(Ask(3), to=quick)
     assert not slow.done()
     assert not behind.done(), "it overtook another"
-    bench.loop.advance(1)
     inside = bench.executor.submit(lambda: bench.submit(Ask(4), to=quick).done())
     bench.work()
     assert behind.result() == 3
     assert inside.result() is False, "it was answered beside a job of the executor"
     bench.submit(Ask(5))
-    bench.loop.advance(1)
     assert not bench.submit(Ask(6), to=quick).done(), "it was answered before another model's batch"
     bench.work()
     assert bench.submit(Ask(7), 0.0, to=quick).exception() is not None, "its deadline has passed"
@@ -205,27 +203,6 @@ def test_whose_deadline_the_loop_has_not_seen_pass_is_not_run(make_bench: Callab
     assert bench.batches == [[1]]
     assert status_of(late) is Status.DEADLINE
     assert good.result() == 1
-
-
-def test_company_is_waited_for_but_no_longer_than_said(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_delay_us=2_000_000, max_batch_samples=3)
-    bench.submit(Ask(0))
-    bench.loop.advance(1)
-    bench.submit(Ask(1))
-    assert not bench.executor.jobs
-    bench.loop.advance(1)
-    assert bench.executor.jobs, "the first has waited for long enough"
-    bench.work()
-    bench.submit(Ask(2, 3))
-    assert bench.executor.jobs, "a full batch waits for nobody"
-    bench.run = lambda queries: (bench.submit(Ask(3)), bench.loop.advance(1.5), answer(queries))[2]
-    bench.executor.run_next()
-    bench.run = answer
-    bench.loop.settle()
-    assert not bench.executor.jobs
-    bench.loop.advance(0.5)
-    bench.work()
-    assert bench.batches == [[0, 1], [2], [3]]
 
 
 def test_one_bad_query_fails_alone(make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +324,7 @@ def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
 
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[..., Bench], num_queries: int) -> None:
-    bench = make_bench(max_batch_samples=2, max_delay_us=5_000_000)
+    bench = make_bench(max_batch_samples=2)
     tasks = [bench.submit(Ask(number)) for number in range(num_queries)]
     drain = bench.loop.create_task(bench.batcher.drain(10))
     bench.loop.settle()

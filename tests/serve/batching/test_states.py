@@ -71,20 +71,17 @@ class BatcherMachine(RuleBasedStateMachine):
         max_batch=st.integers(2, 12),
         more_queue=st.integers(0, 12),
         max_requests=st.integers(2, 10),
-        delay=st.sampled_from([0, 0, 500_000, 2_000_000]),
     )
-    def start(self, max_batch: int, more_queue: int, max_requests: int, delay: int) -> None:
+    def start(self, max_batch: int, more_queue: int, max_requests: int) -> None:
         self.loop, self.executor = SteppedLoop(), SteppedExecutor()
         self.config = ServeConfig(
             store="x",
             max_batch_samples=max_batch,
             max_queue_samples=max_batch + more_queue,
             max_queue_requests=max_requests,
-            max_delay_us=delay,
         )
         self.batcher = Batcher("m", self.run, self.executor, self.config, at_once=self.at_once, clock=self.loop.time)
         self.asked: list[Asked] = []
-        self.entered: dict[Asked, float] = {}
         self.waiting: list[Asked] = []
         self.running: list[Asked] = []
         self.is_closed = False
@@ -124,11 +121,10 @@ class BatcherMachine(RuleBasedStateMachine):
         asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison, is_quick)
         self.asked.append(asked)
         asked.outcome = self.refusal(asked)
-        if not asked.outcome and is_quick and self.executor.is_idle and not self.waiting:
+        if not asked.outcome and is_quick and self.executor.is_idle:
             asked.outcome = "ANSWERED"
         if not asked.outcome:
             self.waiting.append(asked)
-            self.entered[asked] = self.loop.now
         asked.task = self.loop.create_task(self.batcher.submit(asked, asked.deadline))
         self.loop.settle()
 
@@ -273,12 +269,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @invariant()
     def work_is_asked_for_when_due(self) -> None:
         assert len(self.executor.jobs) <= 1
-        if not self.waiting:
-            return
-        is_full = sum(each.num_samples for each in self.waiting) >= self.config.max_batch_samples
-        waited = self.loop.now - self.entered[self.waiting[0]]
-        if is_full or self.is_closed or waited * 1e6 >= self.config.max_delay_us:
-            assert self.executor.jobs
+        assert self.executor.jobs or not self.waiting
 
     @invariant()
     def nothing_is_complained_about(self) -> None:

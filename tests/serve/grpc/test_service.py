@@ -426,23 +426,6 @@ def test_stop_ends_requests_after_its_grace(served: Served, client: triton.Infer
     served.call(served.server.stop())
 
 
-def test_a_task_factory_is_put_back() -> None:
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.Task(coroutine, loop=loop, **options)
-
-    async def session() -> None:
-        loop = asyncio.get_running_loop()
-        for before in (None, make):
-            loop.set_task_factory(before)
-            server = GrpcServer(FakeEngine(), Limits(), host="127.0.0.1", port=0)
-            await server.start()
-            assert loop.get_task_factory() is not before
-            await server.stop()
-            assert loop.get_task_factory() is before
-
-    asyncio.run(asyncio.wait_for(session(), WAIT_SECONDS))
-
-
 def test_runs_in_the_loop_it_is_started_in() -> None:
     """As in the server: uvloop, and a client in the same loop."""
     uvloop = pytest.importorskip("uvloop")

@@ -1,4 +1,4 @@
-"""Dynamic batching: requests that wait together run together, within bounds of number, size and time."""
+"""Dynamic batching: requests that wait together run together, within bounds of number and size."""
 
 from .batcher import Batcher
 from .executor import OneThread

@@ -73,7 +73,6 @@ class Batcher:
         self._config: Final = config
         self._observer: Final = observer
         self._clock: Final = clock
-        self._delay_seconds: Final = config.max_delay_us / 1e6
         self._lock: Final = threading.Lock()
         # Any who waits may leave at any time, and leaves nothing behind: so not a deque.
         self._line: Final[OrderedDict[Waiter, None]] = OrderedDict()
@@ -81,7 +80,6 @@ class Batcher:
         self._has_job = False
         self._is_open = True
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._present: Final[set[Waiter]] = set()
         self._idle: Final = asyncio.Event()
 
@@ -107,7 +105,7 @@ class Batcher:
         """
         num_samples, now = query.num_samples, self._clock()
         self._require_takable(num_samples, deadline, now)
-        if not self._line and self._executor.is_idle:
+        if self._executor.is_idle:
             answer = self._at_once(query)
             if answer is not None:
                 self._observer(self._model, 1, num_samples, (0.0,), self._clock() - now)
@@ -125,9 +123,6 @@ class Batcher:
     async def drain(self, seconds: float) -> None:
         """Take no more queries, finish those that came, and close; after ``seconds``, close all the same."""
         self._is_open = False
-        self._disarm()
-        # Nobody else comes, so there is no company to wait for.
-        self._claim_and_start()
         self._note_idle()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -137,7 +132,6 @@ class Batcher:
     def close(self) -> None:
         """Take no more queries; those that came get UNAVAILABLE. A batch that runs goes on, for nobody."""
         self._is_open = False
-        self._disarm()
         for waiter in self._present:
             self._fail(waiter, self._stopping())
         self._note_idle()
@@ -151,7 +145,7 @@ class Batcher:
         )
         assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
         assert self._present >= set(line), "someone waits whose caller has gone"
-        is_served = has_job or self._timer is not None or all(waiter.future.done() for waiter in self._present)
+        is_served = has_job or all(waiter.future.done() for waiter in self._present)
         assert not line or is_served, f"{len(line)} wait for no job"
 
     def _require_takable(self, num_samples: int, deadline: float, now: float) -> None:
@@ -175,13 +169,9 @@ class Batcher:
             self._line[waiter] = None
             self._num_samples += waiter.num_samples
             starts = self._claim_job()
-            is_served = self._has_job
         self._present.add(waiter)
         if starts:
-            self._disarm()
             self._start_job()
-        elif not is_served:
-            self._arm()
 
     def _require_room(self, num_samples: int) -> None:
         limit, samples = self._config.max_queue_requests, self._config.max_queue_samples
@@ -205,7 +195,7 @@ class Batcher:
         taken: list[Waiter] = []
         room, now = self._config.max_batch_samples, self._clock()
         while self._line:
-            waiter = self._oldest
+            waiter = next(iter(self._line))
             is_waited_for = waiter.deadline > now and not waiter.future.done()
             if is_waited_for and waiter.num_samples > room:
                 break
@@ -214,10 +204,6 @@ class Batcher:
                 room -= waiter.num_samples
                 taken.append(waiter)
         return taken
-
-    @property
-    def _oldest(self) -> Waiter:
-        return next(iter(self._line))
 
     def _stopping(self) -> ServeError:
         return ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops")
@@ -243,42 +229,12 @@ class Batcher:
         if not self._is_open and not self._present and not self._has_job:
             self._idle.set()
 
-    def _arm(self) -> None:
-        """Start a job, by a timer, when the oldest has waited for long enough."""
-        with self._lock:
-            if self._timer is not None or self._has_job or not self._line or not self._is_open:
-                return
-            waited = self._clock() - self._oldest.entered
-        assert self._loop is not None
-        self._timer = self._loop.call_later(self._delay_seconds - waited, self._time_out)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _time_out(self) -> None:
-        self._timer = None
-        # Not asked again whether it is time: a loop's timers may be early by a millisecond.
-        self._claim_and_start()
-
-    def _claim_and_start(self) -> None:
-        with self._lock:
-            starts = self._claim_job(is_due=True)
-        if starts:
-            self._start_job()
-
-    def _claim_job(self, *, is_due: bool = False) -> bool:
+    def _claim_job(self) -> bool:
         """Whether the caller is to start a job now. Under the lock."""
-        if self._has_job or not self._line or not (is_due or self._is_due()):
+        if self._has_job or not self._line:
             return False
         self._has_job = True
         return True
-
-    def _is_due(self) -> bool:
-        if not self._delay_seconds or self._num_samples >= self._config.max_batch_samples:
-            return True
-        return self._clock() - self._oldest.entered >= self._delay_seconds
 
     def _start_job(self) -> None:
         """In either thread, without the lock."""
@@ -313,7 +269,7 @@ class Batcher:
         attempts = run_isolated(self._model, self._run, batch, self._clock)
         with self._lock:
             self._has_job = False
-            starts = self._claim_job(is_due=not self._is_open)
+            starts = self._claim_job()
         self._post(self._deliver, attempts, taken)
         if starts:
             self._start_job()
@@ -321,7 +277,6 @@ class Batcher:
     def _deliver(self, attempts: list[Attempt], taken: float) -> None:
         for attempt in attempts:
             self._answer(attempt)
-        self._arm()
         self._note_idle()
         waiters = [waiter for attempt in attempts for waiter in attempt.waiters]
         if waiters:

@@ -7,6 +7,7 @@ are not touched.
 """
 
 import asyncio
+import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -14,36 +15,27 @@ from typing import Any, Final
 
 _log = logging.getLogger(__name__)
 
-_OWNER: Final = "_schedule_rpc_coro"
-"""What runs in gRPC's task that makes the one of a handler."""
+_MAKER: Final = "_schedule_rpc_coro"
+"""What runs in gRPC's task that makes the one of a handler. Its variables are in an object that it refers to."""
+_makers: Final[weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[asyncio.Task[Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of the handlers' tasks that there were when one was last looked for. Tasks that note their own maker would cost each
+call more, and few calls are ended here."""
 
 
-class _Task(asyncio.Task[Any]):
-    """Knows the task that made it: ``maker`` refers to it, if a task did."""
-
-    def __init__(self, coroutine: Any, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
-        super().__init__(coroutine, loop=loop, **options)
-        maker = asyncio.current_task(loop)
-        self.maker = weakref.ref(maker) if maker is not None else None
-
-
-def know_makers(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    """Have the loop's tasks know what made them; before gRPC's server starts.
-
-    Returns:
-        What puts the task factory back that there was, unless another was set since.
-    """
-
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> _Task:
-        return _Task(coroutine, loop=loop, **options)
-
-    def forget() -> None:
-        if loop.get_task_factory() is make:
-            loop.set_task_factory(before)
-
-    before = loop.get_task_factory()
-    loop.set_task_factory(make)
-    return forget
+def _maker_of(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
+    """gRPC's task that made a handler's; None if this gRPC has none. All are looked for at once, so that to end many
+    calls takes no longer for each."""
+    if task not in _makers:
+        for maker in asyncio.all_tasks():
+            coroutine = maker.get_coro()
+            if getattr(coroutine, "__qualname__", "") == _MAKER:
+                for each in gc.get_referents(*gc.get_referents(coroutine)):
+                    if isinstance(each, asyncio.Task):
+                        _makers[each] = weakref.ref(maker)
+    found = _makers.get(task)
+    return None if found is None else found()
 
 
 class Call:
@@ -70,9 +62,9 @@ class Call:
         if task is None:
             return
         _log.warning("%s accepted no answer for %g seconds: its call is ended", self._peer, seconds)
-        owner = task.maker() if isinstance(task, _Task) and task.maker else None
-        if owner is not None and getattr(owner.get_coro(), "__qualname__", "") == _OWNER:
-            owner.cancel()
+        maker = _maker_of(task)
+        if maker is not None:
+            maker.cancel()
         else:
             _log.warning("a call of %s cannot be ended with this version of gRPC", self._peer)
         task.cancel()

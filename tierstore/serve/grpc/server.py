@@ -1,7 +1,5 @@
 """The server of the Open Inference Protocol over gRPC, in the event loop that starts it."""
 
-import asyncio
-from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -10,7 +8,6 @@ from grpc import aio
 from ..base import Engine
 from ..front import TlsFiles
 from ..limits import Limits
-from .calls import know_makers
 from .service import InferenceService
 
 _OTHER_CALLS: Final = 1 << 14
@@ -87,11 +84,9 @@ class GrpcServer:
             tls.context()  # tells what is wrong with them
             self._credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
         self._server: Any = None
-        self._forget_makers: Callable[[], None] = lambda: None
 
     async def start(self) -> int:
-        """Listen; returns the port. OSError if the address cannot be listened on. Until ``stop`` the loop's task
-        factory is the server's."""
+        """Listen; returns the port. OSError if the address cannot be listened on."""
         server = aio.server(
             options=_options(self._limits, reuse_port=self._reuse_port),
             maximum_concurrent_rpcs=self._limits.calls + _OTHER_CALLS,
@@ -104,7 +99,6 @@ class GrpcServer:
                 port = server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"gRPC cannot listen on {self._address}: {error}") from None
-        self._forget_makers = know_makers(asyncio.get_running_loop())
         await server.start()
         self._server = server
         return int(port)
@@ -113,4 +107,3 @@ class GrpcServer:
         """Take no more calls, give those under way so long to end, then cancel them. May be called again."""
         if self._server is not None:
             await self._server.stop(grace_seconds)
-        self._forget_makers()
