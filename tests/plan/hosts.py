@@ -51,7 +51,8 @@ COSTS = SoftwareCosts(
     move_ns=600.0,
     move_ns_per_byte=2.0,
     transaction_us=400.0,
-    dense_operation_us=5.0,
+    share_us=70.0,
+    dense_product_us=5.0,
     dense_wake_us=20.0,
     dense_value_ns=0.5,
 )

@@ -104,10 +104,10 @@ def updating_work(*, ids: float, rows: float, bags: float, layout: RowLayout) ->
 def dense_work(dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> dict[str, float]:
     """Of a dense model's step or query on the cores, beside its flops; seconds pass while all threads work."""
     times = TRAINING_FLOPS if is_training else 1
-    operations = 1000 * times * dense.dense_operations
+    products = 1000 * times * dense.dense_products
     return {
-        "dense_operation_us": operations,
-        "dense_wake_us": operations if threads > 1 else 0.0,
+        "dense_product_us": products,
+        "dense_wake_us": products if threads > 1 else 0.0,
         "dense_value_ns": times * samples / threads * dense.dense_values,
     }
 
@@ -157,10 +157,10 @@ class SoftwareCosts(Checked):
     move_ns: float = option(0.0, "of a row that cleaning moves: reading and appending it", low=0)
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
-
-    dense_operation_us: float = option(0.0, "of an operation of a dense model on the cores, whatever its size", low=0)
+    share_us: float = option(0.0, "of sharing a batch's lookups, or its updates, between threads", low=0)
+    dense_product_us: float = option(0.0, "of a matrix product of a dense model on the cores, whatever its size", low=0)
     dense_wake_us: float = option(0.0, "the same, of sharing it between threads", low=0)
-    dense_value_ns: float = option(0.0, "of a value that these operations read or write, on one core", low=0)
+    dense_value_ns: float = option(0.0, "of a value that a dense model reads or writes, on one core", low=0)
 
     def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""

@@ -11,7 +11,7 @@ from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure import machine, measurement
 from tierstore.plan.measure.fit import STAGES, fit_costs
 from tierstore.plan.measure.loops import LoopSizes
-from tierstore.plan.measure.measurement import Measurement, measure, measure_host, sizes_for
+from tierstore.plan.measure.measurement import Measurement, measure, sizes_for
 from tierstore.plan.parts import read_host
 
 TINY = LoopSizes(rows=6_000, samples=64, pooling_factor=4, miss_rows=256, passes=1, cold_rows=64)
@@ -94,7 +94,7 @@ def test_sizes_follow_the_time_and_the_device() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), 1e9])
 def test_time_that_is_none(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"seconds=.*expected a number from 1 to 3,600"):
-        measure_host(tmp_path, seconds=seconds)
+        measure(tmp_path, seconds=seconds)
 
 
 def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

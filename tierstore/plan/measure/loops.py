@@ -18,7 +18,9 @@ Over batches of many tables:
 - one id for each of many tables, against one table (*tables*, *tables in training*);
 - steps with batches that are brought in ahead, some of whose rows have to come from disk and put out newer ones: what
   that takes beyond those rows, on the thread that computes (*hand-over*) and on all others (*ahead*). Threads that take
-  turns find the processor's caches full of each other's data, which is in it.
+  turns find the processor's caches full of each other's data, which is in it;
+- training steps with rows in memory on one core and on all, by the clock: what sharing them adds to an equal part
+  (*threads*).
 """
 
 import contextlib
@@ -41,6 +43,7 @@ from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
 from ...io.prefetch import prefetch
 from ...kernels.arrays import Int64s
+from ...kernels.threads import default_threads
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...rows import RowLayout
 from ...store import Store, open_store
@@ -189,11 +192,11 @@ def _fill(path: Path, dim: int, rows: int, *, tables: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, dim: int, cached_rows: float) -> Iterator[_Subject]:
+def _opened(path: Path, dim: int, cached_rows: float, *, threads: int = 1) -> Iterator[_Subject]:
     """With a cache of about so many rows."""
     layout = RowLayout(dim=dim, state_dim=1)
     ddr = _STAGING_BYTES + int(int(cached_rows) * (layout.row_bytes + _BOOKS_BYTES) * _SLACK)
-    with open_store(path, mode="w", ddr=ddr, threads=1) as store:
+    with open_store(path, mode="w", ddr=ddr, threads=threads) as store:
         yield _Subject(store, TieredEmbeddingBagCollection(store), store["t0"].layout)
         store.rollback(store.version)
 
@@ -270,18 +273,24 @@ def _jagged(ids: Int64s, pooling_factor: int, *, tables: int = 1) -> KeyedJagged
     return KeyedJaggedTensor([f"f{number}" for number in range(tables)], torch.from_numpy(ids), offsets=offsets)
 
 
-def _thread_ns(work: Callable[[KeyedJaggedTensor], None], batch: KeyedJaggedTensor) -> float:
-    """Of this thread, on a processor."""
-    began = time.thread_time()
+_Work = Callable[[KeyedJaggedTensor], None]
+_Clock = Callable[[], float]
+
+
+def _ns(work: _Work, batch: KeyedJaggedTensor, clock: _Clock = time.thread_time) -> float:
+    """Of this thread on a processor, by default."""
+    began = clock()
     work(batch)
-    return 1e9 * (time.thread_time() - began)
+    return 1e9 * (clock() - began)
 
 
-def _median_ns(work: Callable[[KeyedJaggedTensor], None], batches: Sequence[KeyedJaggedTensor], passes: int) -> float:
+def _median_ns(
+    work: _Work, batches: Sequence[KeyedJaggedTensor], passes: int, clock: _Clock = time.thread_time
+) -> float:
     """Of a batch, after one pass that does not count."""
     for batch in batches:
         work(batch)
-    return statistics.median(_thread_ns(work, batch) for _ in range(passes) for batch in batches)
+    return statistics.median(_ns(work, batch, clock) for _ in range(passes) for batch in batches)
 
 
 # One table
@@ -295,6 +304,7 @@ def _of_table(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
     if dim in _COLD_DIMS:
         yield _cold(path, dim, sizes)
     if dim in _WRITE_DIMS:
+        yield from _threads(path, dim, sizes)
         yield from _of_writes(path, dim, sizes.rows, sizes.miss_rows)
 
 
@@ -315,9 +325,7 @@ def _batches(sizes: LoopSizes, exponent: float, pooling_factor: int) -> list[Key
 
 def _in_memory(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
     with _opened(path, dim, 2 * sizes.rows) as subject:
-        table = subject.store["t0"]
-        for first in range(0, sizes.rows, _CHUNK):
-            table.read(torch.arange(first, min(first + _CHUNK, sizes.rows)))
+        _read_all(subject, sizes)
         for exponent in _EXPONENTS:
             for pooling_factor in (1, sizes.pooling_factor):
                 name = f"{subject.name}, {pooling_factor} a bag, {'popular' if exponent else 'any'} rows"
@@ -325,6 +333,23 @@ def _in_memory(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
         if dim == _TINY_DIM:
             one_id = [_jagged(np.array([row]), 1) for row in range(_BATCHES)]
             yield from _lookup_and_training(subject, "one id", one_id, sizes.passes)
+
+
+def _read_all(subject: _Subject, sizes: LoopSizes) -> None:
+    for first in range(0, sizes.rows, _CHUNK):
+        subject.store["t0"].read(torch.arange(first, min(first + _CHUNK, sizes.rows)))
+
+
+def _threads(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
+    cores, batches, taken = default_threads(), _batches(sizes, _EXPONENTS[0], sizes.pooling_factor), []
+    for threads in (1, cores) if cores > 1 else ():
+        with torch_threads(threads), _opened(path, dim, 2 * sizes.rows, threads=threads) as subject:
+            _read_all(subject, sizes)
+            taken.append(_median_ns(subject.trainer(batches[0]), batches, sizes.passes, time.perf_counter))
+    if taken:
+        kept = 1000 * (1 - 1 / cores)  # not divided
+        work = {"share_us": 2000, "batch_us": kept, "step_us": kept}
+        yield Loop(f"training on {cores} cores, rows of {dim} columns", "threads", taken[1], work, taken[0] / cores)
 
 
 def _lookup_and_training(subject: _Subject, name: str, batches: list[KeyedJaggedTensor], passes: int) -> Iterator[Loop]:
@@ -359,7 +384,7 @@ def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
             subject.forward(draw(sizes.miss_rows))
         batches = [draw(sizes.miss_rows) for _ in range(_MISS_BATCHES)]
         before = _Counts.by(subject)
-        ns = statistics.median(_thread_ns(subject.forward, batch) for batch in batches)
+        ns = statistics.median(_ns(subject.forward, batch) for batch in batches)
         missing = _Counts.by(subject).since(before, len(batches)).misses
         amounts = Amounts.of(batches, subject.layout)
         work = amounts.admitting() | amounts.lookup() | per_byte("miss", missing, subject.layout.row_bytes)
@@ -380,10 +405,10 @@ def _cold(path: Path, dim: int, sizes: LoopSizes) -> Loop:
         draw, count = _drawn(sizes.rows, sizes.pooling_factor), max(rows, sizes.pooling_factor)
         for _ in range(_COLD_BATCHES):
             warm(path / _ROWS_FILE)
-            warm_ns = _thread_ns(subject.forward, draw(count))
+            warm_ns = _ns(subject.forward, draw(count))
             drop(path / _ROWS_FILE)
             before = _Counts.by(subject)
-            cold_ns = _thread_ns(subject.forward, draw(count))
+            cold_ns = _ns(subject.forward, draw(count))
             pages.append(_Counts.by(subject).since(before).pages)
             differences.append(cold_ns - warm_ns)
     ns = max(statistics.median(differences), 1.0)
