@@ -70,7 +70,6 @@ DDR = Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, wa
 GPU = Accelerator(
     hbm=Memory(capacity_bytes=8 * GIB, bytes_per_s=2e12, row_bytes_per_s=1e12),
     pcie=Link(bytes_per_s=1e10, latency_us=10.0),
-    peer=Link(),
     flops=1e13,
     watts=300.0,
     usd=10_000.0,

@@ -81,8 +81,6 @@ class Accelerator(Checked):
     part: str = ""
     hbm: Memory
     pcie: Link
-    peer: Link
-    """To the others of the host."""
     flops: float = option(1e9, "of matrix products in the precision of training, lasting", low=1, high=_MOST)
     watts: float = option(0.0, "under load, its memory's included", low=0)
     usd: float = option(0.0, "price", low=0)

@@ -194,7 +194,6 @@ def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
     yield _Line(
         "from the host", _giga(gpu.pcie.bytes_per_s), f"page-locked; one float takes {gpu.pcie.latency_us:.0f} us"
     )
-    yield _Line("to its peer", _giga(gpu.peer.bytes_per_s), f"one float takes {gpu.peer.latency_us:.0f} us")
     yield _Line("matrix products", f"{gpu.flops / 1e12:,.1f} TFLOP/s", "bfloat16")
 
 
