@@ -31,8 +31,8 @@ from ..workload import OPTIMIZERS, OptimizerName, TableShape
 from .costs import Amounts, Probe, RankCosts, amounts_of, kind_of
 from .demand import TableDemand
 
-_ROUNDS: Final = 3
-_BATCHES: Final = 6
+_ROUNDS: Final = 2
+_BATCHES: Final = 4
 _OTHER_BYTES: Final = 16 << 20
 """That are read and written between steps, as a model does: then few rows are still in the processor's own caches."""
 _MOST_STEPS: Final = 100
@@ -64,7 +64,7 @@ _SHAPES: Final = (
     Shape(24, 512, 1, 0.8),
 )
 _DIMS: Final = (16, 64, 128)
-"""Of columns; each shape has two of them."""
+"""Of columns; a shape has one of them, or two if there is time."""
 _FORMS: Final[tuple[tuple[ShardingType, Exchange], ...]] = (
     ("row_wise", "rows"),
     ("row_wise", "pooled"),
@@ -92,8 +92,8 @@ def measure_ranks(
 
     Args:
         optimizer: of the tables, none but "none".
-        seconds: to spend in steps, about, beside making their tables, which takes half a minute. With fewer than 60
-            tables are smaller.
+        seconds: to spend in steps, about, beside making their tables, which takes half a minute, more with more
+            ranks. With fewer than 60 there are half as many probes, of smaller tables.
         progress: told how many trials are done, and of how many.
 
     Raises:
@@ -101,8 +101,8 @@ def measure_ranks(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
-    ranks, tables_bytes = Ranks(), max(_LEAST_BYTES, int(min(1.0, seconds / _DEFAULT_SECONDS) * _TABLES_BYTES))
-    asked = list(_asked(ranks, tables_bytes))
+    ranks, share = Ranks(), min(1.0, seconds / _DEFAULT_SECONDS)
+    asked = list(_asked(ranks, max(_LEAST_BYTES, int(share * _TABLES_BYTES)), dims=1 + int(share)))
     trials = [list[float]() for _ in asked]
     reduces = list[_Reduce]()
     for number in range(_ROUNDS):
@@ -126,9 +126,9 @@ def measure_ranks(
     )  # fmt: skip
 
 
-def _asked(ranks: Ranks, tables_bytes: int) -> Iterator[tuple["_Subject", list[Sharding]]]:
-    """Tables and where they are, of each probe."""
-    for (number, shape), beyond in itertools.product(enumerate(_SHAPES), range(2)):
+def _asked(ranks: Ranks, tables_bytes: int, *, dims: int) -> Iterator[tuple["_Subject", list[Sharding]]]:
+    """Tables and where they are, of each probe; ``dims``: of each shape."""
+    for (number, shape), beyond in itertools.product(enumerate(_SHAPES), range(dims)):
         dim = _DIMS[(number + beyond) % len(_DIMS)]
         subject = _Subject(ranks, shape, dim, max(1, tables_bytes // (shape.tables * 4 * dim)))
         for sharding_type, exchange in _FORMS:
