@@ -24,9 +24,7 @@ MIB, GIB = float(2**20), float(2**30)
 
 COSTS = SoftwareCosts(
     batch_us=100.0,
-    table_us=3.0,
     step_us=60.0,
-    step_table_us=5.0,
     hand_over_us=40.0,
     ahead_us=90.0,
     admit_ns=40.0,

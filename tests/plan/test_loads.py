@@ -128,12 +128,6 @@ def test_what_is_not_brought_in_ahead_is_not_handed_over_nor_waited_for() -> Non
     assert found["wait ahead"].seconds == found["wait for a core"].seconds == 0
 
 
-@pytest.mark.parametrize(("training", "each_us"), [(True, 3 + 5), (False, 3)])
-def test_each_table_takes_its_time(training: bool, each_us: float) -> None:
-    one, four = (loads(make_setup(make_workload(training=training, tables=count)))[0]["batch"] for count in (1, 4))
-    assert four.seconds - one.seconds == pytest.approx(3 * each_us * 1e-6)
-
-
 def test_serving_neither_updates_nor_writes() -> None:
     found, _ = loads(make_setup(make_workload(training=False)))
     row = 256
@@ -285,7 +279,7 @@ def test_the_bottleneck_is_the_longest_part_of_the_longest_lane() -> None:
 
 def test_costs_are_those_of_the_host() -> None:
     """Each of them shows somewhere."""
-    setup = make_setup(make_workload(tables=2, dense_products=9.0, dense_values=90.0), host=make_host(gpus=1))
+    setup = make_setup(make_workload(dense_products=9.0, dense_values=90.0), host=make_host(gpus=1))
     both = [setup, replace(setup, hbm_bytes=16 * MIB), make_setup(make_workload(batch_samples=3000))]
     for name in vars(COSTS):
         slower = replace(COSTS, **{name: 2 * getattr(COSTS, name)})

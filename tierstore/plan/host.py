@@ -128,9 +128,7 @@ class SoftwareCosts(Checked):
     """
 
     batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
-    table_us: float = option(0.0, "of each table of a batch but the first, whatever its ids", low=0)
     step_us: float = option(0.0, "of a training step beyond those, whatever its ids", low=0)
-    step_table_us: float = option(0.0, "the same, of each table but the first", low=0)
     hand_over_us: float = option(0.0, "of a batch that was brought in ahead, on the thread that computes", low=0)
     ahead_us: float = option(0.0, "the same, on the thread that brings it in, whatever its ids", low=0)
     admit_ns: float = option(0.0, "of finding an id in a cache", low=0)

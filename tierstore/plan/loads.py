@@ -99,11 +99,8 @@ class _Work(NamedTuple):
 
     def batch_s(self) -> float:
         """What a batch takes whatever is in it."""
-        costs, more = self.setup.host.costs, len(self.setup.workload.tables) - 1
-        microseconds = costs.batch_us + more * costs.table_us
-        if self.is_training:
-            microseconds += costs.step_us + more * costs.step_table_us
-        return microseconds * 1e-6 + self.hand_over_s
+        costs = self.setup.host.costs
+        return (costs.batch_us + (costs.step_us if self.is_training else 0.0)) * 1e-6 + self.hand_over_s
 
     @property
     def hand_over_s(self) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.commands import run
+from tierstore.kernels.threads import default_threads
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure import machine, measurement
 from tierstore.plan.measure.fit import STAGES, fit_costs
@@ -73,7 +74,7 @@ def test_loops_do_the_work_that_they_say(found: Measurement) -> None:
     assert 200 < named["missed lookup, rows of 72 bytes"]["miss_ns"] <= 256, "an eighth of the rows is cached"
     assert 1 <= named["reads beyond misses, rows of 520 bytes"]["read_ns"] <= 64
     assert named["steps whose batches are brought in ahead"]["hand_over_us"] == 1000
-    assert named["lookup, one id a table"]["table_us"] == 31_000
+    assert sum("share_us" in work for work in named.values()) == (2 if default_threads() > 1 else 0)
     for loop in loops:
         if loop.stage in ("write-back", "cleaning"):
             assert loop.work["transaction_us"] > 0

@@ -19,9 +19,7 @@ def _of_rows(*names: str) -> tuple[str, ...]:
 
 STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "lookup": ("batch_us", *_of_rows("pool", "pool_row", "pool_bag")),
-    "tables": ("table_us",),
     "training": ("step_us", *_of_rows("update", "update_row", "update_bag")),
-    "tables in training": ("step_table_us",),
     "hits": ("admit_ns", "admit_row_ns"),
     "misses": _of_rows("miss"),
     "cold": ("read_ns",),

@@ -15,7 +15,6 @@ it. The loops of a table:
 
 Over batches of many tables:
 
-- one id for each of many tables, against one table (*tables*, *tables in training*);
 - steps with batches that are brought in ahead, some of whose rows have to come from disk and put out newer ones: what
   that takes beyond those rows, on the thread that computes (*hand-over*) and on all others (*ahead*). Threads that take
   turns find the processor's caches full of each other's data, which is in it;
@@ -86,7 +85,6 @@ _TIMED_SHARE: Final = 1 / 2
 
 _TABLES: Final = 32
 _TABLES_DIM: Final = 64
-_TABLES_BATCHES: Final = 8
 _AHEAD_IDS: Final = 64
 """For each table, of batches that are brought in ahead."""
 _AHEAD_STEPS: Final = 60
@@ -443,25 +441,8 @@ def _of_writes(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loop
 def _of_tables(path: Path, sizes: LoopSizes) -> Iterator[Loop]:
     each = max(256, sizes.rows // _TABLES)
     _fill(path, _TABLES_DIM, each, tables=_TABLES)
-    with _opened(path, _TABLES_DIM, 2 * each * _TABLES) as subject:
-        yield from _one_id_each(subject, sizes.passes)
     with _opened(path, _TABLES_DIM, each * _TABLES * _AHEAD_CACHED_SHARE) as subject:
         yield from _ahead(subject, int(each * _AHEAD_USED_SHARE))
-
-
-def _one_id_each(subject: _Subject, passes: int) -> Iterator[Loop]:
-    batches = [_jagged(np.full(_TABLES, row), 1, tables=_TABLES) for row in range(_TABLES_BATCHES)]
-    lookup_ns = _median_ns(subject.forward, batches, passes)
-    step_ns = _median_ns(subject.trainer(batches[0]), batches, passes)
-    amounts = Amounts(_TABLES, _TABLES, _TABLES, subject.layout)
-    yield Loop("lookup, one id a table", "tables", lookup_ns, amounts.lookup() | _of_further("table_us"))
-    beyond_ns, work = max(step_ns - lookup_ns, 1.0), amounts.training() | _of_further("step_table_us")
-    yield Loop("training beyond lookup, one id a table", "tables in training", beyond_ns, work)
-
-
-def _of_further(*costs: str) -> dict[str, float]:
-    """Of the tables but the first."""
-    return dict.fromkeys(costs, 1000.0 * (_TABLES - 1))
 
 
 def _ahead(subject: _Subject, rows: int) -> Iterator[Loop]:
@@ -473,7 +454,7 @@ def _ahead(subject: _Subject, rows: int) -> Iterator[Loop]:
     own_ns, others_ns = _trained_ahead(subject, batches[_AHEAD_WARM_STEPS:])
     counts, layout = _Counts.by(subject).since(before, _AHEAD_STEPS), subject.layout
     amounts = Amounts(ids, counts.unique, ids, layout)
-    computing = amounts.lookup() | amounts.training() | _of_further("table_us", "step_table_us")
+    computing = amounts.lookup() | amounts.training()
     yield Loop("steps whose batches are brought in ahead", "hand-over", own_ns, {"hand_over_us": 1000, **computing})
     bringing = amounts.admitting() | per_byte("miss", counts.read, layout.row_bytes) | counts.writing(layout)
     yield Loop("bringing them in ahead", "ahead", others_ns, {"ahead_us": 1000, **bringing})
