@@ -13,7 +13,7 @@ it. The loops of a table:
   transaction's cost can be told from its rows' (*write-back*); and when every row was rewritten so often that cleaning
   moves as many as it ever does (*cleaning*).
 
-Over batches of many tables:
+Over many tables, and over threads:
 
 - steps with batches that are brought in ahead, some of whose rows have to come from disk and put out newer ones: what
   that takes beyond those rows, on the thread that computes (*hand-over*) and on all others (*ahead*). Threads that take
@@ -29,7 +29,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -42,7 +42,7 @@ from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
 from ...io.prefetch import prefetch
 from ...kernels.arrays import Int64s
-from ...kernels.threads import default_threads
+from ...kernels.threads import MIN_WORK, default_threads
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...rows import RowLayout
 from ...store import Store, open_store
@@ -339,7 +339,9 @@ def _read_all(subject: _Subject, sizes: LoopSizes) -> None:
 
 
 def _threads(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
-    cores, batches, taken = default_threads(), _batches(sizes, _EXPONENTS[0], sizes.pooling_factor), []
+    cores, taken = default_threads(), []
+    shared = replace(sizes, samples=max(sizes.samples, cores * MIN_WORK // sizes.pooling_factor))
+    batches = _batches(shared, _EXPONENTS[0], sizes.pooling_factor)
     for threads in (1, cores) if cores > 1 else ():
         with torch_threads(threads), _opened(path, dim, 2 * sizes.rows, threads=threads) as subject:
             _read_all(subject, sizes)
