@@ -87,7 +87,8 @@ class Accelerator(Checked):
 
 
 def pooling_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
-    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name."""
+    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name; ``rows``: distinct ones, each table's by
+    itself."""
     of = {"pool": ids, "pool_row": rows, "pool_bag": bags}
     return {key: cost for name, count in of.items() for key, cost in per_byte(name, count, layout.weight_bytes).items()}
 
@@ -157,14 +158,6 @@ class SoftwareCosts(Checked):
     dense_product_us: float = option(0.0, "of a matrix product of a dense model on the cores, whatever its size", low=0)
     dense_wake_us: float = option(0.0, "the same, of sharing it between threads", low=0)
     dense_value_ns: float = option(0.0, "of a value that a dense model reads or writes, on one core", low=0)
-
-    def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
-        """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
-        return self.ns_of(pooling_work(ids=ids, rows=rows, bags=bags, layout=layout))
-
-    def training_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
-        """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
-        return self.ns_of(updating_work(ids=ids, rows=rows, bags=bags, layout=layout))
 
     def ns_of(self, work: Mapping[str, float]) -> float:
         """Of amounts by the name of their cost; 1,000 is one of a cost in microseconds."""

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..dist.wire import Precision
 from ..kernels.threads import MIN_WORK
-from .host import TRAINING_FLOPS, dense_work
+from .host import TRAINING_FLOPS, dense_work, pooling_work, updating_work
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
@@ -126,7 +126,7 @@ class _Work(NamedTuple):
             return 0.0
         costs, nanoseconds = self.setup.host.costs, 0.0
         for share in (share for pool in self.pools for share in self._shares_of(pool)):
-            nanoseconds += costs.lookup_ns(**share) + (costs.training_ns(**share) if self.is_training else 0.0)
+            nanoseconds += costs.ns_of(pooling_work(**share) | (updating_work(**share) if self.is_training else {}))
         sharing_us = costs.share_us * self.directions * len(self.pools) if self.threads > 1 else 0.0
         return nanoseconds * 1e-9 / self.threads + sharing_us * 1e-6
 

@@ -137,25 +137,20 @@ def busiest(work: Float64s, cores: int, local_ranks: int) -> Float64s:
     return found
 
 
-def _table(name: str, *columns: tuple[str, Any, Any]) -> Any:
+def _table(*columns: tuple[str, Any, Any]) -> Any:
     """Of a file, whose figures are in their ranges."""
-    return make_dataclass(name, columns, kw_only=True, namespace={"__post_init__": check_ranges})
+    return make_dataclass("table", columns, kw_only=True, namespace={"__post_init__": check_ranges})
 
 
-def _figures(names: Iterable[str]) -> Any:
-    return _table("figures", *((name, float, option(0.0, "", low=0)) for name in names))
-
-
-def _by_kind(each: Any) -> Any:
-    return make_dataclass("kinds", [(kind, each) for kind in KINDS])
+def _figures(*names: str) -> Any:
+    return _table(*((name, float, option(0.0, "", low=0)) for name in names))
 
 
 _FILE: Final = _table(
-    "costs of ranks",
     ("version", int, option(_VERSION, "", low=_VERSION, high=_VERSION)),
     ("optimizer", OptimizerName, "none"),
-    ("seconds", _by_kind(_figures((*ASKER, *OWNER))), None),
-    ("errors", _figures(KINDS), None),
+    ("seconds", _table(*((kind, _figures(*ASKER, *OWNER), None) for kind in KINDS)), None),
+    ("errors", _figures(*KINDS), None),
     ("source", str, ""),
     *((name, int, option(1, "", low=1)) for name in ("world_size", "local_world_size", "cores")),
     *((name, float, option(0.0, "", low=0)) for name in ("reduce_us", "reduce_busy_us")),
@@ -199,15 +194,11 @@ class RankCosts:
         cls,
         probes: Sequence[Probe],
         *,
-        world_size: int,
-        local_world_size: int,
         cores: int,
-        optimizer: OptimizerName,
-        source: str,
-        reduce_us: float = 0.0,
-        reduce_busy_us: float = 0.0,
+        local_world_size: int,
+        **others: Any,
     ) -> "RankCosts":
-        """From steps of one group each."""
+        """From steps of one group each; ``others``: fields as they are."""
         seconds, errors = dict[Kind, dict[str, float]](), dict[Kind, float]()
         for kind in KINDS:
             own = [probe for probe in probes if probe.kind == kind]
@@ -219,10 +210,7 @@ class RankCosts:
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = dict(zip((*ASKER, *OWNER), found.tolist(), strict=True))
             errors[kind] = float(np.abs(matrix @ found - 1).mean())
-        return cls(
-            world_size=world_size, local_world_size=local_world_size, cores=cores, optimizer=optimizer,
-            seconds=seconds, errors=errors, source=source, reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
-        )  # fmt: skip
+        return cls(cores=cores, local_world_size=local_world_size, seconds=seconds, errors=errors, **others)
 
     def asker(self, kind: Kind) -> Float64s:
         """float64 [len(ASKER)]."""

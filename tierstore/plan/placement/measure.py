@@ -104,7 +104,7 @@ def measure_ranks(
     ranks, share = Ranks(), min(1.0, seconds / _DEFAULT_SECONDS)
     asked = list(_asked(ranks, max(_LEAST_BYTES, int(share * _TABLES_BYTES)), dims=1 + int(share)))
     trials = [list[float]() for _ in asked]
-    reduces = list[_Reduce]()
+    reduces = list[tuple[float, float]]()
     for number in range(_ROUNDS):
         reduces.append(_reduce_us(ranks))
         for done, place in enumerate(np.random.default_rng(number).permutation(len(asked)), number * len(asked) + 1):
@@ -119,10 +119,10 @@ def measure_ranks(
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
     where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
-    reduce = _Reduce(*map(statistics.median, zip(*reduces, strict=True)))
+    reduce_us, reduce_busy_us = map(statistics.median, zip(*reduces, strict=True))
     return RankCosts.fitted(
         probes, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
-        source=f"tierstore plan measure-ranks, {where}", reduce_us=reduce.idle, reduce_busy_us=reduce.busy,
+        source=f"tierstore plan measure-ranks, {where}", reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
     )  # fmt: skip
 
 
@@ -137,14 +137,7 @@ def _asked(ranks: Ranks, tables_bytes: int, *, dims: int) -> Iterator[tuple["_Su
                 yield subject, [_sharding(sharding_type, exchange, table, owners, ranks.size) for table in places]
 
 
-class _Reduce(NamedTuple):
-    """Microseconds, beside an idle and beside a busy thread."""
-
-    idle: float
-    busy: float
-
-
-def _reduce_us(ranks: Ranks) -> _Reduce:
+def _reduce_us(ranks: Ranks) -> tuple[float, float]:
     """What ``data_parallel`` adds to forward and backward of a small model, alone and beside a thread that is busy."""
     alone = nn.Sequential(nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH), nn.ReLU(), nn.Linear(_REDUCE_WIDTH, _REDUCE_WIDTH))
     together, values = data_parallel(copy.deepcopy(alone)), torch.ones(_REDUCE_WIDTH, _REDUCE_WIDTH)
@@ -169,7 +162,7 @@ def _reduce_us(ranks: Ranks) -> _Reduce:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        return _Reduce(idle, beyond_us())
+        return idle, beyond_us()
     finally:
         is_over.set()
         thread.join()
