@@ -384,7 +384,7 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
         (
             ["place", "shop.toml", "plan.json", "--costs", "shop.toml"],
             2,
-            "tierstore: shop.toml has no costs of ranks; ",
+            "tierstore: shop.toml: Expecting value: ",
         ),
     ],
 )

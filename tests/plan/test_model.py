@@ -72,7 +72,7 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     assert found.step_s == lanes_of(seconds(found), is_ahead=False)[0].seconds
     queue = queue_of(found, DEMANDS[SERVED])
     assert queue.base_s + queue.sample_s * queue.sizes[0] == pytest.approx(found.step_s)
-    assert queue.base_s == pytest.approx(100e-6 + 3e-6 + 100e-6), "the batch, its other table, and one read"
+    assert queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
     assert found.latency == latency_at(queue, 5.0)
     several = plan(make_setup(SERVED, workers=4))
     busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])

@@ -127,8 +127,13 @@ class _Work(NamedTuple):
         costs, nanoseconds = self.setup.host.costs, 0.0
         for share in (share for pool in self.pools for share in self._shares_of(pool)):
             nanoseconds += costs.ns_of(pooling_work(**share) | (updating_work(**share) if self.is_training else {}))
-        sharing_us = costs.share_us * self.directions * len(self.pools) if self.threads > 1 else 0.0
-        return nanoseconds * 1e-9 / self.threads + sharing_us * 1e-6
+        return nanoseconds * 1e-9 / self.threads + self.sharing_s
+
+    @property
+    def sharing_s(self) -> float:
+        """Of lookups, and of updates, between threads; one of them is busy then."""
+        is_shared = self.threads > 1 and not self.setup.hbm_bytes
+        return 1e-6 * self.setup.host.costs.share_us * self.directions * len(self.pools) if is_shared else 0.0
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
         """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
@@ -342,7 +347,7 @@ class _Work(NamedTuple):
         A thread finds its core taken for as long as an equal share of the others' work takes.
         """
         cores = self.setup.host.processor.cores
-        computing = seconds["batch"] + seconds["lookups"] * self.threads
+        computing = seconds["batch"] + (seconds["lookups"] - self.sharing_s) * self.threads + self.sharing_s
         computing += 0.0 if self.setup.hbm_bytes else self._model_core_s(seconds["model"])
         ahead = seconds["cold rows"] + seconds["write-back"]
         waiting, waiting_ahead = (ahead / cores, computing / cores) if self.is_ahead else (0.0, 0.0)
