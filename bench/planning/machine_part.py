@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tierstore.plan.json_file import plain
-from tierstore.plan.measure import measure_host
+from tierstore.plan.measure import measure
 
 from ..common import Run, Table
 from ..parts import Part, Told
@@ -13,7 +13,7 @@ __all__ = ["PART"]
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    host = measure_host(request.folder, seconds=request.config["machine_seconds"])
+    host = measure(request.folder, seconds=request.config["machine_seconds"]).host
     # Where the folder is says nothing to others.
     return {"host": plain(replace(host, source=host.source.replace(str(request.folder), "its disk")))}
 

@@ -1,6 +1,5 @@
 """Part "steps": predicted against measured hit rates and step times."""
 
-import functools
 import os
 import shutil
 import statistics
@@ -8,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import tierstore
-from tierstore.plan.measure import measure_host
+from tierstore.plan import Host
+from tierstore.plan.measure import measure
 from tierstore.plan.prediction import in_words
 
 from ..common import Goal, Run, Table
@@ -47,10 +47,13 @@ def _cases(config: dict[str, Any]) -> Iterator[_Case]:
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     path = request.folder / "plan_store"
     points: list[Point] = []
-    measure = functools.partial(measure_host, request.folder, seconds=request.config["machine_seconds"])
+
+    def host() -> Host:
+        return measure(request.folder, seconds=request.config["machine_seconds"]).host
+
     for case in _cases(request.config):
         fill(path, case.workload, tierstore.optim.RowWiseAdagrad(lr=request.config["lr"]))
-        points += points_of(path, case.workload, measure, case.exponent, request.config)
+        points += points_of(path, case.workload, host, case.exponent, request.config)
     shutil.rmtree(path)
     spoken = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
     return {"points": [_plain(point) for point in points], "environment": spoken}

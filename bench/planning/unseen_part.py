@@ -21,7 +21,7 @@ from tierstore.models import DLRM
 from tierstore.plan import Host, Prediction, Setup, Workload, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork, dlrm_work
-from tierstore.plan.measure import measure_host
+from tierstore.plan.measure import measure
 from tierstore.plan.model import predict
 from tierstore.plan.placement import RankCosts
 from tierstore.plan.placement.measure import measure_ranks
@@ -255,7 +255,7 @@ def _measure(request: Run, _figures: dict[str, Any], *, key: str) -> dict[str, A
     rounds: list[list[list[tuple[_Run, Prediction]]]] = []
     hosts: list[dict[str, float]] = []
     for _ in range(config[f"{key}_rounds"]):
-        host = measure_host(request.folder, seconds=config["unseen_machine_seconds"])
+        host = measure(request.folder, seconds=config["unseen_machine_seconds"]).host
         hosts.append({"flops": host.processor.flops, **vars(host.costs)})
         rounds.append([subject.round(host, config) for subject in subjects])
     shutil.rmtree(folder)
@@ -337,5 +337,5 @@ UNSEEN: Final = _part(
 KNOWN: Final = _part(
     "known",
     "whole models that were looked at",
-    "Known: these were the unseen workloads before; dense layers and ranks are modelled since.",
+    "Known: these were the unseen workloads before; dense layers, ranks and threads are modelled since.",
 )

@@ -24,9 +24,7 @@ MIB, GIB = float(2**20), float(2**30)
 
 COSTS = SoftwareCosts(
     batch_us=100.0,
-    table_us=3.0,
     step_us=60.0,
-    step_table_us=5.0,
     hand_over_us=40.0,
     ahead_us=90.0,
     admit_ns=40.0,
@@ -51,7 +49,8 @@ COSTS = SoftwareCosts(
     move_ns=600.0,
     move_ns_per_byte=2.0,
     transaction_us=400.0,
-    dense_operation_us=5.0,
+    share_us=70.0,
+    dense_product_us=5.0,
     dense_wake_us=20.0,
     dense_value_ns=0.5,
 )
@@ -69,7 +68,6 @@ DDR = Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, wa
 GPU = Accelerator(
     hbm=Memory(capacity_bytes=8 * GIB, bytes_per_s=2e12, row_bytes_per_s=1e12),
     pcie=Link(bytes_per_s=1e10, latency_us=10.0),
-    peer=Link(),
     flops=1e13,
     watts=300.0,
     usd=10_000.0,

@@ -75,7 +75,7 @@ def test_what_is_given_or_in_a_trace_is_not_assumed(folder: Path) -> None:
 
 
 def test_flops_that_are_given_are_those_of_no_known_layers(folder: Path) -> None:
-    (folder / "bare.toml").write_text("[workload]\ndense_flops = 5\ndense_operations = 9\ndense_values = 70\n" + TABLES)
+    (folder / "bare.toml").write_text("[workload]\ndense_flops = 5\ndense_products = 9\ndense_values = 70\n" + TABLES)
     assert workload_of(asked(folder)).dense == (5, 9, 70)
     assert workload_of(asked(folder, "workload.dense_flops=6")).dense == (6, 0, 0)
 

@@ -125,29 +125,26 @@ HELP = {
           -h, --help        show this help message and exit
           --json PATH       where they go (default: ranks.json)
           --optimizer NAME  of the tables: sgd, rowwise_adagrad (default), adagrad or adam
-          --seconds N       of steps, about; all takes some minutes (default: 60)
+          --seconds N       of steps, about, beside some 30 to make tables (default: 60)
           --force           replace PATH if it exists
           --traceback       show where in the code an error arose
         example:
           torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json
     """,
     "plan place": """
-        usage: tierstore plan place [-h] --costs FILE [--trace TRACE] [--room SIZE] [--search {beam,greedy}] [--force]
-                                    [--traceback]
+        usage: tierstore plan place [-h] --costs FILE [--trace TRACE] [--room SIZE] [--force] [--traceback]
                                     WORKLOAD PLAN.json
         Find how to shard a workload's tables over ranks, so that a training step takes the least time.
         positional arguments:
-          WORKLOAD              a preset, or a workload file; its batch is that of all ranks
-          PLAN.json             the plan that is written, for open_sharded and ranks.plan
+          WORKLOAD      a preset, or a workload file; its batch is that of all ranks
+          PLAN.json     the plan that is written, for open_sharded and ranks.plan
         options:
-          -h, --help            show this help message and exit
-          --costs FILE          of the ranks, by tierstore plan measure-ranks
-          --trace TRACE         what is looked up (default: Zipf's law, as the workload says)
-          --room SIZE           of each rank, for rows and optimizer state (default: no limit)
-          --search {beam,greedy}
-                                how to look for it (default: beam)
-          --force               replace PLAN.json if it exists
-          --traceback           show where in the code an error arose
+          -h, --help    show this help message and exit
+          --costs FILE  of the ranks, by tierstore plan measure-ranks
+          --trace TRACE what is looked up (default: Zipf's law, as the workload says)
+          --room SIZE   of each rank, for rows and optimizer state (default: no limit)
+          --force       replace PLAN.json if it exists
+          --traceback   show where in the code an error arose
         examples:
           tierstore plan place rmc2 plan.json --costs ranks.json
           tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB
@@ -387,7 +384,7 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
         (
             ["place", "shop.toml", "plan.json", "--costs", "shop.toml"],
             2,
-            "tierstore: shop.toml has no costs of ranks; ",
+            "tierstore: shop.toml: Expecting value: ",
         ),
     ],
 )

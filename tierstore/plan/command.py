@@ -175,6 +175,8 @@ def _curves(
     if options.by_table:
         return by_table(accesses, policy, **asked)
     if options.windows is not None:
+        if not 1 <= options.windows <= len(accesses.keys):
+            raise ValueError(f"--windows {options.windows}: expected from 1 to the {len(accesses.keys):,} accesses")
         parts = windows(accesses, policy, options.windows, **asked)
         return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
     return {"all": curve(accesses, policy, **asked)}
@@ -224,7 +226,7 @@ def _measure_ranks(options: argparse.Namespace) -> int:
         raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore plan measure-ranks")
     if rank == 0:
         _require_writable(options.json, [], force=options.force)
-    bar: Any = progress_bar("measuring", unit=" probes") if rank == 0 else contextlib.nullcontext()
+    bar: Any = progress_bar("measuring", unit=" trials") if rank == 0 else contextlib.nullcontext()
     with meeting(_MEET_SECONDS), bar as show:
         found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
     if rank == 0:
@@ -251,7 +253,7 @@ def _place(options: argparse.Namespace) -> int:
     room = float("inf") if options.room is None else parse_size(options.room, name="--room")
     search = Search(workload, demand, costs, rank_bytes=room)
     with progress_bar("placing", unit=" steps") as show:
-        found = search.greedy() if options.search == "greedy" else search.beam(show)
+        found = search.beam(show)
     print(describe_placement(workload, found, demand, costs))
     found.plan.save(options.plan)
     return 0
@@ -478,7 +480,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 type=float,
                 default=60.0,
                 metavar="N",
-                help="of steps, about; all takes some minutes (default: 60)",
+                help="of steps, about, beside some 30 to make tables (default: 60)",
             ),
             _arg("--force", help="replace PATH if it exists"),
         ),
@@ -494,7 +496,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
             _arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore plan measure-ranks"),
             _arg("--trace", metavar="TRACE", help="what is looked up (default: Zipf's law, as the workload says)"),
             _arg("--room", metavar="SIZE", help="of each rank, for rows and optimizer state (default: no limit)"),
-            _arg("--search", choices=["beam", "greedy"], default="beam", help="how to look for it (default: beam)"),
             _arg("--force", help="replace PLAN.json if it exists"),
         ),
         "decide which rank gets which tables",

@@ -15,21 +15,17 @@ MLPERF_LAYERS: Final[dict[str, Any]] = {
 """Of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2/torchrec_dlrm), as ``models.DLRM`` takes them."""
 
 
-_OTHER_OPERATIONS: Final = 3
-"""Of the loss, and of tensors that are laid out anew."""
-
-
 class DenseWork(NamedTuple):
     """Forward. Fields are those of ``Workload``.
 
     Attributes:
         dense_flops: of a sample.
-        dense_operations: of torch, of a batch.
-        dense_values: of a sample, that these read and write.
+        dense_products: of matrices, of a batch.
+        dense_values: of a sample, that these and what is between them read and write.
     """
 
     dense_flops: float
-    dense_operations: float
+    dense_products: float
     dense_values: float
 
 
@@ -51,17 +47,17 @@ def dlrm_work(
     dim, vectors = max(dims), len(dims) + 1
     if interaction == "dot":
         pairs = vectors * (vectors - 1) // 2
-        crossing, width, operations = 2 * vectors**2 * dim, dim + pairs, 4
+        crossing, width, products = 2 * vectors**2 * dim, dim + pairs, 1
         values = 4 * vectors * dim + 2 * vectors**2 + pairs + 2 * width
     else:
         width = dim + sum(dims)
         linears = [(width, cross_rank), (cross_rank, width)] if cross_rank else [(width, width)]
         crossing = cross_layers * sum(2 * inputs * outputs for inputs, outputs in linears)
-        operations = 1 + cross_layers * (len(linears) + 2)
+        products = cross_layers * len(linears)
         values = 2 * width + cross_layers * (sum(map(sum, linears)) + 6 * width)
     layers = [*pairwise([num_dense, *bottom_mlp, dim]), *pairwise([width, *top_mlp, 1])]
     return DenseWork(
         float(sum(2 * inputs * outputs for inputs, outputs in layers) + crossing),
-        float(2 * len(layers) + operations + _OTHER_OPERATIONS),
+        float(len(layers) + products),
         float(sum(inputs + 3 * outputs for inputs, outputs in layers) + values),
     )

@@ -81,15 +81,14 @@ class Accelerator(Checked):
     part: str = ""
     hbm: Memory
     pcie: Link
-    peer: Link
-    """To the others of the host."""
     flops: float = option(1e9, "of matrix products in the precision of training, lasting", low=1, high=_MOST)
     watts: float = option(0.0, "under load, its memory's included", low=0)
     usd: float = option(0.0, "price", low=0)
 
 
 def pooling_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
-    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name."""
+    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name; ``rows``: distinct ones, each table's by
+    itself."""
     of = {"pool": ids, "pool_row": rows, "pool_bag": bags}
     return {key: cost for name, count in of.items() for key, cost in per_byte(name, count, layout.weight_bytes).items()}
 
@@ -104,10 +103,10 @@ def updating_work(*, ids: float, rows: float, bags: float, layout: RowLayout) ->
 def dense_work(dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> dict[str, float]:
     """Of a dense model's step or query on the cores, beside its flops; seconds pass while all threads work."""
     times = TRAINING_FLOPS if is_training else 1
-    operations = 1000 * times * dense.dense_operations
+    products = 1000 * times * dense.dense_products
     return {
-        "dense_operation_us": operations,
-        "dense_wake_us": operations if threads > 1 else 0.0,
+        "dense_product_us": products,
+        "dense_wake_us": products if threads > 1 else 0.0,
         "dense_value_ns": times * samples / threads * dense.dense_values,
     }
 
@@ -130,9 +129,7 @@ class SoftwareCosts(Checked):
     """
 
     batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
-    table_us: float = option(0.0, "of each table of a batch but the first, whatever its ids", low=0)
     step_us: float = option(0.0, "of a training step beyond those, whatever its ids", low=0)
-    step_table_us: float = option(0.0, "the same, of each table but the first", low=0)
     hand_over_us: float = option(0.0, "of a batch that was brought in ahead, on the thread that computes", low=0)
     ahead_us: float = option(0.0, "the same, on the thread that brings it in, whatever its ids", low=0)
     admit_ns: float = option(0.0, "of finding an id in a cache", low=0)
@@ -157,18 +154,10 @@ class SoftwareCosts(Checked):
     move_ns: float = option(0.0, "of a row that cleaning moves: reading and appending it", low=0)
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
-
-    dense_operation_us: float = option(0.0, "of an operation of a dense model on the cores, whatever its size", low=0)
+    share_us: float = option(0.0, "of sharing a batch's lookups, or its updates, between threads", low=0)
+    dense_product_us: float = option(0.0, "of a matrix product of a dense model on the cores, whatever its size", low=0)
     dense_wake_us: float = option(0.0, "the same, of sharing it between threads", low=0)
-    dense_value_ns: float = option(0.0, "of a value that these operations read or write, on one core", low=0)
-
-    def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
-        """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
-        return self.ns_of(pooling_work(ids=ids, rows=rows, bags=bags, layout=layout))
-
-    def training_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
-        """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
-        return self.ns_of(updating_work(ids=ids, rows=rows, bags=bags, layout=layout))
+    dense_value_ns: float = option(0.0, "of a value that a dense model reads or writes, on one core", low=0)
 
     def ns_of(self, work: Mapping[str, float]) -> float:
         """Of amounts by the name of their cost; 1,000 is one of a cost in microseconds."""

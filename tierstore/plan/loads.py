@@ -10,9 +10,9 @@ first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..dist.plan import Exchange
 from ..dist.wire import Precision
-from .host import TRAINING_FLOPS, dense_work
+from ..kernels.threads import MIN_WORK
+from .host import TRAINING_FLOPS, dense_work, pooling_work, updating_work
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
@@ -39,13 +39,9 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
     Args:
         is_ahead: rows of later batches come in while a batch is computed.
     """
-    work = _Work(setup, pools, is_ahead)
-    loads = (
-        ResourceLoad("batch", work.batch_s(), 1.0, "batches"),
-        work.lookups(),
-        work.hbm(),
-        work.model(),
-        work.network(),
+    work = (_Work if setup.rank_costs is None else _RankWork)(setup, pools, is_ahead)
+    own = (ResourceLoad("batch", work.batch_s(), 1.0, "batches"), work.lookups(), work.hbm(), work.model())
+    others = (
         work.id_exchange(),
         work.cold_rows(),
         work.write_back(),
@@ -54,7 +50,8 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
         work.ssd_writes(),
         work.ddr(),
     )
-    return (*loads, *work.cores({load.resource: load.seconds for load in loads}))
+    seconds = {load.resource: load.seconds for load in (*own, *others)}
+    return (*own, work.network(seconds), *others, *work.cores(seconds))
 
 
 def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...]:
@@ -71,11 +68,6 @@ def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...
     groups |= {name: (name,) for name in SHARED}
     lanes = [Lane(name, sum(seconds[each] for each in own), own) for name, own in groups.items()]
     return tuple(sorted(lanes, key=lambda lane: -lane.seconds))
-
-
-def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
-    """Of a step, from what it keeps each resource busy: of its longest lane; arguments as of ``lanes_of``."""
-    return lanes_of(seconds, is_ahead=is_ahead)[0].seconds
 
 
 def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
@@ -107,13 +99,12 @@ class _Work(NamedTuple):
 
     def batch_s(self) -> float:
         """What a batch takes whatever is in it."""
-        costs, more = self.setup.host.costs, len(self.setup.workload.tables) - 1
-        if self.setup.rank_costs is not None:  # they have it
-            return costs.hand_over_us * 1e-6 if self.is_ahead else 0.0
-        microseconds = costs.batch_us + more * costs.table_us
-        if self.is_training:
-            microseconds += costs.step_us + more * costs.step_table_us
-        return (microseconds + (costs.hand_over_us if self.is_ahead else 0.0)) * 1e-6
+        costs = self.setup.host.costs
+        return (costs.batch_us + (costs.step_us if self.is_training else 0.0)) * 1e-6 + self.hand_over_s
+
+    @property
+    def hand_over_s(self) -> float:
+        return self.setup.host.costs.hand_over_us * 1e-6 if self.is_ahead else 0.0
 
     @property
     def is_training(self) -> bool:
@@ -126,69 +117,43 @@ class _Work(NamedTuple):
 
     def lookups(self) -> ResourceLoad:
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
-        ids, costs, nanoseconds = sum(pool.lookups for pool in self.pools), self.setup.host.costs, 0.0
-        for pool in () if self.setup.hbm_bytes else self.pools:
-            for share in self._shares_of(pool):
-                nanoseconds += costs.lookup_ns(**share) + (costs.training_ns(**share) if self.is_training else 0.0)
-        seconds = nanoseconds * 1e-9 / self.threads if self.setup.rank_costs is None else self._over_ranks_s()
+        ids = sum(pool.lookups for pool in self.pools)
         copied = self._copied_s() if self.setup.is_deferred else 0.0
-        return ResourceLoad("lookups", seconds + copied, ids, "ids")
+        return ResourceLoad("lookups", self._lookups_s() + copied, ids, "ids")
 
-    def _over_ranks_s(self) -> float:
-        """Lookups and updates, exchanges included, as they were measured on ranks that share their hosts."""
-        from .placement.costs import amounts_evenly
-        from .placement.demand import TableDemand
-
-        setup, seconds = self.setup, 0.0
-        for pool in self.pools:
-            exchange: Exchange = "rows" if self._crosses_by_row(pool) else "pooled"
-            amounts = amounts_evenly(
-                exchange=exchange,
-                dim=pool.layout.dim,
-                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
-                bags=pool.bags,
-                demand=TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
-                ranks=setup.hosts,
-            )
-            assert setup.rank_costs is not None
-            seconds += setup.rank_costs.group_s(exchange, amounts)
-        return seconds
-
-    def _reduce_s(self) -> float:
-        """Of averaging dense gradients over ranks that share a host: a thread that is woken finds its core taken as
-        often as rows are fetched there."""
-        costs = self.setup.rank_costs
-        if costs is None or not self.setup.workload.dense_flops:
+    def _lookups_s(self) -> float:
+        if self.setup.hbm_bytes:
             return 0.0
-        ahead = self.cold_rows().seconds + self.write_back().seconds if self.is_ahead else 0.0
-        own = self.batch_s() + self.lookups().seconds + self.model().seconds
-        share = ahead / (ahead + own)
-        return 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
+        costs, nanoseconds = self.setup.host.costs, 0.0
+        for share in (share for pool in self.pools for share in self._shares_of(pool)):
+            nanoseconds += costs.ns_of(pooling_work(**share) | (updating_work(**share) if self.is_training else {}))
+        return nanoseconds * 1e-9 / self.threads + self.sharing_s
+
+    @property
+    def sharing_s(self) -> float:
+        """Of lookups, and of updates, between threads; one of them is busy then."""
+        is_shared = self.threads > 1 and not self.setup.hbm_bytes
+        return 1e-6 * self.setup.host.costs.share_us * self.directions * len(self.pools) if is_shared else 0.0
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
         """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
         it sends them; and as an owner it looks up and updates each that it is asked for, as a bag of one id."""
-        if self._crosses_by_row(pool):
+        if self.crosses_by_row:
             yield {"ids": pool.lookups, "rows": pool.sent_rows, "bags": pool.bags, "layout": pool.layout}
             yield {"ids": pool.sent_rows, "rows": pool.unique, "bags": pool.sent_rows, "layout": pool.layout}
         else:
             yield {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "layout": pool.layout}
 
-    def _crosses_by_row(self, pool: PoolLoad) -> bool:
-        """Over hosts that train: each distinct row of a host's batch crosses once, or else each bag and its ids, where
-        owners pool. What sends less."""
-        if self.setup.hosts == 1 or not self.is_training:
-            return False
-        by_row = pool.sent_rows * (ID_BYTES + 2 * self._wire_bytes(pool))
-        return by_row <= self._pooled_bytes(pool) + ID_BYTES * (pool.lookups + pool.bags)
+    @property
+    def crosses_by_row(self) -> bool:
+        """Over hosts that train each distinct row of a host's batch crosses once, as stores do unless they are told
+        otherwise. Where hosts serve, bags and their ids cross, and owners pool."""
+        return self.setup.hosts > 1 and self.is_training
 
     def _wire_bytes(self, pool: PoolLoad) -> float:
         """Of a row, or of a bag, between hosts."""
         wire = self.setup.wire
         return pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
-
-    def _pooled_bytes(self, pool: PoolLoad) -> float:
-        return self.directions * pool.bags * self._wire_bytes(pool)
 
     def _copied_s(self) -> float:
         """Of keeping a copy of the gradient of pooled rows until it is applied."""
@@ -197,7 +162,9 @@ class _Work(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return min(self.setup.threads, self.setup.host.processor.cores)
+        """That share lookups and updates: one for few ids."""
+        enough = max(1, int(sum(pool.lookups for pool in self.pools)) // MIN_WORK)
+        return min(self.setup.threads, self.setup.host.processor.cores, enough)
 
     def hbm(self) -> ResourceLoad:
         """Rows that are read to be pooled, each id's; in training distinct ones are read and written again."""
@@ -207,7 +174,7 @@ class _Work(NamedTuple):
         return ResourceLoad("hbm", moved / speed if moved else 0.0, moved, "bytes")
 
     def model(self) -> ResourceLoad:
-        """The dense part: on the accelerators where rows are there, else on the cores, with what its operations take
+        """The dense part: on the accelerators where rows are there, else on the cores, with what its products take
         beside their flops."""
         workload, host = self.setup.workload, self.setup.host
         flops = workload.dense_flops * workload.batch_samples / self.setup.hosts
@@ -222,42 +189,48 @@ class _Work(NamedTuple):
         return dense_work(setup.workload.dense, samples=samples, threads=cores, is_training=self.is_training)
 
     def _model_core_s(self, seconds: float) -> float:
-        """Of all cores, while the dense part takes so long: starting its operations keeps one busy."""
+        """Of all cores, while the dense part takes so long: starting its products keeps one busy."""
         work, costs = self._dense_work(), self.setup.host.costs
-        alone = 1e-9 * costs.ns_of({name: work[name] for name in ("dense_operation_us", "dense_wake_us")})
+        alone = 1e-9 * costs.ns_of({name: work[name] for name in ("dense_product_us", "dense_wake_us")})
         return alone + (seconds - alone) * self.setup.host.processor.cores
 
-    def network(self) -> ResourceLoad:
+    def network(self, seconds: Mapping[str, float]) -> ResourceLoad:
         """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
-        and the dense weights' in a ring. In serving it sends the ids before, too."""
+        and the dense weights' in a ring. In serving it sends the ids before, too.
+
+        Args:
+            seconds: that other resources are busy.
+        """
         workload, hosts = self.setup.workload, self.setup.hosts
         if hosts == 1:
             return ResourceLoad("network", 0.0, 0.0, "bytes")
         others = (hosts - 1) / hosts
-        sent = others * sum(self._values_bytes(pool) for pool in self.pools)
+        sent = others * self.directions * sum(map(self._values_bytes, self.pools))
         if self.is_training:
             sent += 2 * others * (workload.dense_flops / FLOPS_PER_WEIGHT) * FLOAT_BYTES
         else:
             sent += others * sum(map(self._id_bytes, self.pools))
-        seconds = self._sent_s(sent, self.exchanges) if self.setup.rank_costs is None else self._reduce_s()
-        return ResourceLoad("network", seconds, sent, "bytes")
+        return ResourceLoad("network", self._network_s(sent, seconds), sent, "bytes")
+
+    def _network_s(self, sent_bytes: float, _seconds: Mapping[str, float]) -> float:
+        return self._sent_s(sent_bytes, self.exchanges)
 
     def id_exchange(self) -> ResourceLoad:
         """What a host sends before it computes, in training: ids, so that their owners bring the rows in."""
         if self.setup.hosts == 1 or not self.is_training:
             return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
         sent = (self.setup.hosts - 1) / self.setup.hosts * sum(map(self._id_bytes, self.pools))
-        seconds = self._sent_s(sent, _TOGETHER * len(self.pools)) if self.setup.rank_costs is None else 0.0
-        return ResourceLoad("id exchange", seconds, sent, "bytes")
+        return ResourceLoad("id exchange", self._id_exchange_s(sent), sent, "bytes")
+
+    def _id_exchange_s(self, sent_bytes: float) -> float:
+        return self._sent_s(sent_bytes, _TOGETHER * len(self.pools))
 
     def _values_bytes(self, pool: PoolLoad) -> float:
-        if self._crosses_by_row(pool):
-            return self.directions * pool.sent_rows * self._wire_bytes(pool)
-        return self._pooled_bytes(pool)
+        return (pool.sent_rows if self.crosses_by_row else pool.bags) * self._wire_bytes(pool)
 
     def _id_bytes(self, pool: PoolLoad) -> float:
         """Where bags cross, their sizes too."""
-        return ID_BYTES * (pool.sent_rows if self._crosses_by_row(pool) else pool.lookups + pool.bags)
+        return ID_BYTES * (pool.sent_rows if self.crosses_by_row else pool.lookups + pool.bags)
 
     def _sent_s(self, sent_bytes: float, exchanges: int) -> float:
         return sent_bytes / self.setup.host.network.bytes_per_s + self.latency_s(exchanges)
@@ -289,14 +262,15 @@ class _Work(NamedTuple):
             per_byte = costs.pool_ns_per_byte + costs.pool_row_ns_per_byte
             copying = costs.pool_ns + costs.pool_row_ns + per_byte * pool.layout.row_bytes
             return pool.hbm_misses * self.directions * (costs.admit_ns + costs.admit_row_ns + copying)
-        asked, found = pool.lookups, 0.0
-        if self._crosses_by_row(pool):  # distinct rows of the batch are found before they are sent for
-            asked = pool.sent_rows
-            if self.setup.rank_costs is None:
-                found = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows)
+        asked = pool.sent_rows if self.crosses_by_row else pool.lookups
+        sent_for = self._sending_for_ns(pool) if self.crosses_by_row else 0.0
         if pool.is_full or not asked:
-            return found
-        return found + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
+            return sent_for
+        return sent_for + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
+
+    def _sending_for_ns(self, pool: PoolLoad) -> float:
+        """Of finding the distinct rows of a batch before they are sent for."""
+        return self.setup.host.costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows)
 
     def _bringing_ns(self, pool: PoolLoad) -> float:
         costs = self.setup.host.costs
@@ -373,7 +347,7 @@ class _Work(NamedTuple):
         A thread finds its core taken for as long as an equal share of the others' work takes.
         """
         cores = self.setup.host.processor.cores
-        computing = seconds["batch"] + seconds["lookups"] * self.threads
+        computing = seconds["batch"] + (seconds["lookups"] - self.sharing_s) * self.threads + self.sharing_s
         computing += 0.0 if self.setup.hbm_bytes else self._model_core_s(seconds["model"])
         ahead = seconds["cold rows"] + seconds["write-back"]
         waiting, waiting_ahead = (ahead / cores, computing / cores) if self.is_ahead else (0.0, 0.0)
@@ -382,3 +356,45 @@ class _Work(NamedTuple):
             ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
             ResourceLoad("cores", (computing + ahead) / cores, computing + ahead, "core-seconds"),
         )
+
+
+class _RankWork(_Work):
+    """The same of one of several ranks that share a host: what they do together takes what was measured of steps over
+    such ranks, fixed work, lookups, updates and exchanges in one."""
+
+    def batch_s(self) -> float:
+        return self.hand_over_s
+
+    def _lookups_s(self) -> float:
+        from .placement.costs import amounts_evenly
+        from .placement.demand import TableDemand
+
+        setup, seconds = self.setup, 0.0
+        assert setup.rank_costs is not None
+        for pool in self.pools:
+            amounts = amounts_evenly(
+                dim=pool.layout.dim,
+                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
+                bags=pool.bags,
+                demand=TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
+                ranks=setup.hosts,
+            )
+            seconds += setup.rank_costs.group_s("rows", amounts)
+        return seconds
+
+    def _network_s(self, _sent_bytes: float, seconds: Mapping[str, float]) -> float:
+        """Of averaging dense gradients: a thread that is woken finds its core taken as often as rows are fetched
+        there."""
+        costs = self.setup.rank_costs
+        assert costs is not None
+        if not self.setup.workload.dense_flops:
+            return 0.0
+        ahead = seconds["cold rows"] + seconds["write-back"] if self.is_ahead else 0.0
+        share = ahead / (ahead + seconds["batch"] + seconds["lookups"] + seconds["model"])
+        return 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
+
+    def _id_exchange_s(self, _sent_bytes: float) -> float:
+        return 0.0
+
+    def _sending_for_ns(self, _pool: PoolLoad) -> float:
+        return 0.0

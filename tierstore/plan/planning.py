@@ -248,7 +248,7 @@ def workload_of(asked: PlanFile) -> Workload:
         if getattr(section, name)
     }
     if section.dense_flops:  # the layers are not those of the file then
-        found = replace(found, dense_operations=0.0, dense_values=0.0)
+        found = replace(found, dense_products=0.0, dense_values=0.0)
         given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
     try:
         return replace(found, **given)

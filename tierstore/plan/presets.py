@@ -37,7 +37,7 @@ class _Keys:
     optimizer: OptimizerName = "none"
     dtype: DtypeName = "float32"
     dense_flops: float = 0.0
-    dense_operations: float = 0.0
+    dense_products: float = 0.0
     dense_values: float = 0.0
 
 

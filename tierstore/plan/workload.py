@@ -96,8 +96,8 @@ class Workload(Checked):
     dtype: DtypeName = "float32"
     """Of the weights, in memory and on SSD."""
     dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
-    dense_operations: float = option(0.0, "of torch, of the same, a batch; 0: not known", low=0, high=1e15)
-    dense_values: float = option(0.0, "that these read and write, a sample", low=0, high=1e15)
+    dense_products: float = option(0.0, "of matrices, of the same, a batch; 0: not known", low=0, high=1e15)
+    dense_values: float = option(0.0, "that it reads and writes, a sample", low=0, high=1e15)
     assumed: tuple[Assumed, ...] = ()
 
     def __post_init__(self) -> None:

@@ -146,7 +146,7 @@ def test_a_recorded_sample_is_better_read_once_a_batch(path: Path, capsys: pytes
         (["--sizes", "99999999999999999999"], "--sizes 99999999999999999999: write rows"),
         (["--sampling-rate", "2"], "sampling_rate=2.0: expected a number above 0, and at most 1"),
         (["--by-table", "--windows", "2"], "--by-table and --windows: choose one"),
-        (["--windows", "0"], "num_windows=0"),
+        (["--windows", "0"], "--windows 0: expected from 1 to the"),
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ],
 )

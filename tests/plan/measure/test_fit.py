@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore import KeyedJaggedTensor
 from tierstore.plan import SoftwareCosts
-from tierstore.plan.host import per_byte
+from tierstore.plan.host import per_byte, pooling_work, updating_work
 from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs, solve_nonnegative
 from tierstore.plan.measure.loops import Amounts
 from tierstore.rows import RowLayout
@@ -61,9 +61,9 @@ def test_the_loops_and_the_host_count_alike() -> None:
     ids = np.concatenate([np.arange(20), np.zeros(30, np.int64)])
     amounts = Amounts.of([KeyedJaggedTensor(["f"], torch.from_numpy(ids), offsets=torch.arange(0, 51, 5))], layout)
     own = dataclasses.asdict(costs)
-    lookup = costs.batch_us * 1000 + costs.lookup_ns(**given)
+    lookup = costs.batch_us * 1000 + costs.ns_of(pooling_work(**given))
     assert cost_ns(amounts.lookup(), own) == pytest.approx(lookup)
-    assert cost_ns(amounts.training(), own) == pytest.approx(costs.step_us * 1000 + costs.training_ns(**given))
+    assert cost_ns(amounts.training(), own) == pytest.approx(costs.step_us * 1000 + costs.ns_of(updating_work(**given)))
     hits = lookup + costs.admission_ns(ids=50, rows=20)
     assert cost_ns(amounts.admitting() | amounts.lookup(), own) == pytest.approx(hits)
     missing = per_byte("miss", 20, layout.row_bytes)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.plan.commands import run
+from tierstore.kernels.threads import default_threads
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure import machine, measurement
 from tierstore.plan.measure.fit import STAGES, fit_costs
 from tierstore.plan.measure.loops import LoopSizes
-from tierstore.plan.measure.measurement import Measurement, measure, measure_host, sizes_for
+from tierstore.plan.measure.measurement import Measurement, measure, sizes_for
 from tierstore.plan.parts import read_host
 
 TINY = LoopSizes(rows=6_000, samples=64, pooling_factor=4, miss_rows=256, passes=1, cold_rows=64)
@@ -73,7 +74,7 @@ def test_loops_do_the_work_that_they_say(found: Measurement) -> None:
     assert 200 < named["missed lookup, rows of 72 bytes"]["miss_ns"] <= 256, "an eighth of the rows is cached"
     assert 1 <= named["reads beyond misses, rows of 520 bytes"]["read_ns"] <= 64
     assert named["steps whose batches are brought in ahead"]["hand_over_us"] == 1000
-    assert named["lookup, one id a table"]["table_us"] == 31_000
+    assert sum("share_us" in work for work in named.values()) == (2 if default_threads() > 1 else 0)
     for loop in loops:
         if loop.stage in ("write-back", "cleaning"):
             assert loop.work["transaction_us"] > 0
@@ -94,7 +95,7 @@ def test_sizes_follow_the_time_and_the_device() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), 1e9])
 def test_time_that_is_none(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"seconds=.*expected a number from 1 to 3,600"):
-        measure_host(tmp_path, seconds=seconds)
+        measure(tmp_path, seconds=seconds)
 
 
 def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,7 @@ def made(tmp_path: Path, text: str, name: str = "host.toml") -> Path:
 def whole_host() -> Host:
     """One with a different number everywhere."""
     memory = Memory(capacity_bytes=1e9, bytes_per_s=2.5, row_bytes_per_s=3, watts=4, usd=5)
-    gpu = Accelerator(
-        hbm=memory, pcie=Link(bytes_per_s=6, latency_us=7), peer=Link(bytes_per_s=8), flops=9, watts=10, usd=11
-    )
+    gpu = Accelerator(hbm=memory, pcie=Link(bytes_per_s=6, latency_us=7), flops=9, watts=10, usd=11)
     return Host(
         name='a "name" with \\ and \x7f and é\n',
         processor=Processor(cores=12, flops=13, watts=14, usd=15),

@@ -101,19 +101,27 @@ def test_a_file_has_them(tmp_path: Path) -> None:
     assert RankCosts.load(path).source == "there"
 
 
-@pytest.mark.parametrize("change", ["no JSON", "[]", "version", "seconds", "more"])
-def test_other_files_are_told_apart(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("no JSON", "Expecting value"),
+        ("[]", r"costs of ranks = \[\]: expected a table"),
+        ({"version": 0}, "version=0: expected a whole number from 1 to 1"),
+        ({"seconds": {}}, 'costs of ranks.seconds: key "rows" is missing'),
+        ({"errors": dict.fromkeys(KINDS, "some")}, "costs of ranks.errors.rows = 'some': expected a number"),
+        ({"errors": dict.fromkeys(KINDS, -1.0)}, "rows=-1.0: expected a number from 0"),
+        ({"world_size": "2"}, "costs of ranks.world_size = '2': expected an integer"),
+        ({"cores": 0}, "cores=0: expected a whole number from 1"),
+        ({"reduce_us": float("nan")}, "reduce_us=nan: expected a number from 0"),
+        ({"optimizer": "best"}, 'costs of ranks.optimizer = \'best\': expected "none" or "sgd"'),
+        ({"more": 1}, 'unknown key "more"'),
+    ],
+)
+def test_other_files_are_told_apart(tmp_path: Path, change: Any, reason: str) -> None:
     path = tmp_path / "ranks.json"
     costs_of(2).save(path)
-    fields = json.loads(path.read_text())
-    if change == "version":
-        fields["version"] = 0
-    elif change == "seconds":
-        del fields["seconds"]["rows"]["ids"]
-    else:
-        fields["more"] = 1
-    path.write_text(change if change in ("no JSON", "[]") else json.dumps(fields))
-    with pytest.raises(ValueError, match="measure-ranks writes them"):
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=f"{path}: .*{reason}.*measure-ranks writes costs of ranks"):
         RankCosts.load(path)
     with pytest.raises(FileNotFoundError):
         RankCosts.load(tmp_path / "none.json")

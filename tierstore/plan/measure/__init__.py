@@ -1,6 +1,6 @@
 """Measuring the machine at hand: its memory, its disk, its GPUs, and what tierstore's own work takes on it."""
 
-from .measurement import Measurement, describe, measure, measure_host
+from .measurement import Measurement, describe, measure
 from .storage import READ_BYTES, DirectReader, DirectWriter, direct_reader
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "describe",
     "direct_reader",
     "measure",
-    "measure_host",
 ]

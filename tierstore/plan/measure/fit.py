@@ -19,9 +19,7 @@ def _of_rows(*names: str) -> tuple[str, ...]:
 
 STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "lookup": ("batch_us", *_of_rows("pool", "pool_row", "pool_bag")),
-    "tables": ("table_us",),
     "training": ("step_us", *_of_rows("update", "update_row", "update_bag")),
-    "tables in training": ("step_table_us",),
     "hits": ("admit_ns", "admit_row_ns"),
     "misses": _of_rows("miss"),
     "cold": ("read_ns",),
@@ -29,7 +27,8 @@ STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "cleaning": _of_rows("move"),
     "hand-over": ("hand_over_us",),
     "ahead": ("ahead_us",),
-    "dense": ("dense_operation_us", "dense_wake_us", "dense_value_ns"),
+    "threads": ("share_us",),
+    "dense": ("dense_product_us", "dense_wake_us", "dense_value_ns"),
 }
 """The fields of ``SoftwareCosts`` that each stage adds."""
 
@@ -42,7 +41,7 @@ class Loop(NamedTuple):
     Attributes:
         name: what it was, for people.
         stage: see ``STAGES``.
-        ns: of a batch, on one core; of a dense model, on those that it had.
+        ns: of a batch, on one core; of a dense model and of threads, on those that it had.
         work: of a batch: amounts by the field of ``SoftwareCosts`` that is their cost; ids, rows or bytes for
             nanoseconds, and 1,000 for one that is in microseconds.
         beside_ns: of ``ns``, what is known without these costs.

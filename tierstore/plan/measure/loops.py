@@ -13,12 +13,13 @@ it. The loops of a table:
   transaction's cost can be told from its rows' (*write-back*); and when every row was rewritten so often that cleaning
   moves as many as it ever does (*cleaning*).
 
-Over batches of many tables:
+Over many tables, and over threads:
 
-- one id for each of many tables, against one table (*tables*, *tables in training*);
 - steps with batches that are brought in ahead, some of whose rows have to come from disk and put out newer ones: what
   that takes beyond those rows, on the thread that computes (*hand-over*) and on all others (*ahead*). Threads that take
-  turns find the processor's caches full of each other's data, which is in it.
+  turns find the processor's caches full of each other's data, which is in it;
+- training steps with rows in memory on one core and on all, by the clock: what sharing them adds to an equal part
+  (*threads*).
 """
 
 import contextlib
@@ -28,7 +29,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,6 +42,7 @@ from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
 from ...io.prefetch import prefetch
 from ...kernels.arrays import Int64s
+from ...kernels.threads import MIN_WORK, default_threads
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...rows import RowLayout
 from ...store import Store, open_store
@@ -83,7 +85,6 @@ _TIMED_SHARE: Final = 1 / 2
 
 _TABLES: Final = 32
 _TABLES_DIM: Final = 64
-_TABLES_BATCHES: Final = 8
 _AHEAD_IDS: Final = 64
 """For each table, of batches that are brought in ahead."""
 _AHEAD_STEPS: Final = 60
@@ -189,11 +190,11 @@ def _fill(path: Path, dim: int, rows: int, *, tables: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, dim: int, cached_rows: float) -> Iterator[_Subject]:
+def _opened(path: Path, dim: int, cached_rows: float, *, threads: int = 1) -> Iterator[_Subject]:
     """With a cache of about so many rows."""
     layout = RowLayout(dim=dim, state_dim=1)
     ddr = _STAGING_BYTES + int(int(cached_rows) * (layout.row_bytes + _BOOKS_BYTES) * _SLACK)
-    with open_store(path, mode="w", ddr=ddr, threads=1) as store:
+    with open_store(path, mode="w", ddr=ddr, threads=threads) as store:
         yield _Subject(store, TieredEmbeddingBagCollection(store), store["t0"].layout)
         store.rollback(store.version)
 
@@ -270,18 +271,24 @@ def _jagged(ids: Int64s, pooling_factor: int, *, tables: int = 1) -> KeyedJagged
     return KeyedJaggedTensor([f"f{number}" for number in range(tables)], torch.from_numpy(ids), offsets=offsets)
 
 
-def _thread_ns(work: Callable[[KeyedJaggedTensor], None], batch: KeyedJaggedTensor) -> float:
-    """Of this thread, on a processor."""
-    began = time.thread_time()
+_Work = Callable[[KeyedJaggedTensor], None]
+_Clock = Callable[[], float]
+
+
+def _ns(work: _Work, batch: KeyedJaggedTensor, clock: _Clock = time.thread_time) -> float:
+    """Of this thread on a processor, by default."""
+    began = clock()
     work(batch)
-    return 1e9 * (time.thread_time() - began)
+    return 1e9 * (clock() - began)
 
 
-def _median_ns(work: Callable[[KeyedJaggedTensor], None], batches: Sequence[KeyedJaggedTensor], passes: int) -> float:
+def _median_ns(
+    work: _Work, batches: Sequence[KeyedJaggedTensor], passes: int, clock: _Clock = time.thread_time
+) -> float:
     """Of a batch, after one pass that does not count."""
     for batch in batches:
         work(batch)
-    return statistics.median(_thread_ns(work, batch) for _ in range(passes) for batch in batches)
+    return statistics.median(_ns(work, batch, clock) for _ in range(passes) for batch in batches)
 
 
 # One table
@@ -295,6 +302,7 @@ def _of_table(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
     if dim in _COLD_DIMS:
         yield _cold(path, dim, sizes)
     if dim in _WRITE_DIMS:
+        yield from _threads(path, dim, sizes)
         yield from _of_writes(path, dim, sizes.rows, sizes.miss_rows)
 
 
@@ -315,9 +323,7 @@ def _batches(sizes: LoopSizes, exponent: float, pooling_factor: int) -> list[Key
 
 def _in_memory(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
     with _opened(path, dim, 2 * sizes.rows) as subject:
-        table = subject.store["t0"]
-        for first in range(0, sizes.rows, _CHUNK):
-            table.read(torch.arange(first, min(first + _CHUNK, sizes.rows)))
+        _read_all(subject, sizes)
         for exponent in _EXPONENTS:
             for pooling_factor in (1, sizes.pooling_factor):
                 name = f"{subject.name}, {pooling_factor} a bag, {'popular' if exponent else 'any'} rows"
@@ -325,6 +331,25 @@ def _in_memory(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
         if dim == _TINY_DIM:
             one_id = [_jagged(np.array([row]), 1) for row in range(_BATCHES)]
             yield from _lookup_and_training(subject, "one id", one_id, sizes.passes)
+
+
+def _read_all(subject: _Subject, sizes: LoopSizes) -> None:
+    for first in range(0, sizes.rows, _CHUNK):
+        subject.store["t0"].read(torch.arange(first, min(first + _CHUNK, sizes.rows)))
+
+
+def _threads(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
+    cores, taken = default_threads(), []
+    shared = replace(sizes, samples=max(sizes.samples, cores * MIN_WORK // sizes.pooling_factor))
+    batches = _batches(shared, _EXPONENTS[0], sizes.pooling_factor)
+    for threads in (1, cores) if cores > 1 else ():
+        with torch_threads(threads), _opened(path, dim, 2 * sizes.rows, threads=threads) as subject:
+            _read_all(subject, sizes)
+            taken.append(_median_ns(subject.trainer(batches[0]), batches, sizes.passes, time.perf_counter))
+    if taken:
+        kept = 1000 * (1 - 1 / cores)  # not divided
+        work = {"share_us": 2000, "batch_us": kept, "step_us": kept}
+        yield Loop(f"training on {cores} cores, rows of {dim} columns", "threads", taken[1], work, taken[0] / cores)
 
 
 def _lookup_and_training(subject: _Subject, name: str, batches: list[KeyedJaggedTensor], passes: int) -> Iterator[Loop]:
@@ -359,7 +384,7 @@ def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
             subject.forward(draw(sizes.miss_rows))
         batches = [draw(sizes.miss_rows) for _ in range(_MISS_BATCHES)]
         before = _Counts.by(subject)
-        ns = statistics.median(_thread_ns(subject.forward, batch) for batch in batches)
+        ns = statistics.median(_ns(subject.forward, batch) for batch in batches)
         missing = _Counts.by(subject).since(before, len(batches)).misses
         amounts = Amounts.of(batches, subject.layout)
         work = amounts.admitting() | amounts.lookup() | per_byte("miss", missing, subject.layout.row_bytes)
@@ -380,10 +405,10 @@ def _cold(path: Path, dim: int, sizes: LoopSizes) -> Loop:
         draw, count = _drawn(sizes.rows, sizes.pooling_factor), max(rows, sizes.pooling_factor)
         for _ in range(_COLD_BATCHES):
             warm(path / _ROWS_FILE)
-            warm_ns = _thread_ns(subject.forward, draw(count))
+            warm_ns = _ns(subject.forward, draw(count))
             drop(path / _ROWS_FILE)
             before = _Counts.by(subject)
-            cold_ns = _thread_ns(subject.forward, draw(count))
+            cold_ns = _ns(subject.forward, draw(count))
             pages.append(_Counts.by(subject).since(before).pages)
             differences.append(cold_ns - warm_ns)
     ns = max(statistics.median(differences), 1.0)
@@ -418,25 +443,8 @@ def _of_writes(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loop
 def _of_tables(path: Path, sizes: LoopSizes) -> Iterator[Loop]:
     each = max(256, sizes.rows // _TABLES)
     _fill(path, _TABLES_DIM, each, tables=_TABLES)
-    with _opened(path, _TABLES_DIM, 2 * each * _TABLES) as subject:
-        yield from _one_id_each(subject, sizes.passes)
     with _opened(path, _TABLES_DIM, each * _TABLES * _AHEAD_CACHED_SHARE) as subject:
         yield from _ahead(subject, int(each * _AHEAD_USED_SHARE))
-
-
-def _one_id_each(subject: _Subject, passes: int) -> Iterator[Loop]:
-    batches = [_jagged(np.full(_TABLES, row), 1, tables=_TABLES) for row in range(_TABLES_BATCHES)]
-    lookup_ns = _median_ns(subject.forward, batches, passes)
-    step_ns = _median_ns(subject.trainer(batches[0]), batches, passes)
-    amounts = Amounts(_TABLES, _TABLES, _TABLES, subject.layout)
-    yield Loop("lookup, one id a table", "tables", lookup_ns, amounts.lookup() | _of_further("table_us"))
-    beyond_ns, work = max(step_ns - lookup_ns, 1.0), amounts.training() | _of_further("step_table_us")
-    yield Loop("training beyond lookup, one id a table", "tables in training", beyond_ns, work)
-
-
-def _of_further(*costs: str) -> dict[str, float]:
-    """Of the tables but the first."""
-    return dict.fromkeys(costs, 1000.0 * (_TABLES - 1))
 
 
 def _ahead(subject: _Subject, rows: int) -> Iterator[Loop]:
@@ -448,7 +456,7 @@ def _ahead(subject: _Subject, rows: int) -> Iterator[Loop]:
     own_ns, others_ns = _trained_ahead(subject, batches[_AHEAD_WARM_STEPS:])
     counts, layout = _Counts.by(subject).since(before, _AHEAD_STEPS), subject.layout
     amounts = Amounts(ids, counts.unique, ids, layout)
-    computing = amounts.lookup() | amounts.training() | _of_further("table_us", "step_table_us")
+    computing = amounts.lookup() | amounts.training()
     yield Loop("steps whose batches are brought in ahead", "hand-over", own_ns, {"hand_over_us": 1000, **computing})
     bringing = amounts.admitting() | per_byte("miss", counts.read, layout.row_bytes) | counts.writing(layout)
     yield Loop("bringing them in ahead", "ahead", others_ns, {"ahead_us": 1000, **bringing})

@@ -213,13 +213,11 @@ def measure_accelerator(device: torch.device, *, seconds: float, sizes: DeviceSi
     """Time one device. Its power and its price are not known."""
     sizes = sizes or DeviceSizes()
     wait: Callable[[], object] = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    each = seconds / 6
+    each = seconds / 4
     host = torch.ones(sizes.copy_bytes // 4, pin_memory=device.type == "cuda")
-    pcie = _link(host, torch.empty_like(host, device=device), wait, each)
     return Accelerator(
         hbm=_hbm(device, wait, sizes, 2 * each),
-        pcie=pcie,
-        peer=_peer(device, wait, sizes, each) or pcie,
+        pcie=_link(host, torch.empty_like(host, device=device), wait, each),
         flops=_flops(device, wait, sizes, each),
     )
 
@@ -263,16 +261,6 @@ def _link(source: Tensor, target: Tensor, wait: Callable[[], object], seconds: f
     return Link(
         bytes_per_s=whole * source.numel() * source.element_size(), latency_us=1e6 / _rate(copy_one, wait, seconds / 2)
     )
-
-
-def _peer(device: torch.device, wait: Callable[[], object], sizes: DeviceSizes, seconds: float) -> Link | None:
-    """To another device, or None if there is no other."""
-    others = torch.cuda.device_count() if device.type == "cuda" else 0
-    if others < 2:
-        return None
-    other = torch.device("cuda", ((device.index or 0) + 1) % others)
-    source = torch.ones(sizes.copy_bytes // 4, device=device)
-    return _link(source, torch.empty_like(source, device=other), wait, seconds)
 
 
 def _flops(device: torch.device, wait: Callable[[], object], sizes: DeviceSizes, seconds: float) -> float:

@@ -53,9 +53,9 @@ class Measurement:
     fitted_ns: tuple[float, ...]
 
 
-def measure_host(
+def measure(
     folder: str | Path, *, seconds: float = _DEFAULT_SECONDS, progress: Progress | None = None, device: str = "cpu"
-) -> Host:
+) -> Measurement:
     """Time this machine: memory, cores, the SSD under ``folder``, GPUs, and tierstore's own work on a core.
 
     Prices, watts, the network and what a drive may be written are not measured: prices and watts are 0, the others
@@ -71,13 +71,6 @@ def measure_host(
         ValueError: no such folder or device, too little free, or a file system in memory.
         OSError: a file system without direct reads.
     """
-    return measure(folder, seconds=seconds, progress=progress, device=device).host
-
-
-def measure(
-    folder: str | Path, *, seconds: float = _DEFAULT_SECONDS, progress: Progress | None = None, device: str = "cpu"
-) -> Measurement:
-    """As ``measure_host``, with what the figures were made of."""
     if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
         raise ValueError(f"seconds={seconds!r}: expected a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,g}")
     say = progress or (lambda _step, _share: None)
@@ -201,7 +194,6 @@ def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
     yield _Line(
         "from the host", _giga(gpu.pcie.bytes_per_s), f"page-locked; one float takes {gpu.pcie.latency_us:.0f} us"
     )
-    yield _Line("to its peer", _giga(gpu.peer.bytes_per_s), f"one float takes {gpu.peer.latency_us:.0f} us")
     yield _Line("matrix products", f"{gpu.flops / 1e12:,.1f} TFLOP/s", "bfloat16")
 
 

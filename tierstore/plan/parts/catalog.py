@@ -22,7 +22,7 @@ def _figures_of(description: type) -> tuple[str, ...]:
 FIGURES: Final[Mapping[str, tuple[str, ...]]] = {
     "processors": _figures_of(Processor),
     "memory": _figures_of(Memory),
-    "accelerators": (*_figures_of(Memory), "flops", "peer_bytes_per_s", "peer_latency_us"),
+    "accelerators": (*_figures_of(Memory), "flops"),
     "links": _figures_of(Link),
     "storage": _figures_of(Storage),
     "networks": _figures_of(Link),
@@ -143,8 +143,6 @@ _UNITS: Final = {
     "flops": ("matrix products", 1e-12, " TFLOP/s"),
     "bytes_per_s": ("in order", 1e-9, " GB/s"),
     "row_bytes_per_s": ("rows at random", 1e-9, " GB/s"),
-    "peer_bytes_per_s": ("to its peers", 1e-9, " GB/s"),
-    "peer_latency_us": ("after", 1.0, " us"),
     "latency_us": ("after", 1.0, " us"),
     "read_latency_us": ("one read", 1.0, " us"),
     "reads_per_s": ("reads", 1e-3, "k/s"),

@@ -169,7 +169,6 @@ def _accelerator(entry: Any) -> Accelerator:
         part=entry.part,
         hbm=Memory(**{name: own[name] for name in ("capacity_bytes", "bytes_per_s", "row_bytes_per_s")}),
         pcie=Link(part=link, **load_part("links", link).values()),
-        peer=Link(bytes_per_s=own["peer_bytes_per_s"], latency_us=own["peer_latency_us"]),
         **{name: own[name] for name in ("flops", "watts", "usd")},
     )
 

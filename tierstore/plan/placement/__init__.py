@@ -3,7 +3,7 @@
 from .costs import Predicted, RankCosts, predict
 from .demand import Demands, TableDemand, expected_demand, measured_demand
 from .describe import describe_costs, describe_placement
-from .search import Found, Search, SearchName
+from .search import Found, Search
 
 __all__ = [
     "Demands",
@@ -11,7 +11,6 @@ __all__ = [
     "Predicted",
     "RankCosts",
     "Search",
-    "SearchName",
     "TableDemand",
     "describe_costs",
     "describe_placement",

@@ -11,14 +11,16 @@ Each amount below costs so many seconds, found by non-negative least squares ove
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from ...dist.plan import Exchange, Plan, Sharding
+from ...dist.plan import Plan, Sharding
 from ...kernels.arrays import Float64s
+from ...settings.options import check_ranges, option
+from ...settings.sections import converted
 from ..json_file import plain, write_json
 from ..measure.fit import solve_nonnegative
 from ..workload import OptimizerName, TableShape, Workload
@@ -116,16 +118,14 @@ def amounts_of(table: TableShape, sharding: Sharding, demand: TableDemand, *, ba
     return Amounts(np.array([asker.get(name, 0.0) for name in ASKER]), owners)
 
 
-def amounts_evenly(
-    *, exchange: Exchange, dim: int, tables: float, bags: float, demand: TableDemand, ranks: int
-) -> Amounts:
-    """Of a group of tables whose rows are over all ranks.
+def amounts_evenly(*, dim: int, tables: float, bags: float, demand: TableDemand, ranks: int) -> Amounts:
+    """Of a group of tables whose rows are over all ranks, and cross as rows.
 
     Args:
         bags: of a rank's batch, of all these tables, as the demand is.
     """
     shape = TableShape(name="all", embedding_dim=dim)
-    found = amounts_of(shape, Sharding("row_wise", tuple(range(ranks)), exchange), demand, bags=bags, ranks=ranks)
+    found = amounts_of(shape, Sharding("row_wise", tuple(range(ranks))), demand, bags=bags, ranks=ranks)
     found.asker[list(ASKER).index("tables")] = tables
     return found
 
@@ -135,6 +135,26 @@ def busiest(work: Float64s, cores: int, local_ranks: int) -> Float64s:
     hosts = [work[first : first + local_ranks].sum(0) for first in range(0, len(work), local_ranks)]
     found: Float64s = np.maximum(work.max(0), np.stack(hosts).max(0) / cores)
     return found
+
+
+def _table(*columns: tuple[str, Any, Any]) -> Any:
+    """Of a file, whose figures are in their ranges."""
+    return make_dataclass("table", columns, kw_only=True, namespace={"__post_init__": check_ranges})
+
+
+def _figures(*names: str) -> Any:
+    return _table(*((name, float, option(0.0, "", low=0)) for name in names))
+
+
+_FILE: Final = _table(
+    ("version", int, option(_VERSION, "", low=_VERSION, high=_VERSION)),
+    ("optimizer", OptimizerName, "none"),
+    ("seconds", _table(*((kind, _figures(*ASKER, *OWNER), None) for kind in KINDS)), None),
+    ("errors", _figures(*KINDS), None),
+    ("source", str, ""),
+    *((name, int, option(1, "", low=1)) for name in ("world_size", "local_world_size", "cores")),
+    *((name, float, option(0.0, "", low=0)) for name in ("reduce_us", "reduce_busy_us")),
+)
 
 
 class Probe(NamedTuple):
@@ -174,15 +194,11 @@ class RankCosts:
         cls,
         probes: Sequence[Probe],
         *,
-        world_size: int,
-        local_world_size: int,
         cores: int,
-        optimizer: OptimizerName,
-        source: str,
-        reduce_us: float = 0.0,
-        reduce_busy_us: float = 0.0,
+        local_world_size: int,
+        **others: Any,
     ) -> "RankCosts":
-        """From steps of one group each."""
+        """From steps of one group each; ``others``: fields as they are."""
         seconds, errors = dict[Kind, dict[str, float]](), dict[Kind, float]()
         for kind in KINDS:
             own = [probe for probe in probes if probe.kind == kind]
@@ -194,10 +210,7 @@ class RankCosts:
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = dict(zip((*ASKER, *OWNER), found.tolist(), strict=True))
             errors[kind] = float(np.abs(matrix @ found - 1).mean())
-        return cls(
-            world_size=world_size, local_world_size=local_world_size, cores=cores, optimizer=optimizer,
-            seconds=seconds, errors=errors, source=source, reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
-        )  # fmt: skip
+        return cls(cores=cores, local_world_size=local_world_size, seconds=seconds, errors=errors, **others)
 
     def asker(self, kind: Kind) -> Float64s:
         """float64 [len(ASKER)]."""
@@ -221,18 +234,14 @@ class RankCosts:
         """Read what ``save`` wrote.
 
         Raises:
-            OSError: it cannot be read. ValueError: it is something else.
+            OSError: it cannot be read. ValueError: it is something else; names the key and what is accepted.
         """
         try:
-            fields: dict[str, Any] = json.loads(Path(path).read_text())
-            version = fields.pop("version")
-            found = cls(**fields)
-            known = version == _VERSION and all(set(found.seconds[kind]) == {*ASKER, *OWNER} for kind in KINDS)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            known = False
-        if not known:
-            raise ValueError(f"{path} has no costs of ranks; tierstore plan measure-ranks writes them") from None
-        return found
+            fields = json.loads(Path(path).read_text())
+            found: Any = converted(fields, _FILE, "costs of ranks", is_whole=True)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; tierstore plan measure-ranks writes costs of ranks") from None
+        return cls(**{name: value for name, value in plain(found).items() if name != "version"})
 
 
 class Predicted(NamedTuple):

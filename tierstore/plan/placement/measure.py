@@ -2,7 +2,8 @@
 
 Each probe has one group of tables, all rows in memory. Probes differ in columns, tables, samples, ids a bag and how
 often ids repeat; in each, rows are over all ranks alike and on the first one alone, so that an owner's work can be told
-from an asker's.
+from an asker's. They are timed in short trials, all probes in each round and in another order, as others use the
+machine too: what slows it for seconds is then in one trial of many probes and not in all of one.
 """
 
 import copy
@@ -12,7 +13,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,7 +31,8 @@ from ..workload import OPTIMIZERS, OptimizerName, TableShape
 from .costs import Amounts, Probe, RankCosts, amounts_of, kind_of
 from .demand import TableDemand
 
-_BATCHES: Final = 10
+_ROUNDS: Final = 2
+_BATCHES: Final = 4
 _OTHER_BYTES: Final = 16 << 20
 """That are read and written between steps, as a model does: then few rows are still in the processor's own caches."""
 _MOST_STEPS: Final = 100
@@ -62,6 +64,7 @@ _SHAPES: Final = (
     Shape(24, 512, 1, 0.8),
 )
 _DIMS: Final = (16, 64, 128)
+"""Of columns; a shape has one of them, or two if there is time."""
 _FORMS: Final[tuple[tuple[ShardingType, Exchange], ...]] = (
     ("row_wise", "rows"),
     ("row_wise", "pooled"),
@@ -89,9 +92,9 @@ def measure_ranks(
 
     Args:
         optimizer: of the tables, none but "none".
-        seconds: to spend in steps, about; all takes some minutes, more with more ranks. With fewer than 60, fewer
-            probes are made, of smaller tables.
-        progress: told how many probes are done, and of how many.
+        seconds: to spend in steps, about, beside making their tables, which takes half a minute, more with more
+            ranks. With fewer than 60 there are half as many probes, of smaller tables.
+        progress: told how many trials are done, and of how many.
 
     Raises:
         ValueError: a wrong argument. Others as of ``open_sharded``.
@@ -99,29 +102,39 @@ def measure_ranks(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     ranks, share = Ranks(), min(1.0, seconds / _DEFAULT_SECONDS)
-    shapes = _SHAPES[: max(2, round(share * len(_SHAPES)))]
-    tables_bytes = max(_LEAST_BYTES, int(share * _TABLES_BYTES))
-    asked = [
-        (shape, dim, kind, owners)
-        for shape, dim, kind in itertools.product(shapes, _DIMS, _FORMS)
-        for owners in ([ranks.size] if kind[0] in ("data_parallel", "column_wise") else [ranks.size, 1])
+    asked = list(_asked(ranks, max(_LEAST_BYTES, int(share * _TABLES_BYTES)), dims=1 + int(share)))
+    trials = [list[float]() for _ in asked]
+    reduces = list[tuple[float, float]]()
+    for number in range(_ROUNDS):
+        reduces.append(_reduce_us(ranks))
+        for done, place in enumerate(np.random.default_rng(number).permutation(len(asked)), number * len(asked) + 1):
+            subject, shardings = asked[place]
+            trials[place].append(subject.step_s(shardings, optimizer, seconds / (_ROUNDS * len(asked))))
+            if progress is not None:
+                progress(done, _ROUNDS * len(asked))
+    probes = [
+        Probe(kind_of(shardings[0]), subject.amounts(shardings), statistics.median(taken))
+        for (subject, shardings), taken in zip(asked, trials, strict=True)
     ]
-    probes = list[Probe]()
-    for shape, dim, (sharding_type, exchange), owners in asked:
-        shardings = [_sharding(sharding_type, exchange, table, owners, ranks.size) for table in range(shape.tables)]
-        subject = _Subject(ranks, shape, dim, max(1, tables_bytes // (shape.tables * 4 * dim)))
-        step_s = subject.step_s(shardings, optimizer, seconds / len(asked))
-        probes.append(Probe(kind_of(shardings[0]), subject.amounts(shardings), step_s))
-        if progress is not None:
-            progress(len(probes), len(asked))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
     where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
-    reduce_us, reduce_busy_us = _reduce_us(ranks)
+    reduce_us, reduce_busy_us = map(statistics.median, zip(*reduces, strict=True))
     return RankCosts.fitted(
         probes, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
         source=f"tierstore plan measure-ranks, {where}", reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
     )  # fmt: skip
+
+
+def _asked(ranks: Ranks, tables_bytes: int, *, dims: int) -> Iterator[tuple["_Subject", list[Sharding]]]:
+    """Tables and where they are, of each probe; ``dims``: of each shape."""
+    for (number, shape), beyond in itertools.product(enumerate(_SHAPES), range(dims)):
+        dim = _DIMS[(number + beyond) % len(_DIMS)]
+        subject = _Subject(ranks, shape, dim, max(1, tables_bytes // (shape.tables * 4 * dim)))
+        for sharding_type, exchange in _FORMS:
+            for owners in [ranks.size] if sharding_type in ("data_parallel", "column_wise") else [ranks.size, 1]:
+                places = range(shape.tables)
+                yield subject, [_sharding(sharding_type, exchange, table, owners, ranks.size) for table in places]
 
 
 def _reduce_us(ranks: Ranks) -> tuple[float, float]:

@@ -14,7 +14,7 @@ tables out: those that cost their owners most first, each to the ranks with the 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from ..workload import TableShape, Workload
 from .costs import OF_GROUPS, Kind, RankCosts, amounts_of, busiest, bytes_of, group_of
 from .demand import Demands
 
-SearchName = Literal["beam", "greedy"]
 _BEAM: Final = 4
 _CHANGED: Final = 10
 """Tables whose forms a step of the beam search changes: the costliest."""
