@@ -4,7 +4,8 @@ Every step has a batch that was never seen before. Torch's has one ``nn.Embeddin
 sparse gradients and SGD; the tier's has row-wise Adagrad.
 """
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ _WANTED: Final = 1.0
 _PROBES: Final = 2
 _NAMES: Final = {
     "tierstore": "tierstore",
+    "graph": "tierstore, replays of a CUDA graph",
     "torch": "torch's DLRM, nn.EmbeddingBag",
     "dense part": "dense part alone",
 }
@@ -81,9 +83,11 @@ def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config
         rig, config["table_sizes"], config["exponent"], case["batch"], (repetitions + 1) * steps + 2 * _PROBES
     )
     rounds = [batches[start : start + steps] for start in range(0, (repetitions + 1) * steps, steps)]
-    seconds: dict[str, list[float]] = {"tierstore": [], "torch": [], "dense part": []}
+    graphed = _graphed(rig, own, batches[0])
+    seconds: dict[str, list[float]] = {name: [] for name in ("tierstore", *graphed, "torch", "dense part")}
     for number, part in enumerate(rounds):
         taken = {"tierstore": own.take_steps(part), "torch": theirs.take_steps(part)}
+        taken |= {name: take_steps(part) for name, take_steps in graphed.items()}
         taken["dense part"] = own.dense_seconds(part, config["dim"])
         for name in seconds if number else ():
             seconds[name].append(taken[name] / steps)
@@ -97,6 +101,15 @@ def _measure(rig: Rig, own: Trainer, theirs: Steps, case: dict[str, Any], config
     }
 
 
+def _graphed(rig: Rig, own: Trainer, batch: Batch) -> dict[str, Callable[[Sequence[Batch]], float]]:
+    """Empty on the CPU, and where the device refuses the capture."""
+    try:
+        return {"graph": own.graphed(batch)} if rig.is_cuda else {}
+    except RuntimeError:  # what else is timed stands
+        traceback.print_exc()
+        return {}
+
+
 def _asked(rig: Rig, steps: Steps, batches: list[Batch]) -> Asked | None:
     """Of a step without prefetching, the dense part's included; the first one warms up."""
     for batch in batches[:-1]:
@@ -108,13 +121,13 @@ def _report(cases: list[dict[str, Any]], left: list[str], size: int, config: dic
     rows = []
     for case in cases:
         own = case["step_s"]["tierstore"]["median"]
-        for name, shown in _NAMES.items():
-            median = case["step_s"][name]["median"]
+        for name, found in case["step_s"].items():
+            median = found["median"]
             asked = case["asked"].get(name)
             counts = ["", ""] if asked is None else [f"{asked['launches']}", f"{asked['waits']}"]
             rows.append(
                 [
-                    f"{case['batch']:,}: {shown}",
+                    f"{case['batch']:,}: {_NAMES[name]}",
                     f"{1 / median:,.0f}",
                     f"{median * 1e3:.2f}",
                     f"{median / own:.2f}",
@@ -143,7 +156,8 @@ def _report(cases: list[dict[str, Any]], left: list[str], size: int, config: dic
             "Training, all rows in device memory: batches never seen before, dense features and labels on the device, "
             f"ids on the host, {config['depth']} batches prefetched by the tier. Torch: nn.EmbeddingBag with sparse "
             "gradients and SGD, where the tier has row-wise Adagrad. Launches and waits: of one step without "
-            "prefetching, those of the dense part included, as the profiler sees them."
+            "prefetching, those of the dense part included, as the profiler sees them. Replays: a whole step is one "
+            "CUDA graph, and ids are on the device before the clock runs."
         ],
         left=left,
     )

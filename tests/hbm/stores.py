@@ -80,7 +80,7 @@ def shown(directory: Path, version: int | None = None, name: str = "t") -> Tenso
 
 
 def bits(tensor: Any) -> bytes:
-    values = torch.as_tensor(tensor).detach().contiguous()
+    values = torch.as_tensor(tensor).detach().cpu().contiguous()
     return values.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -20,7 +20,7 @@ from tierstore.errors import ClosedError, TableError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
-from tierstore.hbm.lanes import CudaLane, Lane
+from tierstore.hbm.lanes import Lane
 from tierstore.hbm.sending import Sender
 from tierstore.hbm.staging import Staging
 
@@ -312,19 +312,6 @@ def test_a_fill_that_fails_leaves_the_buffer_free() -> None:
     (values, empty), _ = sender.send([(torch.int32, 3), (torch.float32, 0)], lambda arrays: arrays[0].fill(4))
     assert values.tolist() == [4, 4, 4]
     assert empty.tolist() == []
-
-
-def test_a_lookup_in_a_graph_under_capture_is_refused(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(Lane, "require_no_capture", CudaLane.require_no_capture)
-        for use in (lambda: bag(ALL[:4], torch.tensor([0])), lambda: bag.bring_in(bag.prepare(ALL[:4].reshape(2, 2)))):
-            with pytest.raises(RuntimeError, match=r"outside of a CUDA graph.*DLRM\.dense_part"):
-                use()
-        monkeypatch.undo()
-        step(bag, ALL[:3])
-        assert store["t"].read(ALL).sum() == -12
 
 
 def test_more_positions_than_numbers_go_are_refused(store_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 
 from ..config import TableConfig
+from ..lookup.tables import Replayed
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..rows import RowLayout
@@ -72,6 +73,9 @@ class ShardedTable:
 
     def next_hyper(self) -> Hyper:
         return self.local.next_hyper()
+
+    def replayed_hyper(self, captured: Replayed) -> Hyper:
+        return self.local.replayed_hyper(captured)
 
     def id_error(self, row: int) -> ValueError:
         return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")

@@ -68,7 +68,7 @@ def write_rows(table: Table, start: int, weights: Weights, state: Floats | None)
         state = before.state if state is None else state
         changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
         weights, state = weights[changed], state[changed]
-        table.num_changes += 1
+        table.note_change()
         for first, lease in pool.leases.parts(_keys(table, start, stop)[changed]):
             part = slice(first, first + lease.num_positions)
             with pool.arena.lock:

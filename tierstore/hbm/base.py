@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,9 @@ from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import rows_twin
 from .batch import Bags, DeviceIds, Groups
+from .captured import Captured, Captures, Spare
 from .checks import Check, Checks
-from .lanes import Mark
+from .lanes import Mark, refused_in_graph
 from .sending import Field, Sender
 
 POSITIONS_MAX: Final = 2**30
@@ -39,6 +40,10 @@ _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 _KEPT: Final = 64
 """Of what is sent once: features, rules."""
+IN_USE: Final = (
+    "a batch under way (prefetched, or before its backward or step) or a CUDA graph (until the store is closed)"
+)
+"""What uses rows longer than one call."""
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
 
@@ -107,17 +112,22 @@ class DeviceBatch:
         ready: when bags are there; rows_ready: when rows are.
         grouping: its positions by row, as its pool groups them; None until it did.
         check: of ids that the device joined; None if the host did, which found nothing wrong.
+        captured: whose ids a CUDA graph joins, or None.
     """
 
-    __slots__ = ("bags", "check", "grouping", "ready", "rows", "rows_ready")
+    __slots__ = ("bags", "captured", "check", "grouping", "ready", "rows", "rows_ready")
 
-    def __init__(self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark, check: Check | None = None) -> None:
+    def __init__(
+        self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark, check: Check | None = None,
+        captured: Captured | None = None,
+    ) -> None:  # fmt: skip
         self.bags = bags
         self.rows = rows
         self.ready = ready
         self.rows_ready = rows_ready
         self.grouping: Any = None
         self.check = check
+        self.captured = captured
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -153,12 +163,14 @@ class Ruled(Protocol):
 
 
 class _SentFeatures(NamedTuple):
-    """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Owned``."""
+    """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Owned``.
+    ``spare``: of the next lookups that are captured."""
 
     firsts: Tensor
     num_rows: Tensor
     columns: Tensor
     table_of: Tensor
+    spare: list[Spare]
 
 
 class _SentRules(NamedTuple):
@@ -176,6 +188,7 @@ class DeviceRows(ABC):
         lane: the device's streams.
         kernels: ``rows_triton`` or ``rows_twin``.
         checks: of batches whose ids the device joined.
+        captures: of lookups in CUDA graphs.
         lock: serialises whoever brings rows in or writes them down; taken before the locks of the pool below.
         split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
         fill_seconds: time spent bringing rows in and writing them down.
@@ -186,6 +199,8 @@ class DeviceRows(ABC):
     dirty: Tensor | None
     row_dtype: torch.dtype
     """Of ``DeviceBatch.rows``."""
+    is_capturable: ClassVar[bool] = False
+    """Whether a CUDA graph may have lookups."""
     numbering: Numbering | None = None
     """Of slots, if these are what ``DeviceBatch.rows`` are; else they are keys."""
 
@@ -198,6 +213,7 @@ class DeviceRows(ABC):
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
         self.checks = Checks(self.lane, self.device)
+        self.captures = Captures(self.lane)
         self.lock = threading.RLock()
         self._features: dict[bytes, _SentFeatures] = {}
         self._below = below.transfers
@@ -280,11 +296,19 @@ class DeviceRows(ABC):
             scale = None if given.scale is None else torch.empty(count, dtype=torch.float32, device=self.device)
             step = math.gcd(_WIDE, *features.columns.tolist())
             bags = Bags(starts, bag_of, sent.columns, sent.table_of, batch, scale, step)
-            words = self.checks.words(num_features)
+            spare = self._spare(sent) if self.lane.is_capturing else None
+            words = self.checks.words(num_features) if spare is None else spare.words
             self.kernels.join_ids(given, sent.firsts, sent.num_rows, bags, rows, *words)
             ready = self.lane.mark()
-            self.retain(given, words)
-        return DeviceBatch(bags, rows, ready, ready, Check(*words, ready, explain))
+            self.retain(given, words, sent)
+        check = Check(*words, ready, explain)
+        captured = None if spare is None else self.captures.add(check, spare.counts, count)
+        return DeviceBatch(bags, rows, ready, ready, check, captured)
+
+    def _spare(self, sent: _SentFeatures) -> Spare:
+        if not sent.spare:
+            raise refused_in_graph("no more lookups of the same features fit: run a step without a graph before")
+        return sent.spare.pop()
 
     def _sent(self, features: Owned) -> _SentFeatures:
         """What the device has to know of features, sent once, for the side stream."""
@@ -302,15 +326,41 @@ class DeviceRows(ABC):
 
             types = torch.int64, torch.int64, torch.int32, torch.int32
             sent, _ = self._sender.send([(dtype, len(firsts)) for dtype in types], fill)
-            known = _SentFeatures(*sent)
+            known = _SentFeatures(sent[0], sent[1], sent[2], sent[3], [])
             if len(self._features) >= _KEPT:
                 self._features.clear()
             self._features[name] = known
+        if self.is_capturable and not (known.spare or self.lane.is_capturing):
+            known.spare.extend(Spare.some(self.checks, len(features.columns)))
         return known
+
+    def begin(self) -> None:
+        """To be called before a lookup gives the device more work.
+
+        Raises:
+            ValueError: an earlier batch had a wrong id, as far as that is known by now.
+            RuntimeError: under capture, if rows like these cannot be in a CUDA graph.
+        """
+        if self.lane.is_capturing:
+            self._require_capturable()
+        else:
+            self.checks.look()
+            self.captures.look()
+
+    def _require_capturable(self) -> None:
+        raise refused_in_graph("rows must all be in device memory: give more hbm=")
+
+    def note(self, batch: DeviceBatch) -> None:
+        """A batch was used. Errors as of ``begin``."""
+        if batch.captured is not None:
+            batch.captured.count_forward()
+        elif batch.check is not None:
+            self.checks.note(batch.check)
 
     def look(self) -> None:
         """See ``UpperTier``."""
         self.checks.look(wait=True)
+        self.captures.look(wait=True)
 
     def require_right(self, batch: DeviceBatch) -> None:
         """ValueError for a wrong id or offset. Waits for the device, if the host has not checked them."""
@@ -360,7 +410,11 @@ class DeviceRows(ABC):
         """Let a lease outlive its call, if held pins leave room for others; else False."""
 
     def retain(self, *objects: Any) -> None:
-        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
+        """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done;
+        under capture, until ``close``."""
+        if self.lane.is_capturing:
+            self.captures.keep(*objects)
+            return
         with self._retain_lock:
             self._let_go()
             self._retained.append((self.lane.mark(), objects))
@@ -431,7 +485,7 @@ class DeviceRows(ABC):
         while self.num_leased and time.monotonic() < deadline:
             time.sleep(PIN_POLL_SECONDS / 10)
         if self.num_leased:
-            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
+            raise TableError(f"rows are in use by {IN_USE}")
         self.flush()
         self._forget()
 
@@ -440,6 +494,11 @@ class DeviceRows(ABC):
         """Forget all rows; none is in use, or newer than below."""
 
     # State
+
+    @property
+    def all_counters(self) -> CacheCounters:
+        """``counters``, and what replays of CUDA graphs did: for those waits for the device."""
+        return self.counters
 
     @property
     @abstractmethod
@@ -477,12 +536,14 @@ class DeviceRows(ABC):
     def close(self) -> None:
         """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
         whoever still refers to them (as a lookup does that waits for backward)."""
+        self.lane.require_no_capture("no store is closed")
         self.refuse()
         with self.lock, self.lane.side():
             self._follow_users()
             self.lane.mark().synchronize()
             for arena in (self.weights, self.state):
                 arena.untyped_storage().resize_(0)
+            self.captures.close()
 
     @abstractmethod
     def _follow_users(self) -> None:

@@ -16,7 +16,7 @@ from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
 from .base import DeviceRows
 from .full import FullRows, FullSize
-from .lanes import open_lane
+from .lanes import NOT_THERE, open_lane
 from .pool import HbmPool, HbmSize
 from .sending import Sender
 
@@ -56,6 +56,7 @@ def add_hbm(
         BudgetError: the device has less memory free.
     """
     sender = Sender(open_lane(device), device)
+    sender.lane.require_no_capture(NOT_THERE)
     own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
@@ -102,7 +103,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
     hot = [pool.hot for pool in pools if isinstance(pool.hot, DeviceRows)]
-    return of_counters([rows.counters for rows in hot])._replace(
+    return of_counters([rows.all_counters for rows in hot])._replace(
         capacity_rows=sum(rows.capacity_rows for rows in hot),
         bytes=sum(rows.size_bytes for rows in hot),
         seconds=sum(rows.fill_seconds for rows in hot),

@@ -4,7 +4,9 @@ There is no index, no plan and no pin, and the host waits for nothing once the r
 first use. Dirty rows are marked by the kernel that updates them, and go down when somebody flushes.
 
 ``lock`` is held while work on the rows is given to the device, and by ``flush`` until it is done. So a row's mark and
-its value change together for whoever copies rows down. Nobody holds a lock of the pool below while asking for it.
+its value change together for whoever copies rows down. Nobody holds a lock of the pool below while asking for it. A
+replay of a CUDA graph takes no lock and leaves no mark: ``flush`` waits for those that it was called after, and its
+caller sees to it that none begins meanwhile.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .grouping import group_slots
-from .lanes import Mark
+from .lanes import NOT_THERE, Mark, refused_in_graph
 from .sending import Sender
 from .staging import Staging, staging_bytes
 
@@ -97,6 +99,7 @@ class FullRows(DeviceRows):
     """
 
     row_dtype = torch.int32
+    is_capturable = True
 
     def __init__(
         self, below: Pool, tables: Mapping[int, range], size: FullSize, sender: Sender, *, readonly: bool
@@ -141,7 +144,8 @@ class FullRows(DeviceRows):
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
-        self._note_hits(len(batch))
+        if batch.captured is None:
+            self._note_hits(len(batch))
         return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
 
     def _note_hits(self, count: int) -> None:
@@ -199,13 +203,20 @@ class FullRows(DeviceRows):
             try:
                 yield
             finally:
-                while self._uses and self._uses[0].query():
-                    self._uses.popleft()
-                self._uses.append(self.lane.mark())
+                if not self.lane.is_capturing:
+                    while self._uses and self._uses[0].query():
+                        self._uses.popleft()
+                    self._uses.append(self.lane.mark())
 
     def _follow_users(self) -> None:
+        if len(self.captures):
+            self.lane.synchronize()
         for mark in list(self._uses):
             self.lane.follow(mark)
+
+    def _require_capturable(self) -> None:
+        if self._loaded is None:
+            raise refused_in_graph(NOT_THERE)
 
     # Rows from and to the pool below
 
@@ -236,7 +247,8 @@ class FullRows(DeviceRows):
 
     @shielded
     def flush(self) -> None:
-        """See ``DeviceRows``. Whoever is about to use rows waits for it."""
+        """See ``DeviceRows``. Whoever is about to use rows waits for it; nobody may replay a graph meanwhile."""
+        self.lane.require_no_capture("rows are not committed or copied down")
         self.look()
         with self.lock, self.lane.side():
             self._follow_users()
@@ -303,7 +315,14 @@ class FullRows(DeviceRows):
             while self.released:
                 self.released.popleft()
                 self._num_leased -= 1
-            return self._num_leased
+            return self._num_leased + len(self.captures)
+
+    @property
+    def all_counters(self) -> CacheCounters:
+        """See ``DeviceRows``."""
+        lookups, hits, *others = self.counters
+        replayed = self.captures.num_positions
+        return CacheCounters(lookups + replayed, hits + replayed, *others)
 
     @property
     def num_dirty(self) -> int:

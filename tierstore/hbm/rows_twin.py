@@ -39,9 +39,10 @@ def join_ids(
     Args:
         firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F].
         rows: int32 (slots) or int64 (keys) [N].
-        is_right: int32 [1], set to 0 if something is wrong.
-        record: int64 [F + 1], zeros. A wrong id of a feature goes to the feature's place; one more than the index of an
-            offset that is not from 0 to N, or less than the one before, to the last. Of several, any.
+        is_right: int32 [1], set to 0 if something is wrong, else left as it is.
+        record: int64 [F + 1], zeros, or what an earlier batch left. A wrong id of a feature goes to the feature's
+            place; one more than the index of an offset that is not from 0 to N, or less than the one before, to the
+            last. Of several, any.
     """
     count, num_bags = len(rows), len(bags.bag_starts) - 1
     starts = given.offsets.long()
@@ -57,7 +58,8 @@ def join_ids(
     is_no_row = (ids < 0) | (ids >= num_rows[feature])
     rows.copy_(firsts[feature] + torch.where(is_no_row, torch.zeros_like(ids), ids))
     record[feature[is_no_row].to(record.device)] = ids[is_no_row].to(record.device)
-    record[len(firsts)] = (is_off.int().argmax() + 1) * is_off.any()
+    if is_off.any():
+        record[len(firsts)] = is_off.int().argmax() + 1
     is_right.mul_((~(is_no_row.any() | is_off.any())).int())
     if given.scale is not None and bags.scale is not None:
         bags.scale.copy_(given.scale)

@@ -62,7 +62,11 @@ class Sender:
 
         Returns:
             tensors on the device, and when they are there.
+
+        Raises:
+            RuntimeError: the calling thread's current stream is captured into a CUDA graph.
         """
+        self.lane.require_no_capture("nothing is sent from the host: run such a step without a graph before")
         # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
         lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
         cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]

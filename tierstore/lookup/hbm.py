@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules
+from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Floats, Int64s
 from ..optim.configs import adding
 from ..pool import Pool
@@ -40,6 +41,8 @@ class HbmLookup(OverJoined):
         self._batch: DeviceBatch | None = None
         if isinstance(joined, OnDevice):
             self._rows, self._batch = joined.rows, joined.sent
+        elif isinstance(rows := joined.tables[0].pool.hot, DeviceRows):
+            rows.lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
         self._rules: Rules | None = None
@@ -76,8 +79,9 @@ class HbmLookup(OverJoined):
         """The tables' current pool, and the batch there; while no rows are in use, a new table may replace the pool."""
         rows = self.joined.tables[0].pool.hot
         assert isinstance(rows, DeviceRows), "a lookup in device memory over a pool without"
-        rows.lane.require_no_capture()
-        rows.checks.look()
+        rows.begin()
+        if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
+            raise refused_in_graph("no batch is used that was prefetched or looked up outside, nor the other way round")
         if rows is not self._rows or self._batch is None:
             if self._rows is not None and self._batch is not None:
                 self.joined.note_keys(self._rows.position_keys(self._batch))
@@ -149,8 +153,7 @@ class HbmLookup(OverJoined):
                 is_whole = part.last - part.first == len(batch)
                 if keep and is_whole and not part.lease.held and rows.hold(part.lease):
                     self._lease = part.lease
-            if batch.check is not None:
-                rows.checks.note(batch.check)
+            rows.note(batch)
             if not keep:
                 self.release()
 
@@ -160,6 +163,7 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             return
         with self._on_device() as (rows, batch):
+            rows.lane.require_no_capture("per-sample weights get no gradient: give some that require none")
             own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
             for part in rows.parts(batch, self._lease):
                 with part.lease.in_use():
@@ -177,7 +181,12 @@ class HbmLookup(OverJoined):
             joined.next_hyper()
             return
         with self._on_device() as (rows, batch):
-            self._rules = rules = rows.rules(tuple(joined.tables), joined.next_hyper())
+            if batch.captured is None:
+                hyper = joined.next_hyper()
+            else:
+                hyper = [table.replayed_hyper(batch.captured) for table in joined.tables]
+                batch.captured.count_update()
+            self._rules = rules = rows.rules(tuple(joined.tables), hyper)
             groups = rows.groups(batch)
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):
@@ -200,6 +209,7 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
         with self._on_device() as (rows, batch):
+            rows.lane.require_no_capture("gradients of rows are not merged, as for grad of a table's parameter")
             rows.require_right(batch)
             groups = rows.groups(batch)
             keys = rows.keys(batch)

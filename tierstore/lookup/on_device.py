@@ -5,9 +5,11 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows
 from ..hbm.batch import DeviceIds
+from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
 from ..pool import Pool
 from ..rows import ROW_MASK
@@ -46,6 +48,8 @@ class DeviceJagged:
     @cached_property
     def on_host(self) -> Jagged:
         """A copy; waits for the device."""
+        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise refused_in_graph("a batch must have ids, and the features of one lookup, all of them in order")
         return self._to_host()._replace(batch=self.batch)
 
     def join(self, features: Features, places: Sequence[int]) -> Joined:
@@ -77,8 +81,7 @@ class OnDevice(Joined):
         self.table_bags = features.bounds * self.batch
         self._features = features
         self.rows = rows
-        rows.lane.require_no_capture()
-        rows.checks.look()
+        rows.begin()
 
         def explain(record: Int64s) -> ValueError:
             if record[-1]:
@@ -99,6 +102,7 @@ class OnDevice(Joined):
 
     def _fetch(self) -> None:
         rows, sent = self.rows, self.sent
+        rows.lane.require_no_capture("the host reads no ids, as it would for a table that is looked up twice or traced")
         rows.require_right(sent)
         keys = rows.position_keys(sent)
         rows.lane.follow(sent.ready)

@@ -30,6 +30,15 @@ class RowGradients(NamedTuple):
     values: Tensor
 
 
+class Replayed(Protocol):
+    """A lookup in a CUDA graph."""
+
+    @property
+    def num_updates(self) -> int:
+        """By replays so far. Waits for the device."""
+        ...
+
+
 class TrainsRows(Protocol):
     """A lookup after forward."""
 
@@ -87,8 +96,11 @@ class LookupTable(Protocol):
     config: TableConfig
     index: int
     layout: RowLayout
-    num_changes: int
-    """How often rows were updated, written or exchanged."""
+
+    @property
+    def num_changes(self) -> int:
+        """How often rows were updated, written or exchanged."""
+        ...
 
     @property
     def name(self) -> str: ...
@@ -108,6 +120,11 @@ class LookupTable(Protocol):
 
     def next_hyper(self) -> Hyper:
         """Count one more update: its hyper-parameters."""
+        ...
+
+    def replayed_hyper(self, captured: Replayed) -> Hyper:
+        """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
+        one update to the next."""
         ...
 
     def id_error(self, row: int) -> ValueError:

@@ -11,6 +11,7 @@ import torch
 
 from .. import cache
 from ..errors import TableError
+from ..hbm.base import IN_USE
 from ..hbm.build import add_hbm, hbm_stats
 from ..hbm.full import FullSize
 from ..hbm.pool import HbmSize
@@ -84,9 +85,7 @@ class Pools:
         """TableError, which says what to do before, if rows are in use; errors as ``look``."""
         self.look()
         if not all(pool.becomes_unused() for pool in self):
-            raise TableError(
-                f"rows are in use by a batch under way (prefetched, or before its backward or step); {action} before it"
-            )
+            raise TableError(f"rows are in use by {IN_USE}; {action} before it")
 
     def freeze(self) -> Sequence[Pool]:
         """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch."""

@@ -48,7 +48,8 @@ _MAX_NAMED: Final = 5
 class Store(Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
-    Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close.
+    Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close, and
+    replay CUDA graphs that train.
 
     Attributes:
         directory: absolute.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
+from ..hbm.lanes import refused_in_graph
 from ..kernels import MODES, row_keys
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.rounding import NEAREST, update_seed
@@ -19,7 +20,7 @@ from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.on_device import DeviceJagged
-from ..lookup.tables import in_pool_of
+from ..lookup.tables import Replayed, in_pool_of
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
@@ -57,7 +58,6 @@ class Table(Unpicklable):
         layout: how its rows lie in memory.
         learning_rate: the optimizer's rate in force. It starts as ``config.optimizer.lr``, may be set, and is part of a
             commit.
-        num_changes: how often its rows were updated, written, or replaced by those of another version.
         rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
             first use.
     """
@@ -72,8 +72,8 @@ class Table(Unpicklable):
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
         self._learning_rate = config.optimizer.lr
-        self._step = 0
-        self.num_changes = 0
+        self._step = self._num_changes = 0
+        self._captured: list[Replayed] = []
 
     @property
     def name(self) -> str:
@@ -97,13 +97,19 @@ class Table(Unpicklable):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update; may be set to any finite number from 0 on. It is part of a commit."""
+        """Of the next update; may be set to any finite number from 0 on. It is part of a commit. RuntimeError if it is
+        set to another while a CUDA graph trains the table."""
         return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(f"learning_rate={rate} must be finite and not negative")
+        if self._captured and rate != self._learning_rate:
+            raise RuntimeError(
+                f"a CUDA graph trains table {self.name!r} at learning rate {self._learning_rate}, so it cannot become "
+                f"{rate}: commit, close the store and open it again, set the rate, and capture the step anew"
+            )
         self._learning_rate = float(rate)
 
     def leave(self) -> None:
@@ -128,18 +134,44 @@ class Table(Unpicklable):
     @property
     def state(self) -> TableState:
         """What a commit keeps beside the rows: the count of updates, by which Adam corrects its bias, and the rate."""
-        return TableState(self._step, self.learning_rate)
+        return TableState(self._step + self._num_replayed, self.learning_rate)
+
+    @property
+    def num_changes(self) -> int:
+        """How often its rows were updated, written, or replaced by those of another version."""
+        return self._num_changes + self._num_replayed
+
+    @property
+    def _num_replayed(self) -> int:
+        """Updates by replays of CUDA graphs; if there are any, waits for the device."""
+        return sum(captured.num_updates for captured in self._captured)
+
+    def note_change(self) -> None:
+        """Count one more change of its rows."""
+        self._num_changes += 1
 
     def restore(self, state: TableState) -> None:
         """Go on from that state."""
-        self._step, self.learning_rate = state.step, state.learning_rate
-        self.num_changes += 1
+        self._step, self.learning_rate = state.step - self._num_replayed, state.learning_rate
+        self.note_change()
 
     def next_hyper(self) -> Hyper:
         """Count one more update and give its hyper-parameters."""
         self._step += 1
-        self.num_changes += 1
+        self.note_change()
         return self.config.optimizer.hyper(self._learning_rate, self._step)
+
+    def replayed_hyper(self, captured: Replayed) -> Hyper:
+        """See ``LookupTable``."""
+        rule = self.config.optimizer
+        hyper = rule.hyper(self._learning_rate, 1)
+        if hyper != rule.hyper(self._learning_rate, 2):
+            raise refused_in_graph(
+                f"{rule.kind}, which goes by the step's number, does not train table {self.name!r}: take SGD, Adagrad "
+                "or RowWiseAdagrad"
+            )
+        self._captured.append(captured)
+        return hyper
 
     @property
     def rounding_seed(self) -> int:
@@ -278,7 +310,7 @@ class Table(Unpicklable):
         if not len(keys):
             return
         new = rows.detach()
-        self.num_changes += 1
+        self.note_change()
         in_pool_of(self, lambda pool: self._write(pool, keys, new))
 
     def _write(self, pool: Pool, keys: Int64s, rows: Tensor) -> None:
