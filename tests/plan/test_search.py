@@ -114,6 +114,16 @@ def test_serving_takes_as_many_hosts_as_the_space_has(target: Target, hosts: tup
     assert {each.setup.num_hosts for each in (found.best, *found.runners_up)} <= set(hosts)
 
 
+@pytest.mark.parametrize("rate", [300.0, 4000.0])
+def test_rows_that_one_host_has_on_a_slow_drive_are_in_memory_of_two(rate: float) -> None:
+    ddr = replace(SMALL, capacity_bytes=0.9 * SERVED.table_bytes)
+    host = make_host(storage=(replace(DURABLE, reads_per_s=2000.0),), ddr=ddr)
+    for in_memory in (True, False):
+        space = SearchSpace(memory_shares=(1.0,), row_shares=(0.8,), dtypes=("float32",), in_memory=in_memory)
+        best = find(Target(queries_per_s=rate), SERVED, (host,), space=space).best
+        assert (best.setup.hosts, best.setup.num_hosts, best.is_in_memory) == (2, 2, True)
+
+
 def test_no_rows_of_few_bits_in_device_memory() -> None:
     space = replace(SPACE, dtypes=("int8",), accelerators=(0, 1))
     found = find(

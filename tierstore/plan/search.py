@@ -253,8 +253,8 @@ class _Finder(NamedTuple):
         return sorted(((setup, self._least_usd(setup)) for setup in grid), key=lambda each: each[1])
 
     def _least_usd(self, setup: Setup) -> float:
-        group = self._group(setup)
-        return 0.0 if group.prediction is None else self._fewest(group.prediction) * group.prediction.price.usd_a_month
+        groups = [each.prediction for each in self._groups(setup) if each.prediction is not None]
+        return min((self._fewest(each) * each.price.usd_a_month for each in groups), default=0.0)
 
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
@@ -267,7 +267,9 @@ class _Finder(NamedTuple):
         """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
         if setup.workload.is_training:
             return self._best(replace(setup, hosts=count) for count in self.space.counts)
-        group = self._group(setup)
+        return self._nearest([self._replicated(group) for group in self._groups(setup)])
+
+    def _replicated(self, group: Attempt) -> Attempt:
         if group.prediction is None:
             return group
         hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
@@ -283,6 +285,10 @@ class _Finder(NamedTuple):
             tried.append(self._try(setup))
             if self.target.has_rate and not tried[-1].reason:
                 return tried[-1]
+        return self._nearest(tried)
+
+    def _nearest(self, tried: Sequence[Attempt]) -> Attempt:
+        """The best that meets the target, or what is nearest to it."""
         met = [each for each in tried if not each.reason]
         return min(met, key=self._rank_of) if met else min(tried, key=lambda each: each.shortfall)
 
@@ -290,15 +296,22 @@ class _Finder(NamedTuple):
         assert met.prediction is not None
         return self.rank(met.prediction)
 
-    def _group(self, setup: Setup) -> Attempt:
-        """The fewest hosts that can hold the rows, whatever the target; or why the most cannot."""
+    def _groups(self, setup: Setup) -> list[Attempt]:
+        """The fewest hosts that can hold the rows, whatever the target, and the fewest that can in memory; or why the
+        most cannot."""
+        found: list[Attempt] = []
         for hosts in self.space.counts:
             own = replace(setup, hosts=hosts)
             try:
-                return Attempt(own, self._predicted(own))
+                group = self._predicted(own)
             except ValueError as error:
                 unfit = _unfit(own, error)
-        return unfit
+                continue
+            if group.is_in_memory or not found:
+                found.append(Attempt(own, group))
+            if group.is_in_memory:
+                break
+        return found or [unfit]
 
     def _fewest(self, group: Prediction) -> int:
         """Replicas without which the rate cannot be carried, however long queries may wait."""
