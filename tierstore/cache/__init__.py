@@ -23,7 +23,7 @@ import bisect
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..config import require_choice
+from ..config import require_choice as _require_choice
 from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
@@ -78,7 +78,7 @@ def resolve_policy(policy: str) -> str:
 
 def _checked(policy: str) -> str:
     policy = resolve_policy(policy)
-    require_choice(policy, POLICIES, "policy")
+    _require_choice(policy, POLICIES, "policy")
     return policy
 
 
