@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ..cache import POLICIES
+from ..config import require_choice
 from ..dist.wire import Precision
 from ..settings.options import option
-from ..system.excerpt import excerpt
 from .host import Checked, Host, shared_by
 from .workload import Workload
 
@@ -88,8 +88,7 @@ class Setup(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={excerpt(self.policy)} is not one of {', '.join(POLICIES)}")
+        require_choice(self.policy, POLICIES, "policy")
         if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
             raise ValueError("workers and replicas are for serving; training has hosts")
 
