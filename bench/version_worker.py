@@ -114,12 +114,32 @@ def _warm(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
     return {"warm: read from the page cache": lambda: _timed(lambda: reader.read(draw()), config["warm_reads"])}
 
 
+def _commit(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    import torch
+
+    import tierstore
+
+    store = _store(folder, config, tierstore.optim.SGD(lr=0.05))
+    table, generator = store["t0"], torch.manual_seed(config["seed"])
+
+    def commits(rows: int) -> Action:
+        values = torch.rand(rows, config["dim"])
+
+        def commit() -> float:
+            table.write(torch.randperm(config["rows"], generator=generator)[:rows], values)
+            return _timed(store.commit)
+
+        return commit
+
+    return {f"commit: {rows:,} row{'s' * (rows > 1)} changed": commits(rows) for rows in config["commit_rows"]}
+
+
 def main(root: str, folder: str, task: str, config: str) -> None:
     sys.path.insert(0, root)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     answers, sys.stdout = sys.stdout, sys.stderr
-    makers = {"train": _train, "lookup": _lookup, "cold": _cold, "warm": _warm}
+    makers = {"train": _train, "lookup": _lookup, "cold": _cold, "warm": _warm, "commit": _commit}
     actions = makers[task](place, json.loads(config))
     import tierstore
 

@@ -20,7 +20,7 @@ from .data import ROOT
 
 __all__ = ["run"]
 
-TASKS: Final = ("train", "lookup", "cold", "warm")
+TASKS: Final = ("train", "lookup", "cold", "warm", "commit")
 SLOWER_MAX: Final = 1.03
 _PAUSE_SECONDS: Final = 0.02
 """Before each measurement: threads of the other process spin for a while after their work."""
@@ -128,7 +128,8 @@ def run(request: Run) -> Report:
             "ratio is the median over all pairs. "
             f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
             f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
-            f"{config['cold_rows']:,}, each version from a store that it wrote itself."
+            f"{config['cold_rows']:,}, each version from a store that it wrote itself. "
+            "Commits: rows of one table, written before the clock starts."
         ],
     )
 
