@@ -73,7 +73,6 @@ def test_rows_that_change_before_they_are_written_are_missed_if_nobody_copies_th
         from tierstore.pool.writeback import WriteBack
 
         def begin_update(self, slots):
-            self._cache.thaw(slots)
             self._cache.mark_dirty(slots)
 
         WriteBack.begin_update = begin_update

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config import require_choice as _require_choice
-from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
+from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, Pinned, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
 from .full import FullCache, full_size_bytes
@@ -47,6 +47,7 @@ __all__ = [
     "FullCache",
     "Listable",
     "Listing",
+    "Pinned",
     "ReferenceCache",
     "RowCache",
     "capacity_for",

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s
 from . import admission as kernels
-from .base import Admission, AdmitStatus, Listing
+from .base import STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .dueling import Duel, duel_bytes_of
 from .host import HostCache, checked_keys, checked_slots, require_capacity
@@ -87,21 +87,21 @@ class DdrCache(HostCache):
             self._duel.turn()
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        if admission.stamp < 0:
-            admission.stamp = self._next_stamp()
-        assert admission.stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
+        progress = admission.progress
+        if progress.item(STAMP) < 0:
+            progress[STAMP] = self._next_stamp()
+        stamp = progress.item(STAMP)
+        assert stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
         num_before = admission.num_unique
-        progress = np.array([admission.consumed, admission.num_unique, admission.num_missing], np.int64)
         status = kernels.admit_keys(
             self._books,
             checked_keys(admission.keys),
-            admission.stamp,
+            stamp,
             admission.inverse,
             admission.unique_slots,
             admission.missing,
             progress,
         )
-        admission.consumed, admission.num_unique, admission.num_missing = progress.tolist()
         self._observe(admission.slots[num_before:])
         return AdmitStatus(status)
 
@@ -116,10 +116,9 @@ class DdrCache(HostCache):
             self._books.slots["stamp"] = 0
             self._books.tallies[Tally.STAMP] = 0
 
-    def abandon(self, admission: Admission) -> None:
-        slots = admission.slots
-        self.require(kernels.abandon_slots(self._books, slots), slots, "abandon", "pinned")
-        admission.restart()
+    def release(self, pinned: Pinned) -> None:
+        bad = kernels.release_slots(self._books, pinned.unique_slots, pinned.progress)
+        self.require(bad, pinned.unique_slots, "release", "pinned")
 
     def victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
@@ -174,7 +173,7 @@ class DdrCache(HostCache):
         starts = np.arange(len(keys) + 1) if starts is None else checked_keys(starts)
         keys, is_hit = checked_keys(keys), np.empty(len(keys), np.bool_)
         pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
-        limits, window = np.array([depth, held_rows]), np.zeros(6, np.int64)
+        limits, window = np.array([depth, held_rows]), np.zeros(7, np.int64)
         self._require_stamps(2 * len(keys))
 
         def replay(stop: int) -> None:

@@ -94,8 +94,8 @@ class DeviceLease(Protocol):
 
     held: bool
 
-    def in_use(self) -> contextlib.AbstractContextManager[Any]:
-        """What the calling thread's current stream is given within uses the rows."""
+    def in_use(self, *, changes: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """What the calling thread's current stream is given within uses the rows, and may change them."""
         ...
 
     def release(self, *, changed: bool = False) -> None:

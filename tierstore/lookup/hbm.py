@@ -191,15 +191,14 @@ class HbmLookup(OverJoined):
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):
                 try:
-                    with part.lease.in_use():
+                    with part.lease.in_use(changes=True):
                         rows.kernels.update_rows(
                             batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
                             mean=self._mode == kernels.MEAN, **rules._asdict(), weights=rows.weights,
                             state=rows.state, dim=rows.layout.dim, dirty=rows.dirty,
                         )  # fmt: skip
                 finally:
-                    # Also where it failed half way: some rows may have changed.
-                    part.lease.release(changed=True)
+                    part.lease.release()
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:

@@ -61,7 +61,7 @@ class InMemory:
         assert isinstance(cache, FullCache)
         rows = np.empty((len(ids), self._dim), weights.dtype)
         flags = _NO_FLAGS if cache.is_complete else cache.flags
-        with arena.plain_lock:
+        with arena.lock:
             if arena.is_closed:
                 return None
             status = kernels.copy_rows_of_ids(
@@ -126,6 +126,6 @@ class InMemory:
             )  # fmt: skip
         if status != kernels.DONE:
             return None
-        with arena.plain_lock:
+        with arena.lock:
             cache.note_hits(num_ids)
         return torch.from_numpy(pooled)

@@ -44,6 +44,14 @@ class PendingCommit(Future[int]):
         seen, error = self._was_seen, self.exception()
         return None if seen else error
 
+    def cancel(self) -> bool:
+        """False: a version that has begun is written."""
+        return False
+
+    def drop(self) -> bool:
+        """Have it not begin; whether it had not."""
+        return super().cancel()
+
 
 class Commits:
     """Makes versions and goes back to them. One thread at a time may call it."""
@@ -64,12 +72,16 @@ class Commits:
             self._require_droppable(keep)
         lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
-        pending = PendingCommit(self._pools.epoch)
-        frozen = self._pools.freeze()
-        num_changes = self._catalog.num_changes
-        reach("commit: rows frozen")
-        self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+        self._pending = pending = PendingCommit(self._pools.epoch)
+        try:
+            frozen = self._pools.freeze()
+            num_changes = self._catalog.num_changes
+            reach("commit: rows frozen")
+            self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+        except BaseException:
+            if pending.drop():
+                self._pending = None
+            raise
         return pending
 
     def _require_droppable(self, keep: int) -> None:
@@ -90,6 +102,8 @@ class Commits:
     ) -> None:
         """Write what was frozen and make it the current version; the commit thread's part."""
         try:
+            if not pending.set_running_or_notify_cancel():
+                return
             for pool in pools:
                 pool.writeback.write_frozen()
             reach("commit: frozen rows written")
@@ -99,12 +113,13 @@ class Commits:
                 if self._cold.version == pending.version:
                     self._catalog.version = unpack(pending.version, payload)
                     self._catalog.committed = num_changes
-        except BaseException as error:
-            for pool in pools:
-                pool.writeback.abandon()
-            pending.set_exception(error)
-        else:
             pending.set_result(pending.version)
+        except BaseException as error:
+            try:
+                for pool in pools:
+                    pool.writeback.abandon()
+            finally:
+                pending.set_exception(error)
 
     def end_pending(self) -> None:
         """Wait for the commit under way; raise its error if nobody has seen it."""

@@ -98,9 +98,9 @@ class Pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:
                 stack.enter_context(pool.arena.lock)
+            self.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
             for pool in pools:
-                pool.writeback.freeze()
-            self.epoch += 1
+                pool.writeback.freeze(self.epoch)
         return pools
 
     def retire(self) -> None:
