@@ -16,29 +16,11 @@ import torch
 import tierstore
 from tierstore import errors, optim
 from tierstore.io import row_map
-from tierstore.system.signals import Shield
 
 ROWS = 20_000
 CONFIG = tierstore.TableConfig(
     name="t", num_embeddings=ROWS, embedding_dim=8, init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
 )
-
-
-def test_a_shield_puts_the_handler_off() -> None:
-    seen: list[str] = []
-    previous = signal.signal(signal.SIGINT, lambda *_: seen.append("handled"))
-    try:
-        with Shield():
-            with Shield():
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-            assert seen == []
-        assert seen == ["handled"]
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert seen == ["handled", "handled"]
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser

@@ -3,6 +3,7 @@
 import queue
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -315,8 +316,9 @@ def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.ma
 def _pipeline(
     batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    worker = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth)
+    worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
     try:
+        worker.start(consumer)
         while True:
             item = worker.take()
             if not item:
@@ -329,6 +331,10 @@ def _pipeline(
         worker.stop()
 
 
+class _Consumer:
+    """Lives as long as the generator that takes batches."""
+
+
 class _Worker:
     """A thread that reads batches and brings their rows in.
 
@@ -338,13 +344,23 @@ class _Worker:
     def __init__(self, reader: _Reader, depth: int) -> None:
         self._reader = reader
         self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may yet be brought in
+        # One for each batch that may yet be brought in; a reference to the consumer once that is gone.
+        self._places: queue.SimpleQueue[weakref.ref[_Consumer] | None] = queue.SimpleQueue()
+        self._consumer: weakref.ref[_Consumer] | None = None
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
         self._is_in = True  # the last batch that was handed over
         self._thread = threading.Thread(target=self._run, name="tierstore-prefetch", daemon=True)
+
+    def start(self, consumer: _Consumer) -> None:
+        """Begin. However the consumer ends, the thread ends too, and releases what was not used."""
+        self._consumer = weakref.ref(consumer, self._places.put)
         self._thread.start()
+
+    def _wait_for_place(self) -> None:
+        if self._places.get() is not None:
+            self._reader.close()
 
     def _run(self) -> None:
         try:
@@ -364,7 +380,7 @@ class _Worker:
 
     def _bring_next(self) -> bool:
         """When there is a place, read a batch, bring its rows in and hand it over; False at the end."""
-        self._places.get()
+        self._wait_for_place()
         item = self._reader.next()
         module = self._reader.module
         if item is None or module is None:
@@ -385,7 +401,7 @@ class _Worker:
         """
         places = 0
         while len(self._tickets) > 1 and not self._reader.is_closed and not (self._is_in and module.has_room(ticket)):
-            self._places.get()  # in the end one that a batch has left
+            self._wait_for_place()  # in the end for one that a batch has left
             places += 1
         for _ in range(places):
             self._places.put(None)
@@ -413,7 +429,7 @@ class _Worker:
         to release, and ends when that code returns."""
         is_outside = self._reader.close()
         self._places.put(None)
-        if not is_outside and threading.get_ident() != self._thread.ident:
+        if not is_outside and self._thread.ident not in (None, threading.get_ident()):
             # A bound, for a generator that the garbage collector ends in the middle of anything.
             self._thread.join(_JOIN_SECONDS)
         if is_outside or not self._thread.is_alive():

@@ -16,7 +16,6 @@ from ..cache import FullCache
 from ..cache.flags import LOADING, RESIDENT
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32
-from ..system.signals import Shield
 from . import direct
 from .arena import Arena
 from .backward import NO_ARG_MAX, NO_FLOATS, NO_INTS
@@ -100,12 +99,11 @@ class InMemory:
         id_type, weight_type = _NUMPY_TYPES.get(ids.dtype), arena.weights.dtype.type
         if id_type is None:
             return None
-        with Shield():  # while it is compiled
-            how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
-            if how is None:
-                return None
-            pooled = self._run(arena, how, ids, offsets, mode)
-            self._alone[ids.dtype] = direct.whole(id_type, weight_type)
+        how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
+        if how is None:
+            return None
+        pooled = self._run(arena, how, ids, offsets, mode)
+        self._alone[ids.dtype] = direct.whole(id_type, weight_type)
         return pooled
 
     def _run(self, arena: Arena, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:

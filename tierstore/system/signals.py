@@ -10,13 +10,12 @@ import _signal  # type: ignore[import-not-found, unused-ignore]
 import _thread
 import functools
 import itertools
-import operator
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -41,9 +40,13 @@ class _Deferred:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _MAIN.is_shielded:
-            _MAIN.arrived.append((self.handler, number, frame))
+            _MAIN.arrived.append(itertools.starmap(self.handler, [(number, frame)]))
         else:
             self.handler(number, frame)
+
+
+_Deferrals = tuple[tuple[int, _Deferred, Any], ...]
+"""Of each signal with a handler in Python: number, what waits in its place, the handler."""
 
 
 class _Main:
@@ -52,21 +55,21 @@ class _Main:
     Attributes:
         ident: its number.
         is_shielded: whether handlers wait.
-        arrived: those that wait, with their arguments.
+        arrived: those that wait, each as an iterator that runs it, once.
         handlers: of each signal in ``_NUMBERS``, as last seen.
-        deferred: number, handler as it is to be while shielded, and as it is to be after, of those in Python.
+        deferred: those of ``handlers`` that are in Python.
     """
 
     def __init__(self) -> None:
         self.handlers: tuple[Any, ...] = ()
-        self.deferred: tuple[tuple[int, _Deferred, Any], ...] = ()
+        self.deferred: _Deferrals = ()
         self.begin()
 
     def begin(self) -> None:
         """Also in a forked process, whose main thread is the one that forked."""
         self.ident = threading.main_thread().ident
         self.is_shielded = False
-        self.arrived: list[tuple[Any, int, FrameType | None]] = []
+        self.arrived: list[Iterator[Any]] = []
 
     def look(self, handlers: tuple[Any, ...]) -> None:
         """Take note of handlers that were set since."""
@@ -79,69 +82,58 @@ class _Main:
         self.handlers = handlers
 
 
-class Shield:
-    """While entered in the main thread, Python's signal handlers wait; they run at the exit.
-
-    A handler that is set within is not deferred. Handlers may interrupt entering and leaving: then those that arrived
-    have run, or run when the next shield ends.
-    """
-
-    __slots__ = ("_deferred",)
-
-    def __init__(self) -> None:
-        self._deferred: tuple[tuple[int, _Deferred, Any], ...] | None = None
-
-    def __enter__(self) -> "Shield":
-        main = _MAIN
-        if _thread.get_ident() == main.ident and not main.is_shielded:
-            handlers = tuple(map(_get, _NUMBERS))
-            if handlers != main.handlers:
-                main.look(handlers)
-            self._deferred = deferred = main.deferred
-            for number, waiting, _ in deferred:
-                _set(number, waiting)
-            main.is_shielded = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        deferred = self._deferred
-        if deferred is None:
-            return
-        try:
-            for number, waiting, handler in deferred:
-                if _get(number) is waiting:
-                    _set(number, handler)
-        finally:
-            _MAIN.is_shielded = False
-            if _MAIN.arrived:
-                _run_arrived()
-
-
-def _run_arrived() -> None:
-    arrived, _MAIN.arrived = _MAIN.arrived, []
-    _run(itertools.starmap(operator.call, arrived))
-
-
-def _run(handlers: Iterator[Any]) -> None:
-    """Run handlers, all of them, whichever raise; the last error is raised."""
-    try:
-        _call_each(handlers)
-    except BaseException:
-        _run(handlers)
-        raise
-
-
 def shielded(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run whole."""
+    """The function, run whole: while the main thread is in it, Python's signal handlers wait. They run at its end.
+
+    A handler that is set within is not deferred. Handlers may interrupt its first and last steps: then those that
+    arrived have run, or run when the next such function ends.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _MAIN.is_shielded:  # by this thread, or this one has nothing to wait for
+        if _MAIN.is_shielded or _thread.get_ident() != _MAIN.ident:  # by this thread, or this one runs no handlers
             return function(*args, **kwargs)
-        with Shield():
+        deferred = _defer()
+        try:
+            _MAIN.is_shielded = True
             return function(*args, **kwargs)
+        finally:
+            _MAIN.is_shielded = False
+            _restore(deferred)
 
     return run
+
+
+def _defer() -> _Deferrals:
+    """Have all handlers wait while the main thread is shielded."""
+    handlers = tuple(map(_get, _NUMBERS))
+    if handlers != _MAIN.handlers:
+        _MAIN.look(handlers)
+    deferred = _MAIN.deferred
+    for number, waiting, _ in deferred:
+        _set(number, waiting)
+    return deferred
+
+
+def _restore(deferred: _Deferrals) -> None:
+    """Put handlers back, but for those that were set meanwhile, and run what waited."""
+    try:
+        for number, waiting, handler in deferred:
+            if _get(number) is waiting:
+                _set(number, handler)
+    finally:
+        if _MAIN.arrived:
+            _run_arrived()
+
+
+def _run_arrived() -> None:
+    """Run all handlers that waited, whichever raise; the last error is raised."""
+    try:
+        _call_each(itertools.chain.from_iterable(_MAIN.arrived))
+    except BaseException:
+        _run_arrived()
+        raise
+    _MAIN.arrived.clear()
 
 
 _MAIN: Final = _Main()
