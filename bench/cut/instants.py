@@ -86,7 +86,9 @@ class Cutter:
             threading.settrace(None)  # type: ignore[arg-type]
             signal.signal(_NUMBER, before)
 
-    def run(self, call: Callable[[], Any], *, kind: str, instant: int, in_main: bool) -> tuple[int, BaseException | None]:
+    def run(
+        self, call: Callable[[], Any], *, kind: str, instant: int, in_main: bool
+    ) -> tuple[int, BaseException | None]:
         """Make a call, and raise at the instant of that number, from 1 on, in the main thread or in others.
 
         Returns:
@@ -123,7 +125,8 @@ class Cutter:
         self._seen += 1
         self._left -= 1
         if self._left == 0:
-            self.place = f"{Path(frame.f_code.co_filename).relative_to(_PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+            file = Path(frame.f_code.co_filename).relative_to(_PACKAGE)
+            self.place = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
             self._raise()
         return self._step
 

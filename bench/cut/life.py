@@ -37,6 +37,7 @@ TIERS: Final[dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
 }
 """Rows, and settings of ``tierstore.open``."""
 _CALLS_A_LIFE: Final = 40
+_EXPECTED: Final = (type(None), tierstore.errors.TierstoreError, MemoryError, OSError, RuntimeError)
 _LOOKING: Final = "opened again"
 
 
@@ -61,6 +62,15 @@ class Found:
     pinned: int = 0
     stopped: int = 0
     failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    def together(cls, parts: "list[Found]") -> "Found":
+        """Of several runs."""
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
 
 class _Life:
@@ -93,7 +103,7 @@ class _Life:
     def reopen(self) -> None:
         """Close it, and compare what the version shows, to a reader and to the next writer."""
         error = _error_of(self._store.close)
-        if error is not None and not isinstance(error, (tierstore.errors.TierstoreError, MemoryError, OSError, RuntimeError)):
+        if not isinstance(error, _EXPECTED):
             self._fail(f"close: {error!r}")
         del self._store, self._table, self._bag
         gc.collect()
@@ -182,8 +192,6 @@ class _Life:
         self._found.cuts[kind] += is_cut
         self._found.raised += error is not None
         where = f"{name} cut by {kind} at {self._cutter.place}: {error!r}"
-        if error is None and is_cut and kind != "signal" and name in ("write", "train", "prefetch") and in_main:
-            pass  # the exception was met where a call cleans up, and the call was done
         if error is None and not is_cut:
             before = after
         error = None
@@ -237,9 +245,8 @@ class _Life:
         if wrong:
             self._found.wrong_rows += len(wrong)
             row = wrong[0]
-            self._fail(
-                f"{where}: {len(wrong)} rows are wrong; the first reads {rows[row, :3].tolist()}, not {one[row]} or {other[row]}"
-            )
+            read = f"the first, {row}, reads {rows[row, :3].tolist()}, not {one[row]} or {other[row]}"
+            self._fail(f"{where}: {len(wrong)} rows are wrong; {read}")
 
     def _fail(self, text: str) -> None:
         self._found.failures.append(f"{self._name}: {text}")
