@@ -226,7 +226,6 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "row not resident": (_set_flag(1, 0), "listed but not resident"),
     "dirty bit lost": (_set_flag(2, RESIDENT), "dirty"),
     "dirty bit gained": (_set_flag(1, RESIDENT | DIRTY), "dirty"),
-    "loading and unpinned": (_set_flag(1, RESIDENT | LOADING), "loading and unpinned"),
     "loading and dirty": (_set_flag(5, RESIDENT | LOADING | DIRTY), "loading and dirty"),
     "pin lost": (_set_field(2, "pins", 0), "pinned"),
     "pin below zero": (_set_field(1, "pins", -1), "negative pins"),

@@ -48,6 +48,11 @@ class PendingCommit(Future[int]):
         """False: a version that has begun is written."""
         return False
 
+    def end(self, work: Future[None]) -> None:
+        """The commit thread is done with it; if it could not say how it went, it failed."""
+        if not self.done():
+            self.set_exception(work.exception())
+
     def drop(self) -> bool:
         """Have it not begin; whether it had not."""
         return super().cancel()
@@ -77,7 +82,8 @@ class Commits:
             frozen = self._pools.freeze()
             num_changes = self._catalog.num_changes
             reach("commit: rows frozen")
-            self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+            work = self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+            work.add_done_callback(pending.end)
         except BaseException:
             if pending.drop():
                 self._pending = None
@@ -123,8 +129,11 @@ class Commits:
 
     def end_pending(self) -> None:
         """Wait for the commit under way; raise its error if nobody has seen it."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         error = None if pending is None else pending.unseen_error()
+        self._pending = None  # not before: the next commit may not begin while one is written
+        if self._catalog.version.number != self._cold.version:  # that commit was cut short where it told of itself
+            self._catalog.version = unpack(self._cold.version, self._cold.payload)
         if error is not None:
             raise error
 
