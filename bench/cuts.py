@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,7 +22,8 @@ from .cut.life import TIERS, Found, live
 
 __all__ = ["run"]
 
-_SEEDS_A_WORKER = 100_000
+_CUTS_A_RUN = 200
+_SEEDS_A_RUN = 100
 
 
 def _work(folder: Path, cuts: int, seed: int) -> Found:
@@ -38,10 +39,13 @@ def run(request: Run) -> Report:
     began = time.perf_counter()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         runs = [
-            pool.submit(_work, folder / f"{worker}", -(-cuts // workers), config["seed"] + worker * _SEEDS_A_WORKER)
-            for worker in range(workers)
+            pool.submit(_work, folder / f"{number}", _CUTS_A_RUN, config["seed"] + number * _SEEDS_A_RUN)
+            for number in range(-(-cuts // _CUTS_A_RUN))
         ]
-        found = Found.together([each.result() for each in runs])
+        found = Found()
+        for each in as_completed(runs):
+            found = Found.together([found, each.result()])
+            request.save(_report(cuts, found, time.perf_counter() - began))
     shutil.rmtree(folder)
     for failure in found.failures:
         print(failure)

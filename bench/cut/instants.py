@@ -83,7 +83,7 @@ class Cutter:
         try:
             yield
         finally:
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             signal.signal(_NUMBER, before)
 
     def run(

@@ -19,14 +19,15 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
+from tierstore.hbm.base import DeviceRows
 
 from .instants import KINDS, Cutter
 
 __all__ = ["TIERS", "Found", "live"]
 
-_FULL: Final = {"num_embeddings": 300, "embedding_dim": 8}
-_WIDE: Final = {"num_embeddings": 900, "embedding_dim": 256}
-TIERS: Final[dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
+_FULL: Final = 300, 8
+_WIDE: Final = 900, 256
+TIERS: Final[dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
     "all rows in memory": (_FULL, {"ddr": "4MiB"}),
     "LRU over SSD": (_WIDE, {"ddr": "1MiB", "policy": "lru"}),
     "TinyLFU over SSD": (_WIDE, {"ddr": "1MiB", "policy": "tinylfu"}),
@@ -35,7 +36,7 @@ TIERS: Final[dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     "device memory over LRU": (_WIDE, {"ddr": "2MiB", "hbm": "600KiB", "device": "cpu", "policy": "lru"}),
     "all rows in device memory": (_FULL, {"ddr": "4MiB", "hbm": "64MiB", "device": "cpu"}),
 }
-"""Rows, and settings of ``tierstore.open``."""
+"""Rows and columns, and settings of ``tierstore.open``."""
 _CALLS_A_LIFE: Final = 40
 _EXPECTED: Final = (type(None), tierstore.errors.TierstoreError, MemoryError, OSError, RuntimeError)
 _LOOKING: Final = "opened again"
@@ -79,10 +80,12 @@ class _Life:
         self._name = f"{tiers}, seed {seed}"
         self._folder = folder
         self._settings = {"threads": 1, "keep": 2} | settings
+        rows, dim = shape
+        zero, counting = tierstore.init.Constant(0.0), optim.SGD(lr=1.0)
         self._config = tierstore.TableConfig(
-            name="t", init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0), **shape
+            name="t", num_embeddings=rows, embedding_dim=dim, init=zero, optimizer=counting
         )
-        self._all = torch.arange(shape["num_embeddings"])
+        self._all = torch.arange(rows)
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._found = found
@@ -203,9 +206,10 @@ class _Life:
         except tierstore.errors.TierstoreError as error:
             if "open it again" not in str(error) or where == _LOOKING:
                 raise RuntimeError(f"{self._name}: {where}") from error
-            self._found.stopped += 1
-            error = None
-            self.reopen()
+        else:
+            return
+        self._found.stopped += 1
+        self.reopen()
 
     def _check(self, before: Tensor, after: Tensor, where: str) -> None:
         rows = self._table.read(self._all)
@@ -223,7 +227,7 @@ class _Life:
         try:
             with pool.arena.lock:
                 pool.cache.check_integrity()
-            if pool.hot is not None:
+            if isinstance(pool.hot, DeviceRows):
                 pool.hot.check_integrity()
         except AssertionError as error:
             self._found.pinned += 1

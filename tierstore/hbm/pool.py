@@ -281,7 +281,8 @@ class HbmPool(DeviceRows):
             return bool(lease.held)
 
     def _can_hold(self, num_rows: int) -> bool:
-        rows, overflow = (sum(each) for each in zip((0, 0), *self._held.values(), strict=True))
+        rows = sum(held_rows for held_rows, _ in self._held.values())
+        overflow = sum(held_overflow for _, held_overflow in self._held.values())
         return (
             rows + num_rows <= self.capacity_rows * HELD_SHARE
             and overflow + self._last_overflow <= self.overflow.capacity - self._least_part

@@ -62,6 +62,7 @@ class Lease:
         keeper, self._keeper = self._keeper, None
         if keeper is not None and self.claim is not None:
             keeper.release(self.claim)
+            self.claim = None
 
 
 class _Claim(weakref.ref[Lease]):
