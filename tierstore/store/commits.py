@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,6 @@ class PendingCommit(Future[int]):
         """False: a version that has begun is written."""
         return False
 
-    def end(self, work: Future[None]) -> None:
-        """The commit thread is done with it; if it could not say how it went, it failed."""
-        if not self.done():
-            self.set_exception(work.exception())
-
     def drop(self) -> bool:
         """Have it not begin; whether it had not."""
         return super().cancel()
@@ -83,7 +79,7 @@ class Commits:
             num_changes = self._catalog.num_changes
             reach("commit: rows frozen")
             work = self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
-            work.add_done_callback(pending.end)
+            work.add_done_callback(partial(self._end, pending, frozen))
         except BaseException:
             if pending.drop():
                 self._pending = None
@@ -121,11 +117,20 @@ class Commits:
                     self._catalog.committed = num_changes
             pending.set_result(pending.version)
         except BaseException as error:
-            try:
-                for pool in pools:
-                    pool.writeback.abandon()
-            finally:
-                pending.set_exception(error)
+            self._give_up(pending, pools, error)
+
+    def _end(self, pending: PendingCommit, pools: Sequence[Pool], work: Future[None]) -> None:
+        """The commit thread is done; if it could not say how it went, the version failed."""
+        if not pending.done():
+            self._give_up(pending, pools, work.exception())
+
+    @staticmethod
+    def _give_up(pending: PendingCommit, pools: Sequence[Pool], error: BaseException | None) -> None:
+        try:
+            for pool in pools:
+                pool.writeback.abandon()
+        finally:
+            pending.set_exception(error)
 
     def end_pending(self) -> None:
         """Wait for the commit under way; raise its error if nobody has seen it."""
