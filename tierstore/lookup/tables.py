@@ -136,6 +136,21 @@ class LookupTable(Protocol):
         ...
 
 
+def id_error(name: str, row: int, rows: range, whose: str = "") -> ValueError:
+    """The error for an id that is no row of the table of that name, or was none when it was read.
+
+    Args:
+        rows: the table's.
+        whose: why there are no others.
+    """
+    if row in rows:
+        return ValueError(
+            f"an id was no row of table {name!r} when it was read, and is {row} now: its memory changed during the "
+            "lookup; give each batch memory of its own"
+        )
+    return ValueError(f"id {row} is not a row of table {name!r}: ids are in [{rows.start}, {rows.stop}){whose}")
+
+
 def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> list[RowGradients]:
     """Of rows by key, int64 [U], each table's."""
     if len(tables) == 1:

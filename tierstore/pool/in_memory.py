@@ -113,14 +113,14 @@ class InMemory:
         if num_ids and not address:
             return None
         pooled = np.empty((bags, self._dim), np.float32)
-        run: Any = direct.look_up_at
+        run: Any = direct.pool_at
         cache = arena.cache
         assert isinstance(cache, FullCache)
         with arena.rows_lock:
             if arena.is_closed:
                 return None
             status = run(
-                address, num_ids, offsets.data_ptr(), bags, *how, *self._plan, bags,
+                address, num_ids, offsets.data_ptr(), bags, *how, *self._plan,
                 _NO_FLAGS if cache.is_complete else cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, mode,
                 arena.weights, self._dim, arena.half, self._column, pooled, NO_ARG_MAX, NO_INTS,
             )  # fmt: skip

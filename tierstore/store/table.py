@@ -20,7 +20,7 @@ from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.on_device import DeviceJagged
-from ..lookup.tables import Replayed, in_pool_of
+from ..lookup.tables import Replayed, id_error, in_pool_of
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
@@ -182,9 +182,7 @@ class Table(Unpicklable):
 
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is no row of the table."""
-        own = "" if self.is_whole else " here, as the others are other ranks'"
-        bounds = f"[{self.rows.start}, {self.rows.stop})"
-        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in {bounds}{own}")
+        return id_error(self.name, row, self.rows, "" if self.is_whole else " here, as the others are other ranks'")
 
     @property
     def is_whole(self) -> bool:
@@ -348,7 +346,7 @@ class Table(Unpicklable):
                 raise
             if pooled is not None:
                 if self.store.recorder is not None:
-                    self.store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
+                    self.store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), offsets.numpy())
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
