@@ -29,6 +29,7 @@ from ..store import Store, open_store
 from ..store.arguments import OffsetsType
 from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
+from ..store.shown import Shown
 from .commits import SECTION, Commits, packed
 from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
@@ -150,6 +151,7 @@ class ShardedStore:
         ranks: the group.
         owners: of the rows.
         tables: those that all ranks have, by name.
+        shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
     def __init__(self, local: Store, owners: Owners, keep: int, planned: Mapping[str, Sharding]) -> None:
@@ -157,6 +159,7 @@ class ShardedStore:
         self.ranks = ranks = owners.ranks
         self.owners = owners
         self.tables: dict[str, ShardedTable] = {}
+        self.shown = Shown()
         self._keep = keep
         self._planned = planned
         with ranks.together():

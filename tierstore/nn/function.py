@@ -213,9 +213,13 @@ def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tenso
 def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
     lookups, store = prepared.lookups, prepared.store
     out = torch.empty(prepared.shape, dtype=torch.float32, device=store.device)
-    try:
+
+    def look_up() -> None:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
             lookup.forward(part, keep=keep)
+
+    try:
+        store.shown.at_one(look_up, prepared.release)
     except BaseException:
         prepared.release()
         raise
@@ -261,6 +265,17 @@ def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -
     Raises:
         RuntimeError: the rows are not those that forward read.
     """
+    _require_unchanged(rows_read)
+    scale = prepared.scale
+    assert scale is not None, "only weights that there are require a gradient"
+    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
+    for lookup in prepared.lookups:
+        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
+    _require_unchanged(rows_read)
+    return grad_scale.to(scale.device)
+
+
+def _require_unchanged(rows_read: RowsRead) -> None:
     for table, num_changes in rows_read:
         if table.num_changes != num_changes:
             raise RuntimeError(
@@ -268,9 +283,3 @@ def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -
                 f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
                 "backward before you write, train or roll back the table, or give weights that require no gradient"
             )
-    scale = prepared.scale
-    assert scale is not None, "only weights that there are require a gradient"
-    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
-    for lookup in prepared.lookups:
-        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
-    return grad_scale.to(scale.device)

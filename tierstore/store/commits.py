@@ -13,6 +13,7 @@ from ..pool import Pool
 from ..system.killpoints import reach
 from .catalog import Catalog
 from .pools import Pools
+from .shown import Shown
 from .version import pack, unpack
 
 
@@ -48,8 +49,9 @@ class PendingCommit(Future[int]):
 class Commits:
     """Makes versions and goes back to them. One thread at a time may call it."""
 
-    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
+    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
         self._directory = directory
+        self._shown = shown
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
@@ -121,7 +123,7 @@ class Commits:
             raise ValueError(
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
-        with self._pools.lock:
+        with self._shown.changing(), self._pools.lock:
             try:
                 self._pools.require_unused("go back")
             except TableError as error:

@@ -35,6 +35,7 @@ from .opened import open_files
 from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
+from .shown import Shown
 from .table import Table
 from .version import unpack_tensors
 
@@ -59,6 +60,7 @@ class Store(Unpicklable):
         offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
         recorder: what lookups are told to, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
+        shown: what lookups ask whether the store moved to another version meanwhile.
         workers: threads for kernels over many rows.
         require_open: raises ClosedError after ``close``, and in a process forked since the store was opened.
         require_writable: raises that, or ReadOnlyError for mode="r".
@@ -84,6 +86,7 @@ class Store(Unpicklable):
         self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
+        self.shown = Shown()
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
@@ -105,9 +108,9 @@ class Store(Unpicklable):
             )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
             held.callback(self._commits.close)
-            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
+            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
             self._held = held.pop_all()
 
     # Tables
@@ -231,8 +234,8 @@ class Store(Unpicklable):
     def refresh(self) -> int:
         """Have a store opened with mode="r" show the newest commit of whoever writes it; returns its number.
 
-        No lookup may be under way in this store meanwhile. What the caches hold stays, read anew where it changed. With
-        ``version=``, or in a store open for writing, nothing happens.
+        Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read anew where
+        it changed. With ``version=``, or in a store open for writing, nothing happens.
 
         Raises: as ``find_newer`` and ``Newer.show``.
         """

@@ -232,11 +232,14 @@ class Table(Unpicklable):
         Raises:
             ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
         """
-        memory = self._memory()
-        rows = in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
+        rows = self.store.shown.at_one(lambda: self._rows_in_memory(ids))
         if rows is not None and self.store.recorder is not None:
             self.store.recorder.note_rows(ids | (self.index << KEY_ROW_BITS))
         return rows
+
+    def _rows_in_memory(self, ids: Int64s) -> Floats | None:
+        memory = self._memory()
+        return in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
 
     def _read_in_memory(self, pool: Pool, ids: Int64s) -> Floats | None:
         out = self._empty(len(ids))
@@ -272,7 +275,7 @@ class Table(Unpicklable):
         self.store.require_open()
         if not len(keys):
             return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        rows = in_pool_of(self, lambda pool: self._read(pool, keys))
+        rows = self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: self._read(pool, keys)))
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
@@ -336,11 +339,13 @@ class Table(Unpicklable):
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
-            memory = self._in_memory
+            memory, shown = self._in_memory, self.store.shown
+            before = shown.changes
             try:
                 pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
-                if pooled is None:
-                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+                if pooled is None or before & 1 or shown.changes != before:
+                    failed = memory if pooled is None else None
+                    pooled = shown.at_one(lambda: self._pooled_in_memory(ids, offsets, MODES[mode], failed))
             except RuntimeError:
                 refuse_transforms()
                 raise
@@ -351,18 +356,18 @@ class Table(Unpicklable):
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
-        lookup.forward(out, keep=False)
+        self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
         if self.store.recorder is not None:
             self.store.recorder.note_lookups([lookup.joined])
         return out
 
-    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
-        in memory, or rows have no slots of their own."""
+        in memory, or rows have no slots of their own; and if ``failed`` would be asked again."""
         self.store.require_open()
         self.require_whole()
-        before, memory = self._in_memory, self._memory()
-        return None if memory is None or memory is before else memory.pooled(ids, offsets, mode)
+        memory = self._memory()
+        return None if memory is None or memory is failed else memory.pooled(ids, offsets, mode)
 
     def jagged(
         self,
