@@ -23,7 +23,7 @@ from ..kernels.arrays import Floats, Int32s, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.merging import Merged
-from ..lookup.tables import RowGradients
+from ..lookup.tables import Ready, RowGradients
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.arena import Rows
@@ -66,10 +66,16 @@ class SendsGradients(ABC):
     def sent(self, grad_out: Tensor) -> "Sent":
         """Send gradients to the owners; what came to this rank."""
 
-    def update(self, grad_out: Tensor) -> None:
-        """See ``Lookup.update``."""
-        sent = self.sent(grad_out)
-        sent.lookup.update(sent.gradient)
+    def readied(self, grad_out: Tensor) -> Ready:
+        """See ``TrainsRows``. If it fails, other ranks may train all the same, so the step must not be repeated."""
+        try:
+            sent = self.sent(grad_out)
+            found: Ready = sent.lookup.readied(sent.gradient)
+        except BaseException as error:
+            for table in self.tables:
+                table.store.note_partly_trained(error)
+            raise
+        return found
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``.

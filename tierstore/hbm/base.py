@@ -389,6 +389,10 @@ class DeviceRows(ABC):
         """
 
     @abstractmethod
+    def whole(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
+        """The lease that was given, or one of all rows of the batch, for ``row_parts``; None if they do not fit."""
+
+    @abstractmethod
     def row_parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:
         """Parts of the batch's distinct rows; the last may end behind them. The caller releases each before it asks for
         the next."""

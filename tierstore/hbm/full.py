@@ -153,6 +153,11 @@ class FullRows(DeviceRows):
             lookups, hits, *others = self.counters
             self.counters = CacheCounters(lookups + count, hits + count, *others)
 
+    def whole(self, batch: DeviceBatch, lease: Any) -> FullLease:
+        """See ``DeviceRows``."""
+        found: FullLease = lease or FullLease(self, batch)
+        return found
+
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
         slots = self._grouped(batch).slots

@@ -171,6 +171,11 @@ class HbmPool(DeviceRows):
         for first, last, own in leased:
             yield Part(first, last, own.slots, own.grouping.inverse, own)
 
+    def whole(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
+        """See ``DeviceRows``."""
+        found: HbmLease | None = self.acquire(self._grouped(batch).grouping, 0) if lease is None else lease
+        return found
+
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``."""
         grouping = self._grouped(batch).grouping

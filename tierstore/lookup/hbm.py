@@ -7,6 +7,7 @@ run on the caller's current stream.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
 from .on_device import OnDevice
-from .tables import RowGradients, by_table
+from .tables import Ready, RowGradients, by_table
 
 
 class HbmLookup(OverJoined):
@@ -172,6 +173,14 @@ class HbmLookup(OverJoined):
                         dim=rows.layout.dim, grad_out=grad_out, grad_scale=own,
                     )  # fmt: skip
         self.joined.scatter(own.cpu().numpy(), grad_scale)
+
+    @shielded
+    def readied(self, grad_out: Tensor) -> Ready:
+        """See ``TrainsRows``."""
+        if not self._is_empty:
+            with self._on_device() as (rows, batch):
+                self._lease = rows.whole(batch, self._lease)
+        return Ready(partial(self.update, grad_out), self._is_empty or self._lease is not None)
 
     @shielded
     def update(self, grad_out: Tensor) -> None:

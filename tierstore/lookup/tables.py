@@ -30,6 +30,18 @@ class RowGradients(NamedTuple):
     values: Tensor
 
 
+class Ready(NamedTuple):
+    """An update whose rows are in.
+
+    Attributes:
+        train: makes it; the rows are released.
+        is_whole: all rows are pinned; else it brings them in part by part.
+    """
+
+    train: Callable[[], None]
+    is_whole: bool
+
+
 class Replayed(Protocol):
     """A lookup in a CUDA graph."""
 
@@ -47,12 +59,13 @@ class TrainsRows(Protocol):
         """Those whose rows it trains, in order."""
         ...
 
-    def update(self, grad_out: Tensor) -> None:
-        """Train its rows. Given float32 [batch, columns], C-contiguous."""
+    def readied(self, grad_out: Tensor) -> "Ready":
+        """Bring its rows in, for an update, if they fit in memory together. Given float32 [batch, columns],
+        C-contiguous."""
         ...
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """What ``update`` would apply, of each table in order; rows stay as they are, and are released."""
+        """What an update would apply, of each table in order; rows stay as they are, and are released."""
         ...
 
     def release(self) -> None:
@@ -64,7 +77,7 @@ class CollectsGradients(Protocol):
     """A store's optimizer, to whoever runs backward."""
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
-        """Keep what ``lookup.update(grad_out)`` would apply, until the optimizer's step."""
+        """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
         ...
 
 
@@ -88,6 +101,14 @@ class LookupStore(Protocol):
 
     @property
     def workers(self) -> Workers: ...
+
+    def note_partly_trained(self, error: BaseException) -> None:
+        """A step failed after some of its rows were, or may have been, trained."""
+        ...
+
+    def require_whole_steps(self) -> None:
+        """Raises PartlyTrainedError after that."""
+        ...
 
 
 class LookupTable(Protocol):

@@ -50,6 +50,9 @@ class EvictingRows:
                 lease = part
         return lease
 
+    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
+        return self._leases.acquire_rows(*batch.distinct) if lease is None and len(batch) else lease
+
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
             inverse, keys = batch.distinct

@@ -93,6 +93,9 @@ class InPlaceRows:
             batch.note_slots(slots, cache)  # the caller may change the ids before backward
         return slots
 
+    def whole(self, batch: Batch, lease: Lease | None) -> Lease:
+        return self._leases.in_place(self._bring_in(batch)) if lease is None else lease
+
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         cache, groups = self._cache, update.groups
         slots = self._bring_in(batch) if lease is None else lease.slots

@@ -60,6 +60,18 @@ class Leases:
             kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
         return self._of(admission)
 
+    def acquire_rows(self, inverse: Int32s, keys: Int64s) -> Lease | None:
+        """Pin the rows of a whole batch, given as ``Distinct``; otherwise as ``acquire_whole``. Rows used last are
+        admitted first: they are the likeliest to be still resident."""
+        if len(keys) > self._arena.cache.capacity:
+            return None
+        admission = Admission(keys[::-1].copy())
+        with self._arena.fill_lock:
+            self._filler.admit(admission, read=True, whole=True)
+        if not admission.consumed:
+            return None
+        return Lease(self._pins, admission.slots[::-1].copy(), inverse, pinned=admission.slots)
+
     def _of(self, admission: Admission) -> Lease:
         return Lease(self._pins, admission.slots, admission.inverse[: admission.consumed], pinned=admission.slots)
 

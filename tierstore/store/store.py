@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import TableError, TierstoreError
+from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.threads import Workers
 from ..pool import Pool
@@ -87,6 +87,7 @@ class Store(Unpicklable):
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
         self.shown = Shown()
+        self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
@@ -178,6 +179,21 @@ class Store(Unpicklable):
         self.optimizer_in_use = optimizer
         return optimizer
 
+    def note_partly_trained(self, error: BaseException) -> None:
+        """See ``LookupStore``."""
+        self._partly_trained = error
+
+    def require_whole_steps(self) -> None:
+        """PartlyTrainedError if a step failed after some of its rows were trained, until ``rollback``."""
+        if self._partly_trained is not None:
+            reopen = "close the store and open it again"
+            way = f"store.rollback({self.version}), or {reopen}," if self.versions else reopen
+            raise PartlyTrainedError(
+                f"{self.directory}: a training step failed when some of its rows were trained; to drop what was trained "
+                f"since the last commit, {way} and then repeat those steps. It failed by "
+                f"{type(self._partly_trained).__name__}: {self._partly_trained}"
+            ) from self._partly_trained
+
     # Versions
 
     @shielded
@@ -194,6 +210,7 @@ class Store(Unpicklable):
 
         Raises:
             DiskFullError: nothing changed; the last version stands and the rows are still in memory.
+            PartlyTrainedError: a step failed half way; go back before.
             TypeError: ``extra`` or ``tensors`` cannot be stored.
             ValueError: ``tensors`` is None, and the last checkpoint of ``tierstore.checkpoint.save`` would be dropped,
                 as not more than ``keep`` versions stay.
@@ -216,6 +233,7 @@ class Store(Unpicklable):
             asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
+        self.require_whole_steps()
         return self._commits.begin(extra, tensors, self.keep)
 
     @shielded
@@ -230,6 +248,7 @@ class Store(Unpicklable):
         """
         self.require_writable()
         self._commits.rollback(version)
+        self._partly_trained = None
 
     def refresh(self) -> int:
         """Have a store opened with mode="r" show the newest commit of whoever writes it; returns its number.
