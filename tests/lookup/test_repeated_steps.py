@@ -18,6 +18,7 @@ TABLES = {"a": (24, "sum"), "b": (24, "mean"), "c": (40, "sum")}
 """Two pools, of which one has two updates in a step: dim and pooling."""
 SHARES = {"small": 0.2, "near": 0.45, "over": 1.6}
 """Rows of a batch, of all slots of the smallest cache; two tables share one."""
+PLACES: dict[str, Any] = {"ddr": {"ddr": "520KiB"}, "hbm": {"ddr": "700KiB", "hbm": "110KiB"}}
 ERRORS = (errors.DiskFullError, errors.DamagedError, errors.BudgetError, MemoryError)
 
 
@@ -60,7 +61,7 @@ def _loss(store: Store, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """Trains a store, with faults if there are any; repeats what may be repeated, and goes back where that is asked for.
+    """Trains a store, with faults if there are any; repeats steps, and goes back where that is asked for.
 
     Attributes:
         repeated: steps repeated; gone_back: times it went back.
@@ -120,11 +121,10 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     return Faults(monkeypatch, 5)
 
 
-@pytest.mark.parametrize("where", [{"ddr": "520KiB"}, {"ddr": "700KiB", "hbm": "110KiB", "device": "cpu"}], ids=["ddr", "hbm"])
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("place", "share"), [("ddr", "small"), ("ddr", "near"), ("ddr", "over"), ("hbm", "near")])
 @pytest.mark.parametrize("has_optimizer", [False, True], ids=["fused", "optimizer"])
-def test_a_step_is_done_once(faults: Faults, where: dict[str, Any], share: str, has_optimizer: bool) -> None:
-    with _open(**where) as store, _open(ddr="8MiB") as reference:
+def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimizer: bool) -> None:
+    with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
         pools = [table.pool for table in store.tables.values()]
         capacity = min(pool.cache.capacity if pool.hot is None else pool.hot.capacity_rows for pool in pools)
         assert capacity < ROWS
@@ -137,4 +137,5 @@ def test_a_step_is_done_once(faults: Faults, where: dict[str, Any], share: str, 
         for name, table in store.tables.items():
             assert torch.equal(table.read(torch.arange(ROWS)), reference[name].read(torch.arange(ROWS)))
             assert table.state == reference[name].state
-        print(trainer.repeated, trainer.gone_back, capacity)
+        assert trainer.repeated or trainer.gone_back or share == "small"
+        assert (trainer.gone_back > 0) == (share == "over")

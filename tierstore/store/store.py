@@ -189,8 +189,8 @@ class Store(Unpicklable):
             reopen = "close the store and open it again"
             way = f"store.rollback({self.version}), or {reopen}," if self.versions else reopen
             raise PartlyTrainedError(
-                f"{self.directory}: a training step failed when some of its rows were trained; to drop what was trained "
-                f"since the last commit, {way} and then repeat those steps. It failed by "
+                f"{self.directory}: a training step failed when some of its rows were trained; to drop what was "
+                f"trained since the last commit, {way} and then repeat those steps. It failed by "
                 f"{type(self._partly_trained).__name__}: {self._partly_trained}"
             ) from self._partly_trained
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
 from ..hbm.lanes import refused_in_graph
-from ..kernels import MODES, row_keys
+from ..kernels import MODES, quantized, row_keys
 from ..kernels.arrays import Floats, Int64s
+from ..kernels.floats import FLOAT32, half_code
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
@@ -286,6 +287,20 @@ class Table(Unpicklable):
         out = self._empty(len(keys))
         pool.transfers.read(keys, raw_weights(out))
         return out
+
+    def first_values(self, ids: Tensor) -> Tensor:
+        """float32 [n, embedding_dim]: what ``read`` gives of rows never written. Arguments and errors as there."""
+        keys, layout = self._keys(ids), self.layout
+        slots = np.arange(len(keys), dtype=np.int32)
+        weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
+        half, out = half_code(layout.dtype), torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
+        if layout.is_quantized:
+            quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, half)
+            quantized.unpack_rows(slots, weights, layout.dim, half, out.numpy())
+            return out
+        self.config.init.fill(keys, slots, weights, layout.dim, half)
+        rows = torch.from_numpy(weights[:, : layout.dim].copy())
+        return rows if half == FLOAT32 else rows.view(layout.torch_dtype).float()
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.
