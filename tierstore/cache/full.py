@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from ..config import require_int
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
@@ -17,7 +18,7 @@ from ..rows import KEY_ROW_BITS, ROW_MASK
 from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import NUM_TALLIES, Tally
 from .flags import FLAGS, LOADING, RESIDENT
-from .host import NOTHING_WRONG, HostCache, arena_bytes, checked_keys, checked_slots, require_capacity
+from .host import NOTHING_WRONG, NUMBER_MAX, HostCache, arena_bytes, checked_keys, checked_slots, require_capacity
 from .index import ABSENT
 from .numbering import RowNumbering
 
@@ -175,7 +176,8 @@ class FullCache(HostCache):
 
     def list_more(self, listing: Listing, limit: int) -> bool:
         """See Listable. Slots that are never another row's are listed in the order of their numbers."""
-        first, stop = listing.next_slot, min(listing.next_slot + limit, self.capacity)
+        first = listing.next_slot
+        stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
         listing.add(self.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
         listing.next_slot = stop

@@ -16,6 +16,8 @@ from .books import Tally
 from .flags import DIRTY, FLAGS, FROZEN, LOADING
 
 NOTHING_WRONG: Final = -1
+NUMBER_MAX: Final = 2**62
+"""Of counts and sizes that arguments give."""
 CAPACITY_MAX: Final = 2**31 - 2
 """Slots are int32, and a list's root takes one number."""
 _ALIGNMENT_BYTES: Final = 64
@@ -49,6 +51,17 @@ def checked_slots(array: Int32s) -> Int32s:
 def checked_keys(array: Int64s) -> Int64s:
     _check(array, "int64", "keys")
     return np.ascontiguousarray(array)
+
+
+def checked_starts(array: Int64s, count: int) -> Int64s:
+    """A copy, checked: ascending from 0 to ``count``, which begins and ends of batches are."""
+    _check(array, "int64", "starts")
+    starts = array.copy()
+    if not len(starts) or starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
+        raise ValueError(
+            f"starts must ascend from 0 to the number of keys, {count}; they are {starts[:8].tolist()} ..."
+        )
+    return starts
 
 
 def require_capacity(capacity: int) -> None:
