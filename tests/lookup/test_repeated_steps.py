@@ -2,7 +2,7 @@
 back."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tierstore.io import MemoryColdTier
 from tierstore.store import Store
 
 ROWS, STEPS = 1500, 12
-TABLES = {"a": (24, "sum"), "b": (24, "mean"), "c": (40, "sum")}
+TABLES: dict[str, Any] = {"a": (24, "sum"), "b": (24, "mean"), "c": (40, "sum")}
 """Two pools, of which one has two updates in a step: dim and pooling."""
 SHARES = {"small": 0.2, "near": 0.45, "over": 1.6}
 """Rows of a batch, of all slots of the smallest cache; two tables share one."""
@@ -117,7 +117,7 @@ class Trainer:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults(monkeypatch, 5)
 
 
@@ -125,7 +125,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 @pytest.mark.parametrize("has_optimizer", [False, True], ids=["fused", "optimizer"])
 def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimizer: bool) -> None:
     with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
-        pools = [table.pool for table in store.tables.values()]
+        pools: list[Any] = [table.pool for table in store.tables.values()]
         capacity = min(pool.cache.capacity if pool.hot is None else pool.hot.capacity_rows for pool in pools)
         assert capacity < ROWS
         generator = torch.Generator().manual_seed(1)

@@ -38,7 +38,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "make_fx, before dispatch": lambda model, ids: make_fx(model, pre_dispatch=True)(ids),
     "export": lambda model, ids: torch.export.export(model, (ids,), strict=False),
     "export, strict": lambda model, ids: torch.export.export(model, (ids,), strict=True),
-    "fullgraph": lambda model, ids: torch.compile(model, fullgraph=True, backend="eager")(ids),
+    "fullgraph": lambda model, ids: torch.compile(model, fullgraph=True, backend="eager")(ids),  # type: ignore[no-untyped-call]
 }
 
 
