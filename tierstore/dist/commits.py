@@ -5,9 +5,17 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import TierstoreError
 from ..store import Store
+from ..store.version import RANK_KEY
 
-SECTION: Final = "tierstore.dist"
+SECTION: Final = RANK_KEY
 """Of ``extra`` of each rank's store."""
+
+
+class Place(NamedTuple):
+    """Whose part a store is: ``rank`` of so many ``ranks``."""
+
+    rank: int
+    ranks: int
 
 
 class Commits(NamedTuple):
@@ -17,11 +25,18 @@ class Commits(NamedTuple):
         run: the identity of what was trained; "" if there is none yet.
         versions: of the rank's store, by the number of the commit; those that ``of`` tells are kept.
         shardings: of each table, as JSON.
+        source: identity of the commit of another number of ranks that the last version was made of; "" if of none.
     """
 
     run: str
     versions: dict[int, int]
     shardings: dict[str, Any]
+    source: str = ""
+
+    @property
+    def last(self) -> int:
+        """The highest number; 0 if nothing was committed."""
+        return max(self.versions, default=0)
 
     @classmethod
     def of(cls, store: Store) -> "Commits":
@@ -40,15 +55,24 @@ class Commits(NamedTuple):
     def told(cls, section: Mapping[str, Any], version: int) -> "Commits":
         """What a version of a rank's store says, of the last 256 commits."""
         known = {int(number): each for number, each in section["versions"].items()}
-        return cls(section["run"], known | {section["number"]: version}, section["shardings"])
+        numbered = known | {section["number"]: version}
+        return cls(section["run"], numbered, section["shardings"], section.get("source", ""))
 
 
 def packed(
-    run: str, number: int, versions: dict[int, int], shardings: dict[str, Any], extra: dict[str, Any] | None
+    place: Place,
+    run: str,
+    number: int,
+    versions: dict[int, int],
+    shardings: dict[str, Any],
+    extra: dict[str, Any] | None,
+    source: str = "",
 ) -> dict[str, Any]:
     """``extra`` of a rank's commit: ``versions`` of its store by the numbers before, each table's sharding as JSON, and
     what the caller gave."""
     section = {
+        **place._asdict(),
+        **({"source": source} if source else {}),
         "run": run,
         "number": number,
         "versions": {str(each): version for each, version in versions.items()},

@@ -29,12 +29,12 @@ from ..store import Store, open_store
 from ..store.arguments import OffsetsType
 from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
-from .commits import SECTION, Commits, packed
+from .commits import SECTION, Commits, Place, packed
+from .opening import OwnPart, open_to_read, require_alike
 from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Ranks, Traffic
-from .reshard import other_source, own_part, remove_others
 from .table import ShardedTable, local_config, whole_config
 from .wire import Precision
 
@@ -63,6 +63,7 @@ def open_sharded(
     forward_precision: Precision = "fp32",
     backward_precision: Precision = "fp32",
     cold: Literal["lmdb", "memory"] = "lmdb",
+    mode: Literal["r", "w"] = "w",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
     ddr: int | str | None = None,
@@ -75,8 +76,10 @@ def open_sharded(
 
     Args:
         directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts. If
-            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it, and then
-            theirs are deleted.
+            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it. When all are
+            made, theirs move to ``replaced-at-N`` in it.
+        mode: "w" opens for reading and writing, or creates; "r" opens, read-only, the newest commit that all of as many
+            ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
         plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks.
             Default: each table by rows over all ranks.
@@ -89,39 +92,50 @@ def open_sharded(
         cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
 
     Raises:
-        TierstoreError: the ranks' stores are of different runs, or have no commit in common.
-        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``;
-            or one process did.
-            Others: as of ``tierstore.open``.
+        TierstoreError: the ranks' stores are of different runs, or have no commit in common; parts were exchanged.
+        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
+            mode="r"; or one process wrote it.
+        StoreLockedError: it is open for writing, by as many ranks or by another number of them.
+        DiskFullError: there is no room for new parts. Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ. RuntimeError: another rank failed.
-        ValueError: a wrong argument, or this process is not in the group.
+        ValueError: a wrong argument, ranks give different ones, or this process is not in the group.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
-    with contextlib.ExitStack() as opened:  # closed again if any rank fails
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
             require_choice(forward_precision, get_args(Precision), "forward_precision")
             require_choice(backward_precision, get_args(Precision), "backward_precision")
+            require_choice(mode, ("r", "w"), "mode")
             planned = _planned(plan, ranks)
             _require_supported(keep, device)
-            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            source = None if folder is None else other_source(folder, ranks.size)
-        with ranks.together():
-            local = open_store(
-                None if folder is None else own_part(folder, source, ranks.rank, ranks.size, planned),
-                cold=cold,
-                keep=keep,
-                slack=slack,
-                ddr=f"{50 / on_host:.3f}%" if ddr is None else ddr,
-                hbm=hbm,
-                device=device,
-                policy=policy,
-                threads=max(default_threads() // on_host, 1) if threads is None else threads,
-            )
+        require_alike(
+            ranks, mode=mode, plan=planned, forward_precision=forward_precision, backward_precision=backward_precision
+        )
+        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        options: dict[str, Any] = {
+            "ddr": f"{50 / on_host:.3f}%" if ddr is None else ddr,
+            "hbm": hbm,
+            "device": device,
+            "policy": policy,
+            "threads": max(default_threads() // on_host, 1) if threads is None else threads,
+        }
+        writing: dict[str, Any] = {"cold": cold, "keep": keep, "slack": slack}
+        own = None
+        if folder is None or cold == "memory":
+            with ranks.together():
+                local = open_store(directory, mode=mode, **writing, **options)
+                opened.callback(local.close)
+        elif mode == "r":
+            local = open_to_read(ranks, folder, options)
+            opened.callback(local.close)
+        else:
+            own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
+            local = own.store
             opened.callback(local.close)
         made = ShardedStore(local, Owners(ranks, Wire(forward_precision, backward_precision)), keep, planned)
+        if own is not None:
+            own.replace_others(made.version)
         opened.pop_all()
-    if folder is not None:
-        remove_others(folder, ranks.size)
     return made
 
 
@@ -185,7 +199,7 @@ class ShardedStore:
                 own = all_commits[self.ranks.rank].versions[self._number]
                 if own != self.local.version:
                     self.local.rollback(own)
-                _, self._versions, saved = Commits.told(self.local.extra[SECTION], own)
+                _, self._versions, saved, _ = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
@@ -360,7 +374,8 @@ class ShardedStore:
         self._attempt = number
         self._versions = dict(list(self._versions.items())[-MAX_ANCESTORS:])
         shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
-        packed_extra = packed(self._run, number, self._versions, shardings, extra)
+        place = Place(self.ranks.rank, self.ranks.size)
+        packed_extra = packed(place, self._run, number, self._versions, shardings, extra)
         failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
         self.local.keep = self._keep + failed
         with self.ranks.together():

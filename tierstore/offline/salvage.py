@@ -32,7 +32,7 @@ from ..kernels.arrays import Bools
 from ..rows import RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
-from ..store.manifest import Manifest
+from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.target import Steps, new_store, require_outside
 from ..store.version import TableState, pack, repack, unpack
 from ..system.durable import flocked
@@ -147,7 +147,7 @@ def salvage(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_not_written(source))
         require_outside(target, source)
-        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME)))
+        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
         steps = Steps(progress)

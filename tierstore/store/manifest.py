@@ -38,12 +38,17 @@ class Part(NamedTuple):
     rank: int
     path: Path
 
+    @classmethod
+    def named(cls, path: Path) -> "Part | None":
+        """The one that a folder's name says it is, or None."""
+        name = _PART.fullmatch(path.name)
+        return None if name is None else cls(int(name[2]), int(name[1]), path)
+
 
 def parts_in(directory: Path) -> list[Part]:
     """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
-    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*")]
-    found = sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
-    return [part for part in found if (part.path / MANIFEST_NAME).exists()]
+    named = [part for path in directory.glob("*-of-*") if (part := Part.named(path)) is not None]
+    return sorted(part for part in named if (part.path / MANIFEST_NAME).exists())
 
 
 def _require_not_sharded(directory: Path) -> None:

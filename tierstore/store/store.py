@@ -124,12 +124,13 @@ class Store(Unpicklable):
                 in device memory cannot have the table.
             BudgetError: the system refuses memory for the map of the rows. ReadOnlyError, ClosedError.
         """
-        self.require_writable()
+        self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
         known = self._catalog.find(config)
         if known is not None:
             return known
+        self.require_writable()
         self._catalog.require_possible(config)
         self._commits.end_pending()
         with self._pools.lock:  # pools are made for all tables there are

@@ -19,6 +19,8 @@ from .manifest import Manifest
 
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
+RANK_KEY: Final = "tierstore.dist"
+"""In the ``extra`` of a rank's commits: whose part it is and of what run, see ``dist.commits``."""
 CHECKPOINT_NAME: Final = "tierstore.checkpoint"
 """Of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote."""
 _LENGTH_BYTES: Final = 8
