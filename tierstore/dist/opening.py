@@ -51,9 +51,8 @@ def require_alike(ranks: Ranks, **settings: Any) -> None:
     for rank, others in enumerate(told):
         for name, own in told[0].items():
             if others[name] != own:
-                raise ValueError(
-                    f"{name} of ranks 0 and {rank} differs: {excerpt(own)} and {excerpt(others[name])}; give all ranks the same"
-                )
+                differing = f"{excerpt(own)} and {excerpt(others[name])}"
+                raise ValueError(f"{name} of ranks 0 and {rank} differs: {differing}; give all ranks the same")
 
 
 def open_to_read(ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> Store:

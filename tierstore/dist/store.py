@@ -111,14 +111,7 @@ def open_sharded(
         require_alike(
             ranks, mode=mode, plan=planned, forward_precision=forward_precision, backward_precision=backward_precision
         )
-        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        options: dict[str, Any] = {
-            "ddr": f"{50 / on_host:.3f}%" if ddr is None else ddr,
-            "hbm": hbm,
-            "device": device,
-            "policy": policy,
-            "threads": max(default_threads() // on_host, 1) if threads is None else threads,
-        }
+        options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing: dict[str, Any] = {"cold": cold, "keep": keep, "slack": slack}
         own = None
         if folder is None or cold == "memory":
@@ -137,6 +130,14 @@ def open_sharded(
             own.replace_others(made.version)
         opened.pop_all()
     return made
+
+
+def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
+    """Of ``open_store``, with a rank's share of its host by default."""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    others["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
+    others["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
+    return others
 
 
 def _require_supported(keep: int, device: str) -> None:
