@@ -204,8 +204,9 @@ class OwnPart:
                     "has ended"
                 )
             except DamagedError:
-                continue  # if it matters, newer_set says so
-            held |= {mark, _mark(part.path)}  # an open may write a manifest that was cut short
+                pass  # if it matters, newer_set says so
+            else:
+                held |= {mark, _mark(part.path)}  # an open may write a manifest that was cut short
         return held, refused
 
     def _seen(self, held: set[_Mark], refused: dict[_Mark, str], own: Commits) -> _Seen:
