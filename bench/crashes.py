@@ -29,10 +29,9 @@ from .parts import Part, Told, run_parts
 __all__ = ["PARTS", "run"]
 
 
-def _shares(config: dict[str, Any], name: str) -> list[int]:
+def _shares(kills: int, workers: int) -> list[int]:
     """So many kills, of each worker."""
-    workers = config["workers"]
-    return [len(range(worker, config[name], workers)) for worker in range(workers)]
+    return [len(range(worker, kills, workers)) for worker in range(workers)]
 
 
 def _close(folder: Path, failures: Sequence[str]) -> None:
@@ -47,7 +46,7 @@ def _measure_training(request: Run, _: dict[str, Any]) -> dict[str, Any]:
     config = request.config
     folder = Path(mkdtemp(prefix="crashes-", dir=request.folder))
     settings = {name: config[name] for name in ("rounds", "stride", "commits", "seed")}
-    outcome = kill_runs(folder, kills=_shares(config, "kills"), **settings)
+    outcome = kill_runs(folder, kills=_shares(config["kills"], config["workers"]), **settings)
     _close(folder, outcome.tally.failures)
     return vars(outcome.tally) | {"seconds": outcome.seconds, "asked": config["kills"]}
 
@@ -106,7 +105,8 @@ def _points(tally: Tally) -> Table:
 def _measure_resharding(request: Run, _: dict[str, Any]) -> dict[str, Any]:
     config = request.config
     folder = Path(mkdtemp(prefix="resharding-", dir=request.folder))
-    tally = kill_ranks(folder, kills=_shares(config, "reshard_kills"), seed=config["seed"])
+    shares = _shares(config["reshard_kills"], config["reshard_workers"])
+    tally = kill_ranks(folder, kills=shares, seed=config["seed"])
     _close(folder, tally.failures)
     return vars(tally) | {"asked": config["reshard_kills"]}
 
