@@ -105,7 +105,7 @@ def _points(tally: Tally) -> Table:
 def _measure_resharding(request: Run, _: dict[str, Any]) -> dict[str, Any]:
     config = request.config
     folder = Path(mkdtemp(prefix="resharding-", dir=request.folder))
-    shares = _shares(config["reshard_kills"], config["reshard_workers"])
+    shares = _shares(config["reshard_kills"], config["workers"])
     tally = kill_ranks(folder, kills=shares, seed=config["seed"])
     _close(folder, tally.failures)
     return vars(tally) | {"asked": config["reshard_kills"]}

@@ -239,7 +239,7 @@ class Rounds:
         while sum(self.tally.kills.values()) < kills and len(self.tally.failures) < MAX_FAILURES:
             size, doom = next(dooms)
             self.again = 0
-            if (done := sum(self.tally.kills.values())) % 25 == 0:
+            if sum(self.tally.kills.values()) % 25 == 0:
                 print(json.dumps(vars(self.tally)), file=sys.stderr, flush=True)
             what = f"{self.size} ranks at step {self.step}, then {size} with {doom}"
             try:
