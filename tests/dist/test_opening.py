@@ -13,7 +13,14 @@ import tierstore
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedStore, Sharding, open_sharded, reshard
 from tierstore.dist.commits import SECTION
-from tierstore.errors import DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError, TierstoreError
+from tierstore.errors import (
+    DiskFullError,
+    ReadOnlyError,
+    StoreLockedError,
+    StoreNotFoundError,
+    StoreReplacedError,
+    TierstoreError,
+)
 from tierstore.system import killpoints, output
 
 from .ranks import DIED, run
@@ -128,8 +135,11 @@ def test_ranks_killed_while_they_reshard_lose_nothing(point: str, rank: int, fol
 
 def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path, tmp_path: Path) -> None:
     steps = {"replaced-at-3": 3, "replaced-at-4": 4, "replaced-at-4.1": 4}
-    for size, more in ((3, 1), (2, 0), (3, 0), (2, 1)):
-        run(train, size, tmp_path, folder, more)
+    with tierstore.open(folder, mode="r", ddr="1MiB") as reader:
+        for size, more in ((3, 1), (2, 0), (3, 0), (2, 1)):
+            run(train, size, tmp_path, folder, more)
+        with pytest.raises(StoreReplacedError):
+            reader.refresh()
     assert parts_of(folder) == ["0-of-2", "1-of-2", *sorted(steps)]
     assert {name: step_of(folder / name) for name in steps} == steps
     assert step_of(folder / "replaced-at-3", version=2) == 2, "older versions are there too"

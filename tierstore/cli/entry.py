@@ -75,7 +75,7 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
     try:
         return command(options)
     except KeyboardInterrupt:
-        return _fail("interrupted; what was committed is safe", EXIT_INTERRUPTED)
+        return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
         sys.stderr.close()

@@ -108,7 +108,7 @@ class _Seen(NamedTuple):
 
     Attributes:
         held: parts of other numbers of ranks that it opened. refused: why it could not open others.
-        own: commits of its own part.
+        own: commits of its own part, without shardings.
         moving: names of the parts that may be moved. moved: those that were moved before, with their folder's name.
     """
 
@@ -212,7 +212,7 @@ class OwnPart:
     def _seen(self, held: set[_Mark], refused: dict[_Mark, str], own: Commits) -> _Seen:
         moving = {path.name for path in (*self._held, self._path) if path.exists()}
         moved = {f"{path.parent.name}/{path.name}" for path in self._folder.glob("replaced-at-*/*-of-*")}
-        return _Seen(held, refused, own, moving, moved)
+        return _Seen(held, refused, own._replace(shardings={}), moving, moved)
 
     def _choose(self, all_own: Sequence[Commits]) -> Source | None:
         """The parts of another number of ranks that are the run, or None: those of as many ranks as there are, if any.
