@@ -103,33 +103,33 @@ def open_sharded(
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            require_choice(forward_precision, get_args(Precision), "forward_precision")
-            require_choice(backward_precision, get_args(Precision), "backward_precision")
+            wire = _checked_wire(forward_precision, backward_precision)
             require_choice(mode, ("r", "w"), "mode")
             planned = _planned(plan, ranks)
             _require_supported(keep, device)
-        require_alike(
-            ranks, mode=mode, plan=planned, forward_precision=forward_precision, backward_precision=backward_precision
-        )
+        require_alike(ranks, mode=mode, plan=planned, precision=wire)
         options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
-        writing: dict[str, Any] = {"cold": cold, "keep": keep, "slack": slack}
-        own = None
+        writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
             with ranks.together():
                 local = open_store(directory, mode=mode, **writing, **options)
                 opened.callback(local.close)
         elif mode == "r":
-            local = open_to_read(ranks, folder, options)
-            opened.callback(local.close)
+            opened.callback((local := open_to_read(ranks, folder, options)).close)
         else:
             own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
-            local = own.store
-            opened.callback(local.close)
-        made = ShardedStore(local, Owners(ranks, Wire(forward_precision, backward_precision)), keep, planned)
+            opened.callback((local := own.store).close)
+        made = ShardedStore(local, Owners(ranks, wire), keep, planned)
         if own is not None:
             own.replace_others(made.version)
         opened.pop_all()
     return made
+
+
+def _checked_wire(forward: Precision, backward: Precision) -> Wire:
+    require_choice(forward, get_args(Precision), "forward_precision")
+    require_choice(backward, get_args(Precision), "backward_precision")
+    return Wire(forward, backward)
 
 
 def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
