@@ -47,7 +47,7 @@ class Ahead:
         Raises:
             RuntimeError: another rank failed, or has no more batches.
         """
-        with self._ending_for_all(), self._ranks.together():
+        with self._ending_for_all(), self._ranks.together("a prefetched batch"):
             return ticket.stage()
 
     @contextlib.contextmanager

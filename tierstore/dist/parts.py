@@ -14,7 +14,7 @@ from ..exchange.rows import Rows
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Part, parts_in
-from .commits import SECTION, Commits
+from .commits import SECTION, Commits, in_common
 from .plan import Shard, Sharding
 
 _DDR: Final = "64MiB"
@@ -60,8 +60,8 @@ def newest_set(directory: Path) -> Source:
         except TierstoreError as error:  # a part that was begun, and cut short
             commits = ()
             wrong.append(str(error))
-        if common := set.intersection(*(set(each.versions) for each in commits)) if commits else set():
-            best = max(best, Source(max(common), commits), key=lambda found: (found.number, found.size))
+        if common := in_common(commits) if commits else []:
+            best = max(best, Source(common[-1], commits), key=lambda found: (found.number, found.size))
     if not best.number:
         raise StoreNotFoundError(
             f"{directory} has not all parts of a sharded store: {'; '.join(wrong) or 'nothing was committed'}. Copy "

@@ -3,8 +3,9 @@
 Each rank has a store of its own with all tables, of which it uses the rows, or columns, that it owns. Rows keep their
 ids and their first values.
 
-A commit is one of each rank's store. It has a number that all ranks count alike, kept in ``extra``. Opening goes to the
-newest number that every rank has, so each rank keeps the version before until all have the new one.
+A commit is one of each rank's store. It has a number that all ranks count alike, and an identity that rank 0 draws,
+kept in ``extra``. Opening goes to the newest commit that every rank has, so each rank keeps the one before until all
+have the new one. A version that not all ranks made stays, as the newest, until the next commit replaces it.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from ..store import Store, open_store
 from ..store.arguments import OffsetsType
 from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
-from .commits import SECTION, Commits, packed
+from .commits import SECTION, Commits, in_common, packed
 from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
@@ -37,6 +38,8 @@ from .ranks import Ranks, Traffic
 from .reshard import other_source, own_part, remove_others
 from .table import ShardedTable, local_config, whole_config
 from .wire import Precision
+
+_RESTART: Final = "start all ranks again: they go on from the last commit that all have"
 
 
 class Load(NamedTuple):
@@ -141,6 +144,15 @@ def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mappin
     return found.tables
 
 
+def _require_same(own: Mapping[str, float], others: Mapping[str, float], rank: int, what: str, way: str) -> None:
+    """TableError if rank 0 and another trained a table differently."""
+    for name, value in own.items():
+        if value != others[name]:
+            raise TableError(
+                f"ranks 0 and {rank} differ in table {name!r}: its {what} is {value} and {others[name]}; {way}"
+            )
+
+
 class ShardedStore:
     """This rank's part of a sharded store; made by ``open_sharded``. Methods marked collective are called by all ranks
     in the same order.
@@ -161,14 +173,18 @@ class ShardedStore:
         self._planned = planned
         with ranks.together():
             own = Commits.of(local)
-        self._number, self._attempt, self._run, self._versions = 0, 0, "", dict[int, int]()
+        self._number = self._attempt = 0
+        self._versions, self._ids, self._steps = dict[int, int](), dict[int, str](), dict[str, int]()
         self._extra, self._tensors = dict[str, Any](), dict[str, Tensor]()
-        self._agree(ranks.gather(own))
+        wires = ranks.gather(owners.wire, "open_sharded")
+        if len(set(wires)) > 1:
+            raise ValueError(f"ranks differ in forward_precision and backward_precision: {wires}; give all the same")
+        self._agree(ranks.gather(own, "open_sharded"))
 
     def _agree(self, all_commits: Sequence[Commits]) -> None:
         """Go to the newest commit that all ranks have."""
         runs = sorted({each.run for each in all_commits if each.run})
-        common = set.intersection(*(set(each.versions) for each in all_commits))
+        common = in_common(all_commits)
         with self.ranks.together():
             if len(runs) > 1:
                 raise TierstoreError(f"{self.local.directory}: the ranks' stores are of {len(runs)} different runs")
@@ -181,17 +197,17 @@ class ShardedStore:
             self._attempt = max(number for each in all_commits for number in (0, *each.versions))
             shardings = dict[str, Sharding]()
             if common:
-                self._number = max(common)
+                self._number = common[-1]
                 own = all_commits[self.ranks.rank].versions[self._number]
                 if own != self.local.version:
                     self.local.rollback(own)
-                _, self._versions, saved = Commits.told(self.local.extra[SECTION], own)
+                _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
-        self._require_alike([(table.index, table.config, table.sharding) for table in found])
+        self._require_alike([(table.index, table.config, table.sharding) for table in found], "open_sharded")
         self._take(found)
-        self._run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
+        self.ranks.run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
         if not common:
             self._commit(0, None, None)
 
@@ -199,9 +215,9 @@ class ShardedStore:
         """Keep what the local commit holds, which all ranks have: a later one may not be all ranks'."""
         self._extra, self._tensors = self.local.extra["extra"], self.local.tensors()
 
-    def _require_alike(self, tables: Sequence[tuple[Any, ...]]) -> None:
+    def _require_alike(self, tables: Sequence[tuple[Any, ...]], call: str) -> None:
         """TableError in all ranks if they describe tables differently. Collective."""
-        found = self.ranks.gather(list(tables))
+        found = self.ranks.gather(list(tables), call)
         for rank, others in enumerate(found):
             for one, other in itertools.zip_longest(found[0], others):
                 if one != other:
@@ -216,6 +232,7 @@ class ShardedStore:
 
     def _take(self, tables: Sequence[ShardedTable]) -> None:
         self.tables |= {table.name: table for table in tables}
+        self._steps |= {table.name: table.local.state.step for table in tables}
         self.owners.set(self.tables.values())
 
     def create_table(
@@ -237,12 +254,13 @@ class ShardedStore:
                 was created. ValueError, TypeError: no sharding, or not the one that is there.
             RuntimeError: another rank failed.
         """
-        with self.ranks.together():
+        call = "create_table"
+        with self.ranks.together(call):
             sharding = self._sharding_of(config.name, sharding_type, ranks, exchange)
             own = local_config(config, sharding, self.ranks.rank)
             index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
-        self._require_alike([(index, config, sharding)])
-        with self.ranks.together():
+        self._require_alike([(index, config, sharding)], call)
+        with self.ranks.together(call):
             self.local.create_table(own)
         if config.name not in self.tables:
             self._take([self._table(config.name, sharding)])
@@ -291,9 +309,11 @@ class ShardedStore:
 
     def balance(self) -> list[Load]:
         """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
-        local = [table.local for table in self.tables.values()]
-        rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
-        return self.ranks.gather(Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic))
+        with self.ranks.telling():
+            local = [table.local for table in self.tables.values()]
+            rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
+            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic)
+        return self.ranks.gather(own, "balance")
 
     # What a module asks of a store.
 
@@ -357,17 +377,31 @@ class ShardedStore:
         return self._commit(self._attempt + 1, extra, tensors)
 
     def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
+        commit_id = self._agree_to_commit(number)
         self._attempt = number
-        self._versions = dict(list(self._versions.items())[-MAX_ANCESTORS:])
         shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
-        packed_extra = packed(self._run, number, self._versions, shardings, extra)
-        failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
-        self.local.keep = self._keep + failed
-        with self.ranks.together():
-            self._versions[number] = self.local.commit(extra=packed_extra, tensors=tensors)
+        last = self._versions.get(self._number, 0)
+        with self.ranks.together(f"end of commit {number}"):
+            ids = self._ids | {number: commit_id}
+            packed_extra = packed(self.ranks.run, number, self._versions, shardings, extra, ids)
+            self.local.dropped = [version for version in self.local.versions if version > last]  # not all ranks' commit
+            version = self.local.commit(extra=packed_extra, tensors=tensors)
         self._number = number
+        self._versions = dict([*self._versions.items(), (number, version)][-MAX_ANCESTORS:])
+        self._ids = {each: commit_id for each, commit_id in ids.items() if each in self._versions}
         self._note_agreed()
         return number
+
+    def _agree_to_commit(self, number: int) -> str:
+        """The commit's identity. TableError, in all ranks, if they trained a table differently."""
+        with self.ranks.telling():
+            steps = {name: table.local.state.step - self._steps[name] for name, table in self.tables.items()}
+            rates = {name: table.learning_rate for name, table in self.tables.items()}
+        told = self.ranks.gather((secrets.token_hex(8), rates, steps), f"commit {number}")
+        for rank, (_, other_rates, other_steps) in enumerate(told):
+            _require_same(told[0][1], other_rates, rank, "learning rate", "set the same on all ranks, and commit again")
+            _require_same(told[0][2], other_steps, rank, "number of updates since it was opened", _RESTART)
+        return told[0][0]
 
     def close(self) -> None:
         """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""

@@ -7,7 +7,7 @@ made current; one for reading ignores them. docs/format.md describes the file.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -187,14 +187,14 @@ class LmdbColdTier:
 
     # -- versions
 
-    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+    def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
         """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for.
 
         Raises:
             DiskFullError, StoreReplacedError (the file is not at its path any more): nothing was committed; what was
                 written is still there, and commit may be tried again.
         """
-        self._require_writer().commit(payload, version, keep)
+        self._require_writer().commit(payload, version, keep, dropped)
 
     def rollback(self, version: int) -> None:
         self._require_writer().rollback(version)

@@ -156,11 +156,13 @@ class Segments:
         for version in sorted(self.held_under.keys() - set(kept)):
             if version > last:
                 continue
-            counts = self.held_under.pop(version)
-            if older := [each for each in kept if each < version]:
-                self.held(max(older))[: len(counts)] += counts
-                continue
-            arrays, slots = self.arrays, np.flatnonzero(counts)
+            counts, arrays = self.held_under.pop(version), self.arrays
+            older = max((each for each in kept if each < version), default=0)
+            is_older = arrays.oldest[: len(counts)] <= older  # no segment has rows of before and after a kept version
+            if older:
+                self.held(older)[: len(counts)] += np.where(is_older, counts, 0)
+                counts = np.where(is_older, 0, counts)
+            slots = np.flatnonzero(counts)
             arrays.held[slots] -= counts[slots]
             self.rows -= int(counts.sum())
             gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)

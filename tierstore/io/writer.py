@@ -6,7 +6,7 @@ little at a time.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
@@ -91,7 +91,7 @@ class Writer:
 
     # -- versions
 
-    def commit(self, payload: bytes, version: int, keep: int) -> None:
+    def commit(self, payload: bytes, version: int, keep: int, dropped: Collection[int]) -> None:
         """See ``ColdTier.commit``."""
         file = self._file
         with file.lock:
@@ -99,7 +99,8 @@ class Writer:
             file.map.require_in_place()
             if version <= file.head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
-            head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
+            before = (kept for kept in file.head.kept if kept not in dropped)
+            head = Head(last=version, kept=(*before, version)[-keep:])
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
             with self._transaction() as txn:
                 record = _put_version(txn, version, payload)

@@ -1,6 +1,6 @@
 """The commits of a store open for writing: written one after another by a thread, while training goes on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ class Commits:
         self._checkpoint = 0
         self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
 
-    def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int) -> PendingCommit:
-        """See ``Store.commit_async``. ``keep`` versions stay."""
+    def begin(
+        self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int, dropped: Collection[int]
+    ) -> PendingCommit:
+        """See ``Store.commit_async``. ``keep`` versions stay, and none of ``dropped``."""
         self.end_pending()
+        version = self._catalog.version
+        if version.has_checkpoint and version.number not in dropped:
+            self._checkpoint = version.number
         if tensors is None:
-            self._require_droppable(keep)
+            self._require_droppable(keep, dropped)
         lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         pending = PendingCommit(self._pools.epoch)
@@ -69,16 +74,13 @@ class Commits:
         num_changes = self._catalog.num_changes
         reach("commit: rows frozen")
         self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+        self._thread.submit(self._finish, pending, frozen, payload, num_changes, keep, dropped)
         return pending
 
-    def _require_droppable(self, keep: int) -> None:
+    def _require_droppable(self, keep: int, dropped: Collection[int]) -> None:
         """ValueError if a commit of rows alone would drop the newest checkpoint of dense weights."""
-        version = self._catalog.version
-        if version.has_checkpoint:
-            self._checkpoint = version.number
-        dropped = self._cold.versions[: len(self._cold.versions) + 1 - keep]
-        if self._checkpoint in dropped:
+        before = [version for version in self._cold.versions if version not in dropped]
+        if self._checkpoint in before[: len(before) + 1 - keep]:
             raise ValueError(
                 f"version {self._checkpoint} of {self._directory} has dense weights, which tierstore.checkpoint.save "
                 f"wrote, and a commit without any would drop it (keep={keep}): call tierstore.checkpoint.save again, "
@@ -86,7 +88,13 @@ class Commits:
             )
 
     def _finish(
-        self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int, num_changes: dict[str, int]
+        self,
+        pending: PendingCommit,
+        pools: Sequence[Pool],
+        payload: bytes,
+        num_changes: dict[str, int],
+        keep: int,
+        dropped: Collection[int],
     ) -> None:
         """Write what was frozen and make it the current version; the commit thread's part."""
         try:
@@ -94,7 +102,7 @@ class Commits:
                 pool.writeback.write_frozen()
             reach("commit: frozen rows written")
             try:
-                self._cold.commit(payload, pending.version, keep=keep)
+                self._cold.commit(payload, pending.version, keep=keep, dropped=dropped)
             finally:
                 if self._cold.version == pending.version:
                     self._catalog.version = unpack(pending.version, payload)

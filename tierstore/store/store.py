@@ -5,7 +5,7 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -55,6 +55,7 @@ class Store(Unpicklable):
         directory: absolute.
         readonly: whether it was opened with mode="r".
         keep: how many versions stay after a commit of this process.
+        dropped: versions that the next commit drops, and that do not count; set by a sharded store.
         device: where results live.
         offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
         recorder: what lookups are told to, or None; see ``record``.
@@ -80,6 +81,7 @@ class Store(Unpicklable):
         self.directory = directory or _IN_MEMORY
         self.readonly = readonly
         self.keep = keep
+        self.dropped: Collection[int] = ()
         self.device = memory.device
         self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64
         self.recorder: Recorder | None = None
@@ -213,7 +215,7 @@ class Store(Unpicklable):
             asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
-        return self._commits.begin(extra, tensors, self.keep)
+        return self._commits.begin(extra, tensors, self.keep, self.dropped)
 
     @shielded
     def rollback(self, version: int) -> None:
