@@ -16,7 +16,8 @@ class Ahead:
 
     Args:
         module: the module.
-        ranks: in a group of this object's own, so that its exchanges and those of forward have no order between them.
+        ranks: in a group that only this object uses, so that its exchanges and those of forward have no order between
+            them; released at the end.
     """
 
     def __init__(self, module: "ShardedCollection", ranks: Ranks) -> None:
@@ -71,4 +72,4 @@ class Ahead:
             if not self._is_over:
                 self._ranks.end()
         self._is_over = True
-        self._ranks.close()
+        self._ranks.release()

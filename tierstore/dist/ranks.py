@@ -6,7 +6,9 @@ of all; gloo would end the process where two exchanges of different sizes meet.
 """
 
 import contextlib
+import functools
 import math
+import operator
 import pickle
 import time
 import zlib
@@ -48,7 +50,6 @@ class Ranks:
 
     Args:
         group: of ``torch.distributed``; None for all ranks.
-        pass_name: of the batches that ``next_batch`` names.
 
     Attributes:
         rank: this one's number in the group. size: how many there are.
@@ -59,7 +60,7 @@ class Ranks:
         ValueError: this process is not in the group.
     """
 
-    def __init__(self, group: Any = None, pass_name: str = "") -> None:
+    def __init__(self, group: Any = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -71,28 +72,47 @@ class Ranks:
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
         self._owed = 0
-        self._pass_name = pass_name
-        self._num_batches = self._num_twins = 0
+        self._twins: list[Ranks] = []
+        self._is_idle = False
+        self._pass_name = ""
+        self._num_batches = self._num_passes = 0
 
     def twin(self) -> "Ranks":
-        """The same ranks in a process group of their own, for another thread. Collective."""
-        members = dist.get_process_group_ranks(self._backend)
-        made = dist.new_group(members, backend="gloo", use_local_synchronization=not self._is_world)
-        self._num_twins += 1
-        return Ranks(made, f" of prefetch {self._num_twins}")
+        """The same ranks in a process group of their own, for another thread, which is to ``release`` it. Collective.
+
+        A group that was released on all ranks is used again: each has its own sockets and threads.
+        """
+        idle = sum(1 << number for number, each in enumerate(self._twins) if each._is_idle and not each._owed)
+        common = functools.reduce(operator.and_, self.counts([idle] * self.size, "prefetch"))
+        if not common:
+            members = dist.get_process_group_ranks(self._backend)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=not self._is_world)
+            self._twins.append(Ranks(group))
+            common = 1 << (len(self._twins) - 1)
+        self._num_passes += 1
+        found = self._twins[(common & -common).bit_length() - 1]
+        found._is_idle, found._pass_name = False, f" of prefetch {self._num_passes}"
+        return found
+
+    def release(self) -> None:
+        """Of a ``twin``: this rank does not use it any more."""
+        self._is_idle = True
 
     @property
     def _is_world(self) -> bool:
         return self.size == dist.get_world_size()
 
     def close(self) -> None:
-        """Leave the group; of ``twin`` only.
+        """Leave the groups of the twins that were released.
 
-        A group of some ranks stays: torch gives the next one of these the same name, and they would find what the
-        first one left in the rendezvous.
+        Groups of some ranks stay: torch gives the next one of these the same name, and they would find what the first
+        one left in the rendezvous.
         """
-        if self._is_world:
-            dist.destroy_process_group(self.group)
+        for twin in self._twins:
+            if twin._is_idle and dist.is_initialized() and self._is_world:
+                with contextlib.suppress(ValueError):  # torch has left all groups, and this one with them
+                    dist.destroy_process_group(twin.group)
+        self._twins = []
 
     def next_batch(self) -> str:
         """A name for one more batch whose ids the ranks exchange, the same on all, and used once."""
@@ -108,8 +128,10 @@ class Ranks:
             yield
         except BaseException:
             if not self._owed:
+                self._owed = 1
                 with contextlib.suppress(RankError):  # of a rank that is gone: what failed here says more
                     self._meet("", [_FAILED] * self.size)
+                    self._owed = 0
             raise
 
     @contextlib.contextmanager

@@ -405,7 +405,8 @@ class ShardedStore:
 
     def close(self) -> None:
         """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""
-        self.local.close()
+        with contextlib.closing(self.ranks):
+            self.local.close()
 
     def __enter__(self) -> Self:
         return self
@@ -413,4 +414,5 @@ class ShardedStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.local.__exit__(kind, error, trace)
+        with contextlib.closing(self.ranks):
+            self.local.__exit__(kind, error, trace)
