@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, open_sharded
+from tierstore.dist.ranks import Ranks
 
 from .ranks import run
 
@@ -226,3 +227,31 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_all_reopen_one_version(tmp
         failed += bool(errors[0])
     assert failed > len(SEEDS) // 2
     assert checked
+
+
+def cut_short(folder: Path) -> str:
+    """Rank 1 leaves a lookup after its first exchange. What its commit after that says, or the lookup of the others."""
+    rank = Rank(folder)
+    call = Call("look up", "rows", 0)
+    if not rank.store.ranks.rank:
+        with pytest.raises(tierstore.errors.RankError) as raised:
+            rank.do(call)
+        return str(raised.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank.do(call)
+    with pytest.raises(tierstore.errors.RankError) as raised:
+        rank.store.commit()
+    rank.store.close()
+    return str(raised.value)
+
+
+def interrupted(*_: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_left_a_call_amid_its_exchanges_makes_no_other(tmp_path: Path) -> None:
+    other, own = run(cut_short, SIZE, tmp_path, tmp_path / "store")
+    assert "rank 1 ended" in other
+    assert "an earlier call ended here amid an exchange" in own
