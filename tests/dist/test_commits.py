@@ -15,7 +15,8 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
 from tierstore.dist import lookup as dist_lookup
-from tierstore.errors import RankError, TableError
+from tierstore.dist.commits import Commits, in_common
+from tierstore.errors import DiskFullError, RankError, TableError
 from tierstore.lookup import Lookup
 from tierstore.system import killpoints
 
@@ -56,11 +57,21 @@ def train_and_commit(folder: Path, steps: int) -> tuple[int, dict[str, Any], lis
         return found
 
 
+def no_room(**_: Any) -> int:
+    raise DiskFullError("no room left")
+
+
 def die_in_commit(folder: Path, dying: int, point: str) -> str:
-    """Commit two steps; in the commit of the second a rank ends at ``point``. What another rank was told."""
+    """Commit two steps; the second's fails once for want of room, and in the next try a rank ends at ``point``. What
+    another rank was told."""
     with opened(folder) as store:
         train(store, 0)
         store.commit(extra={"steps": 1})
+        with pytest.MonkeyPatch.context() as patch:
+            if store.ranks.rank == dying:
+                patch.setattr(store.local, "commit", no_room)
+            with pytest.raises((RuntimeError, DiskFullError)):
+                store.commit(extra={"steps": 1.5})
         train(store, 1)
         if store.ranks.rank == dying:
             killpoints.hook = lambda name: os._exit(DIED) if name == point else None
@@ -142,15 +153,11 @@ def full_disks(folder: Path, failing: Sequence[int]) -> tuple[int, int]:
             with pytest.MonkeyPatch.context() as patch:
                 if store.ranks.rank == rank:
                     patch.setattr(store.local, "commit", no_room)
-                with pytest.raises((RuntimeError, tierstore.errors.DiskFullError)):
+                with pytest.raises((RuntimeError, DiskFullError)):
                     store.commit(extra={"steps": 2})
             assert (store.version, store.extra) == (1, {"steps": 1})
             most = max(most, len(store.local.versions))
         return most, store.local.verify().bytes
-
-
-def no_room(**_: Any) -> int:
-    raise tierstore.errors.DiskFullError("no room left")
 
 
 def test_commits_that_fail_leave_one_version_at_most_and_the_last_of_all_ranks(tmp_path: Path) -> None:
@@ -221,6 +228,13 @@ def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
     assert one == other
     wanted = "backward_precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
     assert all(words in told for words, told in zip(wanted, one, strict=True))
+
+
+def test_commits_of_earlier_releases_pair_by_number() -> None:
+    """They have no identities; one that has none is not one that has."""
+    old, new = ({"run": "r", "number": 2, "versions": {"1": 1}, "shardings": {}} for _ in range(2))
+    assert in_common([Commits.told(old, 2), Commits.told(old, 3)]) == [1, 2]
+    assert in_common([Commits.told(old, 2), Commits.told(new | {"ids": {"2": "some"}}, 2)]) == [1]
 
 
 def open_alone(folder: Path) -> str:
