@@ -20,9 +20,9 @@ from tests.conformance.cold_tier import (
     read_rows,
     write_rows,
 )
-from tests.io.support import STORE_ID, open_tier
+from tests.io.support import STORE_ID, open_tier, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from tierstore.io import anchor, recovery
+from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
@@ -165,7 +165,7 @@ def test_only_what_an_anchor_vouches_for_is_built_on(tmp_path: Path) -> None:
     synced = written_after_commit(tmp_path / "store", 7, 4)
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
-    recovery.recover(later / "rows.lmdb", STORE_ID)
+    recover(later / "rows.lmdb")
     after = (later / "rows.lmdb").read_bytes()
     assert after != before
     assert after[:8192] == (synced / "rows.lmdb").read_bytes()[:8192]
@@ -178,7 +178,7 @@ def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
     reader = open_tier(later, readonly=True)
-    recovery.recover(later / "rows.lmdb", STORE_ID)
+    recover(later / "rows.lmdb")
     assert (later / "rows.lmdb").read_bytes() == before
     reader.close()
     check_second_commit(later)

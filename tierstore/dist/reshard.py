@@ -10,6 +10,7 @@ from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
+from ..system.durable import names_in
 from .commits import Commits, packed
 from .parts import Parts, Source, newest_set, of_columns, open_parts, part_sets
 from .plan import Plan, Shard, Sharding
@@ -145,7 +146,7 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
         ValueError: the plan is for another number of ranks. TierstoreError: the target is not empty.
         TableError: rows are quantized. StoreNotFoundError: not all parts are there.
     """
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and names_in(target):
         raise TierstoreError(f"{target} is not empty; give a new folder")
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(f"--plan is for {plan.world_size} ranks, and --ranks says {num_ranks}")

@@ -286,7 +286,7 @@ def _place(number: int) -> int:
 
 
 def _put(path: Path, data: bytes, place: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, data, place)
         reach("anchor: slot written")

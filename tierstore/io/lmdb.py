@@ -80,7 +80,7 @@ class LmdbColdTier:
             stack.callback(self._file.close)
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
-            self.reader = RowReader(self._file.map.rows, verify=True)
+            self.reader = RowReader(verify=True)
             self._follower = Follower(self._file, self._read_from) if readonly and follow else None
             self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
             stack.pop_all()

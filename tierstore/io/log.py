@@ -59,7 +59,7 @@ class Log:
 
     Args:
         slack: see ``LmdbColdTier``.
-        transaction: makes a write transaction.
+        transaction: makes a write transaction, which puts at most so many bytes.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class Log:
         file: OpenFile,
         anchors: AnchorKeeper,
         slack: float,
-        transaction: "Callable[[], AbstractContextManager[lmdb.Transaction[bytes]]]",
+        transaction: "Callable[[int], AbstractContextManager[lmdb.Transaction[bytes]]]",
     ) -> None:
         self._file = file
         self._view = file.view
         self._anchors = anchors
-        self._cleaner = Cleaner(slack, RowReader(file.map.rows, verify=True))
+        self._cleaner = Cleaner(slack, RowReader(verify=True))
         self._transaction = transaction
         self._record = file.logged
         self._appended = 0
         self._is_numbered = False  # whether this process has numbers of segments of its own
 
     @contextmanager
-    def _changing(self) -> "Iterator[lmdb.Transaction[bytes]]":
+    def _changing(self, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
         """A transaction that changes the log. What it does counts only once it is committed; numbers that it has given
         to segments are not given again in any case."""
         before = self._record
         try:
-            with self._transaction() as txn:
+            with self._transaction(size_bytes) as txn:
                 yield txn
                 txn.put(item_key(LOG_ITEM), pack_words(*self._record))
         except BaseException:
@@ -143,10 +143,12 @@ class Log:
         moved = self._cleaner.collect(self._view.snapshot, rows, segments, kept)
         dead = _some_dead(rows, self._view.snapshot)
         segments.reuse(self._view.oldest())
-        segments.require_room(len(each.keys) for each in (moved, new) if each is not None)
+        counts = [len(each.keys) for each in (moved, new) if each is not None]
+        segments.require_room(counts)
         self._look_ahead()
         moved_to = put = np.empty(0, STORED)
-        with self._changing() as txn:
+        pages = sum(layout.pages_for(count, is_mixed=True) for count in counts)
+        with self._changing(pages * self._view.snapshot.page_bytes) as txn:
             self._delete_dead(txn, dead)
             if moved is not None:
                 moved_to = self._put(txn, segments, moved)
@@ -199,7 +201,7 @@ class Log:
             return
         self._view.snapshot.file_map.require_in_place()  # an anchor is to be set beside it
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
-        with self._transaction() as txn:
+        with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))
         self._record, self._is_numbered = record, True
         reach("log: numbers taken")

@@ -1,10 +1,11 @@
-"""Which trees of a row file are being read: a reader locks the byte whose offset is its tree's transaction number.
+"""Who uses a row file. A reader locks the byte whose offset is its tree's transaction number, a writer its own byte.
 
-The lock is a shared one of the open file (an open-file-description lock, ``fcntl(2)``) on ``rows.lmdb`` itself. No
-process id is involved, and no other descriptor of the file matters. The bytes need not exist, and nothing is written.
-The kernel drops the lock when nothing refers to the open file any more; as the file's map refers to it, what is in the
-map is locked whoever closes the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and
-the lock ends with the descriptor.)
+The locks are of the open file (open-file-description locks, ``fcntl(2)``), on ``rows.lmdb`` itself: shared by readers,
+exclusive for the writer. So no file can be removed that keeps a second writer out. No process id is involved, and no
+other descriptor of the file matters. The bytes need not exist, and nothing is written. The kernel drops the lock when
+nothing refers to the open file any more; as the file's map refers to it, what is in the map is locked whoever closes
+the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and the lock ends with the
+descriptor.)
 
 Why no page is reused that a reader can see:
 
@@ -25,15 +26,18 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
-from ..errors import StoreLockedError, TierstoreError
+from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor
 from ..system.oserrors import translate_os_error
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The system's ``struct flock``: type, whence, start, length, process id."""
 _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+WRITER_BYTE: Final = 2**62
+"""Above all transaction numbers."""
 _PATIENCE_SECONDS: Final = 60.0
 """For a writer that puts meta pages back meanwhile."""
 _PAUSE_SECONDS: Final = 0.01
@@ -56,15 +60,18 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
 class Pins:
     """An open row file, and the trees that are read through it.
 
+    Args:
+        writable: open it for writing. An overlay then copies a file of a lower layer, before anything is read of it.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: "str | os.PathLike[str]") -> None:
+    def __init__(self, path: "str | os.PathLike[str]", *, writable: bool = False) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
-        self._file = OwnDescriptor(path, os.O_RDONLY)
+        self._file = OwnDescriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         self.identity: Final = self._file.identity
         self.is_held: Final = self._file.is_held
 
@@ -81,6 +88,21 @@ class Pins:
         self._require_held()
         return size_bytes
 
+    def require_in_place(self) -> None:
+        """StoreReplacedError unless the path still names this file; ClosedError if somebody closed the descriptor."""
+        self.size_bytes()
+        try:
+            found: os.stat_result | None = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except OSError as error:
+            raise translate_os_error(error, self._path) from error
+        if found is None or (found.st_dev, found.st_ino) != self.identity:
+            what = "was deleted" if found is None else "is another file than when the store was opened"
+            raise StoreReplacedError(
+                f"{self._path} {what}: the store was replaced, and what is open is the old one; open the store again"
+            )
+
     def _require_held(self) -> None:
         if not self.is_held():
             raise self._file.lost()
@@ -94,6 +116,28 @@ class Pins:
                 f"({error.strerror}); put the store on a local file system"
             )
         return translate_os_error(error, self._path)
+
+    def lock_for_writer(self, *, shared: bool = False) -> bool:
+        """Take the writer's lock, until ``close``; False if a writer has it. ``shared``: keep writers out, no more.
+
+        Raises:
+            TierstoreError: the file system has no locks.
+        """
+        try:
+            return lock_range(self.descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, WRITER_BYTE, 1)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    @contextlib.contextmanager
+    def readers_kept_out(self) -> Iterator[bool]:
+        """Whether nobody reads the file through another open file; if so nobody begins to until the end of the block.
+        It must be ``writable``."""
+        is_alone = lock_range(self.descriptor, fcntl.F_WRLCK, 0, WRITER_BYTE)
+        try:
+            yield is_alone
+        finally:
+            if is_alone and self.is_held():
+                lock_range(self.descriptor, fcntl.F_UNLCK, 0, WRITER_BYTE)
 
     def hold(self, txn_id: int) -> None:
         """Lock a tree, once more if it is locked already.
@@ -161,5 +205,6 @@ class Pins:
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""
         if self.is_held():
-            lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
         self._file.close()

@@ -18,6 +18,7 @@ from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
 from . import records
 from .anchor import AnchorKeeper
+from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .indexes import read_indexes, stored_segments
@@ -29,6 +30,10 @@ from .records import CommitRecord, Head
 from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
+_SPARE_BYTES: Final = 64 << 20
+"""For a transaction's records and pages of the trees."""
+_LISTED_PART: Final = 256
+"""LMDB's list of free pages takes at most this part of the file."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 
@@ -46,8 +51,10 @@ class Writer:
         self._cleaned = cleaned
         disown_in_forks(self)
         with ExitStack() as stack:
-            self._environment = open_environment(file.path, file.map.length_bytes)
+            self._mapped_bytes = file.map.length_bytes
+            self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
+            file.map.require_in_place()
             self._floor = Floor(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
             self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
@@ -79,10 +86,26 @@ class Writer:
         except lmdb.Error as error:
             raise translate(error, self._file.path) from error
 
-    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
-        """A write transaction, committed at the end of the block, with LMDB's errors translated."""
+    def _transaction(self, size_bytes: int = 0) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
+        """A write transaction, committed at the end of the block, with LMDB's errors translated.
+
+        Args:
+            size_bytes: what it may put, records and pages of the tree apart.
+        """
         self._file.map.guard.require_whole()
+        self._make_room(size_bytes)
         return self._floor.transaction()
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Have LMDB's map, and ours, be as long as the file may become by a transaction."""
+        now = self._file.map.pins.size_bytes()
+        needed = now + now // _LISTED_PART + 2 * size_bytes + _SPARE_BYTES
+        self._file.map = self._file.map.reaching(min(needed, MAX_PAGES * self._file.page_bytes))
+        if self._file.map.length_bytes == self._mapped_bytes:
+            return
+        with self._file.must_succeed():  # LMDB gives its map up before it makes another
+            self._floor.set_map_length(self._file.map.length_bytes)
+        self._mapped_bytes = self._file.map.length_bytes
 
     def append(self, layout: RowLayout, new: Rows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
@@ -101,7 +124,7 @@ class Writer:
                 raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
-            with self._transaction() as txn:
+            with self._transaction(len(payload)) as txn:
                 record = _put_version(txn, version, payload)
                 txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
                 reach("commit: record put")

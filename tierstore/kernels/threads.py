@@ -82,7 +82,7 @@ class _TorchTeam:
 def _torch_team() -> _TorchTeam | None:
     """None where another OpenMP, or another system, is in use."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
         libraries = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}
         return _TorchTeam(Path(libraries.pop())) if len(libraries) == 1 else None
     except (AttributeError, OSError):

@@ -15,7 +15,7 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io import ColdTier
 from ..rows import MAX_TABLES, RowLayout
-from ..system.durable import sync_directory
+from ..system.durable import directory_locked, sync_directory
 from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
 from ..system.plainfile import read_plain_file
@@ -92,10 +92,9 @@ class Manifest:
         """Write the first manifest, unless another process was faster: then that one stands. StoreNotFoundError: ranks'
         stores are there. Others as of ``write``."""
         _require_not_sharded(directory)
-        with self._partial(directory) as partial:
-            with contextlib.suppress(FileExistsError):
-                os.link(partial, directory / MANIFEST_NAME)
-            partial.unlink()
+        with directory_locked(directory):
+            if not (directory / MANIFEST_NAME).exists():
+                self.write(directory)
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there

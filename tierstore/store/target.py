@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..io import ROW_FILE_NAME
-from ..system.durable import output_locked, sync_directory
+from ..system.durable import names_in, output_locked, sync_directory
 from ..system.output import output_errors, require_parent
 from .manifest import MANIFEST_NAME
 
@@ -43,7 +43,7 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
         elif not target.is_dir():
             raise FileExistsError(f"{target} is not a directory; choose another name")
         with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
-            found = {path.name for path in target.iterdir()}  # at most what a killed process leaves
+            found = names_in(target)  # at most what a killed process leaves
             if found - {work_name} and (work_name not in found or not found <= {work_name, *names}):
                 raise FileExistsError(
                     f"{target} is not empty (it holds {min(found - {work_name})}); choose a directory that is, or a "

@@ -62,7 +62,7 @@ class OwnDescriptor:
         self._mark = random.SystemRandom().randint(1, _MAX_MARK)
         self.number = -1
         disown_in_forks(self)
-        self.number = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        self.number = os.open(path, flags | os.O_CLOEXEC, 0o666)
         os.lseek(self.number, self._mark, os.SEEK_SET)
         status = os.fstat(self.number)
         self.identity: Final = status.st_dev, status.st_ino

@@ -49,7 +49,7 @@ def _limit_files() -> Iterator[Path]:
     A container may see the groups from the root of its own, where the path in /proc leads nowhere.
     """
     try:
-        lines = _CGROUP.read_text().splitlines()
+        lines = os.fsdecode(_CGROUP.read_bytes()).splitlines()
     except OSError:
         lines = []
     groups = [(_CGROUP_ROOT, "memory.max", "/"), (_CGROUP_ROOT / "memory", "memory.limit_in_bytes", "/")]
