@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..system.dropped import finish
 from ..system.forks import disown_in_forks
 
 Batch = TypeVar("Batch")
@@ -194,8 +195,7 @@ def _plain(
         while (item := reader.next()) is not None:
             yield item.batch
     finally:
-        reader.close()
-        reader.release()
+        finish(reader.end)
 
 
 class _Ahead(NamedTuple):
@@ -226,13 +226,13 @@ class _Reader:
         self._waiting: list[_Ahead] = []  # read, but there was no room to announce it
         self._error: BaseException | None = None
         self._ended = False
-        self._gate = threading.RLock()  # the garbage collector may close it anywhere, in this very thread
+        self._gate = threading.Lock()
         self._is_outside = False
         disown_in_forks(self)
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
-        self._gate = threading.RLock()
+        self._gate = threading.Lock()
         self.is_closed = True
 
     def next(self) -> _Ahead | None:
@@ -289,6 +289,11 @@ class _Reader:
             self.is_closed = True
             return self._is_outside
 
+    def end(self) -> None:
+        """Close and release it, where no thread is at work in it."""
+        self.close()
+        self.release()
+
     def release(self) -> None:
         """Retire what was announced and forget the caches; for whoever closed it, unless a thread is at work in it
         outside the caller's code."""
@@ -326,7 +331,7 @@ def _pipeline(
             yield item[0]
             worker.forget(1)
     finally:
-        worker.stop()
+        finish(worker.stop)
 
 
 class _Worker:
@@ -414,7 +419,6 @@ class _Worker:
         is_outside = self._reader.close()
         self._places.put(None)
         if not is_outside and threading.get_ident() != self._thread.ident:
-            # A bound, for a generator that the garbage collector ends in the middle of anything.
             self._thread.join(_JOIN_SECONDS)
         if is_outside or not self._thread.is_alive():
             self._release()

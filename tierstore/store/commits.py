@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from ..errors import TableError
 from ..io import ColdTier
 from ..pool import Pool
 from ..system.killpoints import reach
-from .catalog import Catalog
+from .catalog import Catalog, Shown
 from .pools import Pools
 from .version import pack, unpack
 
@@ -46,7 +46,11 @@ class PendingCommit(Future[int]):
 
 
 class Commits:
-    """Makes versions and goes back to them. One thread at a time may call it."""
+    """Makes versions and goes back to them. One thread at a time may call it.
+
+    Attributes:
+        thread: writes them.
+    """
 
     def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
         self._directory = directory
@@ -55,7 +59,7 @@ class Commits:
         self._pools = pools
         self._pending: PendingCommit | None = None
         self._checkpoint = 0
-        self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
+        self.thread: Final = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
 
     def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int) -> PendingCommit:
         """See ``Store.commit_async``. ``keep`` versions stay."""
@@ -69,7 +73,7 @@ class Commits:
         num_changes = self._catalog.num_changes
         reach("commit: rows frozen")
         self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+        self.thread.submit(_finish, pending, frozen, self._cold, self._catalog.shown, payload, keep, num_changes)
         return pending
 
     def _require_droppable(self, keep: int) -> None:
@@ -84,27 +88,6 @@ class Commits:
                 f"wrote, and a commit without any would drop it (keep={keep}): call tierstore.checkpoint.save again, "
                 f"open the store with keep={keep + 1} or more, or drop them by commit(tensors={{}})"
             )
-
-    def _finish(
-        self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int, num_changes: dict[str, int]
-    ) -> None:
-        """Write what was frozen and make it the current version; the commit thread's part."""
-        try:
-            for pool in pools:
-                pool.writeback.write_frozen()
-            reach("commit: frozen rows written")
-            try:
-                self._cold.commit(payload, pending.version, keep=keep)
-            finally:
-                if self._cold.version == pending.version:
-                    self._catalog.version = unpack(pending.version, payload)
-                    self._catalog.committed = num_changes
-        except BaseException as error:
-            for pool in pools:
-                pool.writeback.abandon()
-            pending.set_exception(error)
-        else:
-            pending.set_result(pending.version)
 
     def end_pending(self) -> None:
         """Wait for the commit under way; raise its error if nobody has seen it."""
@@ -135,4 +118,32 @@ class Commits:
 
     def close(self) -> None:
         """Let the thread end."""
-        self._thread.shutdown()
+        self.thread.shutdown()
+
+
+def _finish(
+    pending: PendingCommit,
+    pools: Sequence[Pool],
+    cold: ColdTier,
+    shown: Shown,
+    payload: bytes,
+    keep: int,
+    num_changes: dict[str, int],
+) -> None:
+    """Write what was frozen and make it the current version; the commit thread's part, which does not keep a store that
+    is dropped meanwhile."""
+    try:
+        for pool in pools:
+            pool.writeback.write_frozen()
+        reach("commit: frozen rows written")
+        try:
+            cold.commit(payload, pending.version, keep=keep)
+        finally:
+            if cold.version == pending.version:
+                shown.version, shown.committed = unpack(pending.version, payload), num_changes
+    except BaseException as error:
+        for pool in pools:
+            pool.writeback.abandon()
+        pending.set_exception(error)
+    else:
+        pending.set_result(pending.version)

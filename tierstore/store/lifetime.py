@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Final
 
 from ..errors import ClosedError, ReadOnlyError
 
@@ -15,6 +16,15 @@ class Lifetime:
         self._readonly = readonly
         self._process_id = os.getpid()
         self.is_closed = False
+
+    def keep(self, *parts: object) -> None:
+        """Keep what closing a store needs until ``let_go``, also where the garbage collector finds the store: it clears
+        the weak references to what it finds, and an executor's threads know their executor by one."""
+        _KEPT[self] = parts
+
+    def let_go(self) -> None:
+        """Undo ``keep``."""
+        _KEPT.pop(self, None)
 
     @property
     def is_over(self) -> bool:
@@ -38,3 +48,7 @@ class Lifetime:
             raise ReadOnlyError(
                 f'the store at {self._directory} was opened with mode="r"; open it with mode="w" to change it'
             )
+
+
+_KEPT: Final[dict[Lifetime, tuple[object, ...]]] = {}
+os.register_at_fork(after_in_child=_KEPT.clear)

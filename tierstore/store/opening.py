@@ -1,20 +1,27 @@
 """``tierstore.open``: checks its arguments and opens the store."""
 
+import gc
 import os
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from .. import cache
 from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
+from ..errors import StoreLockedError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..rows import FloatName, QuantizedName
 from ..system.device import resolve_device
+from ..system.dropped import settle
 from ..system.oserrors import translate_os_error
 from ..system.sizes import parse_size, require_memory
 from .catalog import KeptAs
 from .pools import Memory
 from .store import Store
+
+_DROPPED_SECONDS: Final = 60.0
+"""For a store that was dropped in this process to be closed."""
 
 
 def open_store(
@@ -72,17 +79,26 @@ def open_store(
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
+    make = partial(
+        Store,
+        None if directory is None else Path(directory),
+        Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
+        readonly=mode == "r",
+        version=version,
+        keep=keep,
+        slack=slack,
+        threads=threads,
+        dtype=dtype,
+    )
     try:
-        return Store(
-            None if directory is None else Path(directory),
-            Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
-            readonly=mode == "r",
-            version=version,
-            keep=keep,
-            slack=slack,
-            threads=threads,
-            dtype=dtype,
-        )
+        try:
+            return make()
+        except StoreLockedError:
+            if mode == "r":
+                raise
+            gc.collect()  # by a store that was dropped without a close, as by a function that raised
+            settle(_DROPPED_SECONDS)
+            return make()
     except OSError as error:
         raise translate_os_error(error, error.filename or str(directory)) from error
 

@@ -1,5 +1,6 @@
 """A store: a directory of embedding tables, one version at a time, larger than memory."""
 
+import atexit
 import contextlib
 import copy
 import logging
@@ -21,6 +22,7 @@ from ..pool import Pool
 from ..pool.stats import Stats
 from ..rows import RowLayout
 from ..settings.names import nearest
+from ..system.dropped import hand_over, settle
 from ..system.signals import shielded
 from ..system.sizes import format_count
 from ..system.unpicklable import Unpicklable
@@ -41,6 +43,7 @@ from .version import unpack_tensors
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")
 """In the place of a directory where there is none."""
+_END_SECONDS: Final = 60.0
 _MAX_NAMED: Final = 5
 """Tables, in a line of the log."""
 
@@ -87,6 +90,7 @@ class Store(Unpicklable):
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
+            held.callback(self._lifetime.let_go)
             self._cold: ColdTier
             read_manifest: Callable[[], Manifest] | None = None
             if directory is None:
@@ -108,7 +112,9 @@ class Store(Unpicklable):
             self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
             held.callback(self._commits.close)
             self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
+            self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
+        _STORES.add(self)
 
     # Tables
 
@@ -377,9 +383,21 @@ class Store(Unpicklable):
         self._close(is_told=kind is None)
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):
-            self.close()
+        if hasattr(self, "_held") and not self._lifetime.is_over:
+            hand_over(self.close)
 
     def __repr__(self) -> str:
         mode = "r" if self.readonly else "w"
         return f"<Store {str(self.directory)!r} mode={mode!r} version={self.version} tables={list(self.tables)}>"
+
+
+_STORES: Final["weakref.WeakSet[Store]"] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """As the process ends, close what nobody closed, but do not wait for ever: a device may never answer."""
+    for store in list(_STORES):
+        if not store._lifetime.is_over:
+            hand_over(store.close)
+    settle(_END_SECONDS)
