@@ -26,7 +26,11 @@ from tierstore.system.dropped import finish, hand_over, settle
 
 ROWS, DIM = 20_000, 16
 CONFIG = tierstore.TableConfig(
-    name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Constant(0.0), optimizer=tierstore.optim.SGD(lr=1.0)
+    name="t",
+    num_embeddings=ROWS,
+    embedding_dim=DIM,
+    init=tierstore.init.Constant(0.0),
+    optimizer=tierstore.optim.SGD(lr=1.0),
 )
 IDS = torch.arange(ROWS)
 
@@ -246,7 +250,7 @@ if how == "prefetching":
     next(pipeline)
     pipeline_began.set()
 if how == "recording":
-    recorder = store.record(sys.argv[1] + ".trace", rate=1.0)
+    recorder = store.record(sys.argv[1] + ".npz", rate=1.0)
     bag(torch.arange(10).view(2, 5))
 store.commit_async()
 if how == "raising":
@@ -264,4 +268,4 @@ def test_the_interpreter_ends_over_a_store_in_a_cycle(store_dir: Path, how: str)
         assert store.version == 1
         assert torch.equal(store["t"].read(IDS), torch.ones(ROWS, DIM))
     if how == "recording":
-        assert tierstore.trace.read_trace(f"{store_dir}.trace").num_lookups == 10
+        assert tierstore.trace.read_trace(f"{store_dir}.npz").num_lookups == 10

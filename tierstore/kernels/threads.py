@@ -78,9 +78,25 @@ class _TorchTeam:
             self._errors.append(error)
 
 
+class _Fork:
+    """Notes in a forked process that it is one: GNU's OpenMP waits there for threads that only the parent has."""
+
+    is_noted = False
+
+    def note(self) -> None:
+        self.is_noted = True
+        _torch_team.cache_clear()
+
+
+_FORK: Final = _Fork()
+os.register_at_fork(after_in_child=_FORK.note)
+
+
 @functools.cache
 def _torch_team() -> _TorchTeam | None:
-    """None where another OpenMP, or another system, is in use."""
+    """None where another OpenMP, or another system, is in use, and in a forked process."""
+    if _FORK.is_noted:
+        return None
     try:
         maps = Path("/proc/self/maps").read_text()
         libraries = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}

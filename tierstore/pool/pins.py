@@ -59,8 +59,9 @@ class Lease:
             keeper.release(self.pinned, held=self.held)
 
     def __del__(self) -> None:
-        if self._keeper is not None:
-            self._keeper.release_later(self.pinned, held=self.held)
+        keeper, self._keeper = self._keeper, None  # once, should somebody whom the collector found too release it
+        if keeper is not None:
+            keeper.release_later(self.pinned, held=self.held)
 
 
 class Pins:

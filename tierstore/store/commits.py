@@ -1,5 +1,6 @@
 """The commits of a store open for writing: written one after another by a thread, while training goes on."""
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..errors import TableError
 from ..io import ColdTier
 from ..pool import Pool
+from ..system.forks import require_own
 from ..system.killpoints import reach
 from .catalog import Catalog, Shown
 from .pools import Pools
@@ -26,6 +28,7 @@ class PendingCommit(Future[int]):
         super().__init__()
         self.version = version
         self._was_seen = False
+        self._process_id = os.getpid()
 
     def result(self, timeout: float | None = None) -> int:
         """Wait until the version is durable; its number. TimeoutError: it is not, after ``timeout`` seconds.
@@ -34,7 +37,9 @@ class PendingCommit(Future[int]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the version is durable, or has failed; the error, if there was one."""
+        """Wait until the version is durable, or has failed; the error, if there was one. ClosedError in a forked
+        process, where no thread writes it."""
+        require_own(self._process_id, f"the commit of version {self.version}", "ask for its result there")
         error = super().exception(timeout)
         self._was_seen = True
         return error

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -17,11 +18,14 @@ from ..system.dropped import settle
 from ..system.oserrors import translate_os_error
 from ..system.sizes import parse_size, require_memory
 from .catalog import KeptAs
+from .lifetime import is_open_here
 from .pools import Memory
 from .store import Store
 
+_PAUSES_SECONDS: Final = (0.0, 0.1, 0.4, 1.0)
+"""Before a store that this process has open is looked for again among what is garbage."""
 _DROPPED_SECONDS: Final = 60.0
-"""For a store that was dropped in this process to be closed."""
+"""For such a store to be closed."""
 
 
 def open_store(
@@ -91,14 +95,17 @@ def open_store(
         dtype=dtype,
     )
     try:
-        try:
-            return make()
-        except StoreLockedError:
-            if mode == "r":
-                raise
-            gc.collect()  # by a store that was dropped without a close, as by a function that raised
+        for pause in _PAUSES_SECONDS:
+            try:
+                return make()
+            except StoreLockedError:
+                if directory is None or mode == "r" or not is_open_here(Path(directory)):
+                    raise
+            # Perhaps by a store that was dropped, as by a function that raised, and that a thread at work keeps.
+            time.sleep(pause)
+            gc.collect()
             settle(_DROPPED_SECONDS)
-            return make()
+        return make()
     except OSError as error:
         raise translate_os_error(error, error.filename or str(directory)) from error
 

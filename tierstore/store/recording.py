@@ -19,6 +19,7 @@ from ..errors import TierstoreError
 from ..kernels.arrays import Int32s, Int64s
 from ..lookup.joined import Joined, Sources
 from ..rows import KEY_ROW_BITS
+from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room
 from ..system.signals import shielded
@@ -79,6 +80,7 @@ class Recorder:
         self._store = weakref.ref(store)
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
+        self._process_id = os.getpid()
         self._over = threading.Event()
         _compile()
         self._write(force=False)
@@ -91,7 +93,8 @@ class Recorder:
         return self._recorded.rate
 
     def describe(self) -> str:
-        """What there is, in a line."""
+        """What there is, in a line. ClosedError in a forked process."""
+        require_own(self._process_id, "the recording", "ask for it there")
         with self._lock:
             found = self._recorded.contents()
         return (
@@ -164,7 +167,11 @@ class Recorder:
 
     def stop(self) -> None:
         """Record no more, and write the file. A second call does nothing, unless the first could not write it.
-        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again."""
+        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
+
+        In a forked process, too, it does nothing: the file is the parent's."""
+        if self._process_id != os.getpid():
+            return
         with self._lock:
             self._is_over = True
         store = self._store()

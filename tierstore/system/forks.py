@@ -3,6 +3,8 @@
 A lock of an open file (``flock``, or an open-file-description lock) lasts until the last copy of its descriptor is
 closed, and a fork copies all. So a DataLoader's worker would keep a store locked after its parent has ended. Whoever
 holds such a lock registers here, and a child closes its copies before anything else runs in it.
+
+Likewise a connection: its answers go to whichever process reads first.
 """
 
 import ctypes
@@ -45,6 +47,12 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+def require_own(process_id: int, what: str, way: str) -> None:
+    """ClosedError, which says the way, if this process is a fork of the one that made it."""
+    if process_id != os.getpid():
+        raise ClosedError(f"{what} is of process {process_id}, of which this is a fork; {way}")
 
 
 class OwnDescriptor:
