@@ -204,6 +204,10 @@ class WholeTier:
         return ColdCounters(*(sum(column) for column in zip(*(tier.counters() for tier in self._tiers), strict=True)))
 
     @property
+    def held_bytes(self) -> int:
+        return sum(tier.held_bytes for tier in self._tiers)
+
+    @property
     def map_bytes(self) -> int:
         return sum(tier.map_bytes for tier in self._tiers)
 

@@ -163,6 +163,11 @@ class ColdTier(Protocol):
     def counters(self) -> ColdCounters: ...
 
     @property
+    def held_bytes(self) -> int:
+        """What the oldest reader keeps from being reused, as of the last commit; 0 unless open for writing."""
+        ...
+
+    @property
     def map_bytes(self) -> int:
         """Bytes of the map from rows to places."""
 

@@ -16,12 +16,14 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import RowLayout
+from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .changes import Changes
 from .cleaning import DEFAULT_SLACK
 from .gather import gather_error
 from .log import Written
 from .newer import Follower, NewerCommit
+from .old_readers import describe_holders, find_old_reader
 from .opened import OpenFile
 from .reads import RowReader, Rows
 from .records import MAX_VERSION
@@ -235,6 +237,20 @@ class LmdbColdTier:
 
     def counters(self) -> ColdCounters:
         return self._counting.totals
+
+    @property
+    def held_bytes(self) -> int:
+        """See ``ColdTier.held_bytes``."""
+        return 0 if self._writer is None else self._writer.old_readers.held_bytes
+
+    def describe_old_reader(self) -> str:
+        """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
+        with self.lease_tree() as snapshot:
+            found = find_old_reader(snapshot)
+            if found is None:
+                return ""
+            who = describe_holders(snapshot.file_map.pins, found.txn_id)
+            return f"{who} shows an older version, and keeps {format_size(found.held_bytes)} from being reused"
 
     @property
     def map_bytes(self) -> int:

@@ -150,6 +150,10 @@ class MemoryColdTier:
         return self._counting.totals
 
     @property
+    def held_bytes(self) -> int:
+        return 0
+
+    @property
     def map_bytes(self) -> int:
         return 0
 

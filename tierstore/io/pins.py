@@ -20,11 +20,14 @@ sees the lock and tells LMDB (``oldest_reader.py``).
 import contextlib
 import errno
 import fcntl
+import glob
 import os
+import re
 import struct
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
 from ..errors import StoreLockedError, TierstoreError
@@ -33,6 +36,8 @@ from ..system.oserrors import translate_os_error
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The system's ``struct flock``: type, whence, start, length, process id."""
+_OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\d+) (\d+)$", re.MULTILINE)
+"""First and last byte of each lock of an open file, as /proc tells of its descriptor."""
 _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PATIENCE_SECONDS: Final = 60.0
 """For a writer that puts meta pages back meanwhile."""
@@ -144,8 +149,13 @@ class Pins:
             ClosedError: somebody closed the descriptor, and it is no answer.
         """
         with self._lock:
-            found = min((txn_id for txn_id in self._users if txn_id < below), default=None)
-        end = below if found is None else found
+            own = min((txn_id for txn_id in self._users if txn_id < below), default=None)
+        found = self.oldest_elsewhere(below if own is None else own)
+        return own if found is None else found
+
+    def oldest_elsewhere(self, below: int) -> int | None:
+        """``oldest`` of those that are read through other open files, in this process or another."""
+        found, end = None, below
         try:
             while end > 0:
                 asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)
@@ -157,6 +167,19 @@ class Pins:
             raise self._failure(error) from error
         self._require_held()
         return found
+
+    def holders(self, txn_id: int) -> list[int]:
+        """Ids of the processes that read a tree, as far as /proc shows them: the lock itself does not name any."""
+        found = set()
+        for path in glob.iglob("/proc/[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                status = os.stat(path)
+                if (status.st_dev, status.st_ino) == self.identity:
+                    process, number = path.split("/")[2::2]
+                    told = Path(f"/proc/{process}/fdinfo/{number}").read_text()
+                    if any(int(first) <= txn_id <= int(last) for first, last in _OWN_LOCKS.findall(told)):
+                        found.add(int(process))
+        return sorted(found)
 
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""

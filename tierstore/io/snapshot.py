@@ -13,7 +13,7 @@ from ..kernels.arrays import Words
 from ..system.oserrors import RESTORE
 from . import btree
 from .btree import Entries, Meta, Pages, Walk, WalkStatus, sound_metas
-from .free_list import check_page_use, pages_freed
+from .free_list import check_page_use, pages_freed, pages_freed_since
 from .guard import ASK_AGAIN
 from .mapped import FileMap
 
@@ -65,6 +65,11 @@ class Tree:
         """What its transaction took out of use: copied pages of the tree, and segments deleted."""
         with self.file_map.guard.watching():
             return pages_freed(self.file_map.words, self.meta) * self.page_bytes
+
+    def freed_since(self, txn_id: int) -> int:
+        """Bytes that transactions after this one took out of use, and that are not in use again."""
+        with self.file_map.guard.watching():
+            return pages_freed_since(self.pages(), self.meta, txn_id) * self.page_bytes
 
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""

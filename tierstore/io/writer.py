@@ -22,6 +22,7 @@ from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .indexes import read_indexes, stored_segments
 from .log import Log, Written
+from .old_readers import OldReaders
 from .oldest_reader import Floor
 from .opened import OpenFile
 from .reads import Rows
@@ -39,6 +40,9 @@ class Writer:
     Args:
         slack: see ``LmdbColdTier``.
         cleaned: told what cleaning has moved.
+
+    Attributes:
+        old_readers: what they keep from being reused.
     """
 
     def __init__(self, file: OpenFile, store_id: bytes, slack: float, cleaned: Callable[[Written], None]) -> None:
@@ -53,6 +57,7 @@ class Writer:
             self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
+            self.old_readers = OldReaders(file)
             self._log = Log(file, self._anchors, slack, self._transaction)
             self._drop_loose()
             self._parts = stack.pop_all()
@@ -140,6 +145,7 @@ class Writer:
         with file.lock:
             file.view.move(file.new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
+        self.old_readers.look(sum(segments.pages for segments in rows.segments.values()) * file.page_bytes)
         reach("prune: done")
 
     def _clean(self) -> bool:

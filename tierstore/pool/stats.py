@@ -47,6 +47,10 @@ class TierStats(NamedTuple):
     waited_seconds: float = 0.0
     """Time for which threads that change or evict rows waited for the writer of a commit (ddr)."""
 
+    held_bytes: int = 0
+    """Bytes of the row file that are out of use, but that the oldest reader elsewhere keeps from being reused, until
+    it refreshes or closes; as of the last commit of a store open for writing (ssd)."""
+
     @property
     def hit_rate(self) -> float:
         """hits / unique; 0 before the first lookup."""

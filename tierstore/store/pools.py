@@ -223,6 +223,7 @@ def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
         misses=counters.rows_absent,
         capacity_rows=num_rows,
         bytes=cold.map_bytes,
+        held_bytes=cold.held_bytes,
         seconds=counters.read_seconds + counters.write_seconds,
         bytes_read=counters.pages_read * cold.page_bytes,
         bytes_written=counters.bytes_written,
