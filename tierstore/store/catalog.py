@@ -135,7 +135,7 @@ class Catalog:
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = replace(self._manifest, tables=(*self._manifest.tables, config)), len(self.tables)
+        manifest, index = self._manifest.with_table(config), len(self.tables)
         try:
             layout = self._enter(config, index)
             if self._directory is not None:

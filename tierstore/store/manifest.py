@@ -7,7 +7,8 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -125,15 +126,27 @@ class Manifest:
                 raise translate_os_error(error, directory / MANIFEST_NAME) from error
             raise
 
+    def with_table(self, config: TableConfig) -> "Manifest":
+        """One with one table more. Of the others nothing is done anew, so many may be made one by one."""
+        other = replace(self, tables=(*self.tables, config))
+        other.__dict__["_texts"] = (*self._texts, _canonical(config.to_dict()))
+        return other
+
+    @cached_property
+    def _texts(self) -> tuple[str, ...]:
+        """JSON of each table, as it is in the digest and, a table a line, in the file."""
+        return tuple(_canonical(config.to_dict()) for config in self.tables)
+
     def _text(self) -> str:
-        body = {
+        head = {
             "format_version": FORMAT_VERSION,
-            "store_id": self.store_id,
-            "page_bytes": self.page_bytes,
             "has_rows": self.has_rows,
-            "tables": [config.to_dict() for config in self.tables],
+            "page_bytes": self.page_bytes,
+            "store_id": self.store_id,
         }
-        text = json.dumps({"body": body, "sha256": _digest(body)}, indent=1) + "\n"
+        digest = hashlib.sha256(f'{_canonical(head)[:-1]},"tables":[{",".join(self._texts)}]}}'.encode()).hexdigest()
+        tables = ",\n".join(self._texts)
+        text = f'{{"body": {json.dumps(head, indent=1)[:-2]},\n "tables": [\n{tables}\n]}},\n"sha256": "{digest}"}}\n'
         if len(text) > _MAX_BYTES:
             raise TableError(
                 f"{len(self.tables)} tables take a manifest of {len(text)} bytes; it holds at most {_MAX_BYTES}. "
@@ -211,5 +224,10 @@ class Manifest:
         return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
 
 
+def _canonical(value: Any) -> str:
+    """JSON that has one form for each value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(_canonical(body).encode()).hexdigest()
