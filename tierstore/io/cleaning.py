@@ -118,19 +118,22 @@ class Cleaner:
             return False
         order = np.argsort(fill, kind="stable")
         slots, fill = slots[order], fill[order]
-        while len(slots):
-            together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
-            freed = np.cumsum(arrays.pages[slots[together]] * (1 - fill[together]))
-            moved = np.cumsum(arrays.live[slots[together]]) * pages_a_row
+        intervals = self._interval(segments, slots, kept)
+        _, firsts = np.unique(intervals, return_index=True)
+        for first in np.sort(firsts).tolist():  # the interval of the emptiest segment first
+            together = intervals == intervals[first]
+            own = slots[together]
+            freed = np.cumsum(arrays.pages[own] * (1 - fill[together]))
+            moved = np.cumsum(arrays.live[own]) * pages_a_row
             enough = 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))
-            victims = slots[together][: max(1, min(enough, int(np.searchsorted(moved, appended / (self.slack - 1)))))]
+            victims = own[: max(1, min(enough, int(np.searchsorted(moved, appended / (self.slack - 1)))))]
             # Rows of several epochs take most pages.
             if arrays.pages[victims].sum() > segments.layout.pages_for(int(arrays.live[victims].sum()), is_mixed=True):
                 self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())
                 ranges = byte_ranges(segments.stored(victims), snapshot.page_bytes)
                 queue_parts(snapshot.file_map.rows.address, *ranges)
                 return True
-            slots, fill = slots[~together], fill[~together]  # few rows of a version, which would lie no closer
+            # Else few rows of a version, which would lie no closer.
         return False
 
     def _sample(self, length: int) -> Int64s:
@@ -142,5 +145,6 @@ class Cleaner:
         """A number for the kept versions between which the rows of a segment were written; one for each open epoch."""
         newest = segments.arrays.newest[slots]
         current = kept[-1] if kept else 0
-        found: Int64s = np.where(newest <= current, np.searchsorted(kept, newest), len(kept) + newest)
+        closed = np.searchsorted(np.array(kept, np.int64), newest)
+        found: Int64s = np.where(newest <= current, closed, len(kept) + newest)
         return found

@@ -4,6 +4,7 @@
 little at a time.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Final
 
 import lmdb
 
-from ..errors import DiskFullError
+from ..errors import DiskFullError, TierstoreError
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
@@ -30,6 +31,8 @@ from .records import CommitRecord, Head
 from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
+_CHUNKS_TOGETHER: Final = 16
+"""Of a payload, in a transaction."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 
@@ -105,9 +108,12 @@ class Writer:
             if version <= file.head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
+            record = CommitRecord(version, len(payload), bytes_checksum(payload))
+        self._put_payload(record, payload)
+        with file.lock:
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
             with self._transaction() as txn:
-                record = _put_version(txn, version, payload)
+                txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
                 txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
                 reach("commit: record put")
             reach("commit: transaction committed")
@@ -116,6 +122,27 @@ class Writer:
             self._adopt(head, record)
         reach("commit: durable")
         self._prune()
+
+    def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
+        """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
+        shown has it before the version is: whoever drops what such do not have drops it."""
+        view, step = memoryview(payload), records.PAYLOAD_CHUNK_BYTES
+        try:
+            for first in range(0, record.num_payload_chunks, _CHUNKS_TOGETHER):
+                with self._file.lock:
+                    self._file.require_open()
+                    read_head(self._file.snapshot)
+                    with self._transaction() as txn:
+                        for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
+                            key = records.item_key(records.payload_item(record.version, chunk))
+                            txn.put(key, view[chunk * step : (chunk + 1) * step])
+                    with self._file.must_succeed():
+                        self._file.view.move(self._file.new_snapshot())
+                reach("commit: payload put")
+        except DiskFullError:
+            with self._file.lock, contextlib.suppress(TierstoreError):
+                self._delete_items()  # room for a smaller one
+            raise
 
     def _adopt(self, head: Head, record: CommitRecord) -> None:
         """Show a version that became current."""
@@ -206,15 +233,3 @@ class Writer:
         self._log.drop(stored[stored["oldest"] > file.head.current])
         if self._delete_items():
             file.view.move(file.new_snapshot())
-
-
-def _put_version(txn: "lmdb.Transaction[bytes]", version: int, payload: bytes) -> CommitRecord:
-    """Put the record of a version and its payload; returns the record."""
-    record = CommitRecord(version, len(payload), bytes_checksum(payload))
-    view = memoryview(payload)
-    for chunk in range(record.num_payload_chunks):
-        start = chunk * records.PAYLOAD_CHUNK_BYTES
-        key = records.item_key(records.payload_item(version, chunk))
-        txn.put(key, view[start : start + records.PAYLOAD_CHUNK_BYTES])
-    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
-    return record

@@ -26,6 +26,7 @@ POINTS: Final = (
     "write-back: segments published",
     "commit: rows frozen",
     "commit: frozen rows written",
+    "commit: payload put",
     "commit: record put",
     "commit: transaction committed",
     "commit: durable",
