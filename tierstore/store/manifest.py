@@ -25,7 +25,7 @@ FORMAT_VERSION: Final = 4
 _OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
-"""Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
+"""Some 50,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
 _MAX_REASON: Final = 400
 _PAGE_BYTES: Final = frozenset(2**n for n in range(9, 17))
 _PART: Final = re.compile(r"(\d+)-of-(\d+)")
