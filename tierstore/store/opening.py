@@ -96,10 +96,11 @@ def open_store(
     )
     try:
         for pause in _PAUSES_SECONDS:
+            is_here = directory is not None and mode == "w" and is_open_here(Path(directory))
             try:
                 return make()
             except StoreLockedError:
-                if directory is None or mode == "r" or not is_open_here(Path(directory)):
+                if not is_here:
                     raise
             # Perhaps by a store that was dropped, as by a function that raised, and that a thread at work keeps.
             time.sleep(pause)
