@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -95,20 +96,25 @@ def open_store(
         dtype=dtype,
     )
     try:
-        for pause in _PAUSES_SECONDS:
-            is_here = directory is not None and mode == "w" and is_open_here(Path(directory))
-            try:
-                return make()
-            except StoreLockedError:
-                if not is_here:
-                    raise
-            # Perhaps by a store that was dropped, as by a function that raised, and that a thread at work keeps.
-            time.sleep(pause)
-            gc.collect()
-            settle(_DROPPED_SECONDS)
-        return make()
+        return _made(make, directory) if directory is not None and mode == "w" else make()
     except OSError as error:
         raise translate_os_error(error, error.filename or str(directory)) from error
+
+
+def _made(make: Callable[[], Store], directory: str | os.PathLike[str]) -> Store:
+    """A store to write to. It may be open still, by one that was dropped, as by a function that raised: such a one is
+    looked for, perhaps until a thread at work lets it go."""
+    for pause in _PAUSES_SECONDS:
+        is_here = is_open_here(Path(directory))
+        try:
+            return make()
+        except StoreLockedError:
+            if not is_here:
+                raise
+        time.sleep(pause)
+        gc.collect()
+        settle(_DROPPED_SECONDS)
+    return make()
 
 
 def _require_cold(cold: str, directory: object, mode: str) -> None:
