@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
+import pytest
 
+from tierstore.io import slots
 from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.files import map_bytes
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import _libc
+from tierstore.io.segments import Geometry, geometry
 from tierstore.rows import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
@@ -38,6 +41,15 @@ def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction
             yield txn
     finally:
         environment.close()
+
+
+def widen_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the number of a row in its segment take 29 bits of a place: 4 bytes can name seven segments of a layout."""
+
+    def wide(*arguments: Any) -> Geometry:
+        return geometry(*arguments)._replace(place_bits=29)
+
+    monkeypatch.setattr(slots, "geometry", wide)
 
 
 class RowPlace(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 
 import tierstore
 from tierstore import errors, optim
-from tierstore.io import row_map
+from tierstore.io import places
 from tierstore.system.signals import Shield
 
 ROWS = 20_000
@@ -222,7 +222,7 @@ def test_a_table_too_large_for_the_machine_leaves_the_store_usable(
 
     with tierstore.open(store_dir, ddr="1MiB") as store:
         with monkeypatch.context() as patch:
-            patch.setattr(row_map, "zeros", refuse)
+            patch.setattr(places, "zeros", refuse)
             with pytest.raises(errors.BudgetError, match=r"refuses 381.5 MiB of address space"):
                 store.create_table(tierstore.TableConfig(name="vast", num_embeddings=10**8, embedding_dim=64))
         store.create_table(CONFIG)

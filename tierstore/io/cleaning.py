@@ -19,8 +19,8 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
-from .gather import queue_parts
 from .indexes import byte_ranges
+from .mapped import queue_parts
 from .reads import RowReader, Rows
 from .row_map import RowMap
 from .slots import Segments

@@ -23,9 +23,10 @@ from .gather import gather_error
 from .log import Written
 from .newer import Follower, NewerCommit
 from .opened import OpenFile
+from .places import new_places
 from .reads import RowReader, Rows
 from .records import MAX_VERSION
-from .row_map import RowPlaces, new_places
+from .row_map import RowPlaces
 from .snapshot import Snapshot
 from .stored_records import read_payload
 from .verify import verify_segments

@@ -19,8 +19,8 @@ from ..rows import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
-from .gather import queue_parts
 from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
+from .mapped import queue_parts
 from .opened import OpenFile
 from .reads import RowReader, Rows
 from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
@@ -143,7 +143,7 @@ class Log:
         moved = self._cleaner.collect(self._view.snapshot, rows, segments, kept)
         dead = _some_dead(rows, self._view.snapshot)
         segments.reuse(self._view.oldest())
-        segments.require_room(len(each.keys) for each in (moved, new) if each is not None)
+        rows.make_room(layout, [len(each.keys) for each in (moved, new) if each is not None])
         self._look_ahead()
         moved_to = put = np.empty(0, STORED)
         with self._changing() as txn:

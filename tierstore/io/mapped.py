@@ -12,11 +12,11 @@ import time
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import StoreReplacedError
-from ..kernels.arrays import Words
-from ..kernels.jit import JIT_ENABLED, inline
+from ..kernels.arrays import Int64s, Words
+from ..kernels.jit import JIT_ENABLED, inline, kernel
 from ..system.oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
@@ -24,6 +24,7 @@ from .pins import Pins
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
 WILL_NEED: Final = np.int32(3)
 """MADV_WILLNEED: start reading these pages from the device and return at once."""
@@ -129,12 +130,22 @@ else:
         target[at : at + count] = source[start : start + count]
 
 
-def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones."""
+@kernel
+def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
+    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``; they begin with pages."""
+    for i in range(len(starts)):
+        queue_read(address + starts[i], stops[i] - starts[i])
+
+
+def zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones.
+
+    The system is asked for no promise that there will be memory: it refuses more than it has, whatever is written.
+    """
     size_bytes = length * np.dtype(dtype).itemsize
     if size_bytes < HUGE_PAGE_BYTES // 2:
         return np.zeros(length, dtype)
-    buffer = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_NOHUGEPAGE)

@@ -14,7 +14,7 @@ from ..system.forks import disown_in_forks
 from ..system.oserrors import RESTORE
 from .anchor import require_sound
 from .files import check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
-from .indexes import read_indexes, stored_segments
+from .indexes import stored_segments
 from .mapped import FileMap
 from .records import MAX_VERSION, CommitRecord, Head, first_records
 from .recovery import recover
@@ -98,6 +98,8 @@ class OpenFile:
         head: which versions there are.
         record: of the version that is shown.
         logged: the record of the log, as it was found.
+        has_loose: for a writer: there may be segments of versions that are not current and will not be. The map leaves
+            them out.
         tables: layout and number of rows, by index.
     """
 
@@ -106,6 +108,7 @@ class OpenFile:
         self.readonly: Final = readonly
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}
+        self.has_loose = True
         self._state = "open"
         disown_in_forks(self)
         require_plain_files(directory)
@@ -187,9 +190,9 @@ class OpenFile:
             if (rows := self.view.rows) is None:
                 self.require_open()
                 rows = RowMap(self.tables)
-                indexes = read_indexes(self.snapshot, stored_segments(self.snapshot))
-                shown = (self.record.version, ()) if self.readonly else (MAX_VERSION, self.head.kept)
-                rows.enter(self.snapshot, indexes, *shown)
+                current, kept = (self.record.version, ()) if self.readonly else (self.head.current, self.head.kept)
+                last = current if self.readonly or self.has_loose else MAX_VERSION
+                rows.enter(self.snapshot, stored_segments(self.snapshot), last, kept)
                 self.view.rows = rows
             return rows
 

@@ -117,10 +117,8 @@ def by_key(rows: RowMap, tables: Iterable[int], since: int = 0) -> Iterator[Int6
     """Keys of the stored rows of some tables, table by table, ascending, in parts; ``since`` as for
     ``RowMap.stored_rows``."""
     for table in tables:
-        _, num_rows = rows.shapes[table]
-        for first in range(0, num_rows, _LIST_STEP):
-            stop = min(first + _LIST_STEP, num_rows)
-            yield rows.stored_rows(table, first, stop, since) | (table << KEY_ROW_BITS)
+        for part in rows.stored_rows(table, since):
+            yield part | (table << KEY_ROW_BITS)
 
 
 def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0) -> Iterator[Int64s]:

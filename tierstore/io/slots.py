@@ -1,12 +1,11 @@
 """What is known of the segments of one layout, by slot, and which slots are free: see ``row_map.py``."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TierstoreError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
 from .indexes import STORED, Stored
@@ -67,10 +66,6 @@ class Segments:
         return other
 
     @property
-    def max_slots(self) -> int:
-        return 1 << (32 - self.geo.place_bits)
-
-    @property
     def in_use(self) -> Int64s:
         """Slots of segments."""
         return np.flatnonzero(self.arrays.rows)
@@ -113,21 +108,16 @@ class Segments:
         self.rows += int(stored["rows"].sum())
         return slots
 
-    def require_room(self, runs: Iterable[int]) -> None:
-        """TierstoreError if segments of runs of so many rows would be too many."""
-        count = sum(-(-num_rows // self.geo.rows_per_segment) for num_rows in runs)
-        length = len(self.arrays.numbers)
-        if count > max(len(self._free), self.max_slots - length):
-            raise TierstoreError(
-                f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
-                "compact, or spread the rows over tables of another dimension or optimizer"
-            )
+    def last_slot(self, count: int) -> int:
+        """The largest of the slots that so many segments may take."""
+        if count > len(self._free):
+            return len(self.arrays.numbers) + count - 1
+        return max(self._free[len(self._free) - count :], default=0)
 
     def _free_slots(self, count: int, txn_id: int) -> Int64s:
         if len(self._free) < count:
             length = len(self.arrays.numbers)
-            grown = min(self.max_slots, length + max(count, length // 2))
-            assert grown >= length + count, "more segments than there are slots for"
+            grown = length + max(count, length // 2)
             self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
             self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
             self._free = list(range(grown - 1, length - 1, -1))

@@ -20,12 +20,12 @@ from . import records
 from .anchor import AnchorKeeper
 from .checksum import bytes_checksum
 from .files import open_environment, translate
-from .indexes import read_indexes, stored_segments
 from .log import Log, Written
 from .oldest_reader import Floor
 from .opened import OpenFile
 from .reads import Rows
 from .records import CommitRecord, Head
+from .row_map import RowMap
 from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -34,7 +34,7 @@ _PAUSE_SECONDS: Final = 5e-5
 
 
 class Writer:
-    """Writes to a row file that is open for it. What an earlier process left behind is deleted first.
+    """Writes to a row file that is open for it. What an earlier process left behind is deleted before the first write.
 
     Args:
         slack: see ``LmdbColdTier``.
@@ -54,7 +54,6 @@ class Writer:
             stack.callback(self._anchors.close)
             self._anchors.set()
             self._log = Log(file, self._anchors, slack, self._transaction)
-            self._drop_loose()
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
@@ -86,7 +85,7 @@ class Writer:
 
     def append(self, layout: RowLayout, new: Rows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
-        rows = self._file.make_map()
+        rows = self._rows()
         return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
 
     # -- versions
@@ -100,6 +99,7 @@ class Writer:
             if version <= file.head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
+            self._rows()
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
             with self._transaction() as txn:
                 record = _put_version(txn, version, payload)
@@ -123,7 +123,7 @@ class Writer:
         disk leaves that to later commits."""
         file = self._file
         with file.lock:
-            rows = file.make_map()
+            rows = self._rows()
             for segments in rows.segments.values():
                 segments.release(file.head.kept, file.head.last)
             turns = self._log.take_turns(rows)
@@ -145,7 +145,7 @@ class Writer:
     def _clean(self) -> bool:
         with self._file.lock:
             self._file.require_open()
-            written = self._log.clean(self._file.make_map(), self._file.head.kept)
+            written = self._log.clean(self._rows(), self._file.head.kept)
             if written is not None:
                 self._cleaned(written)
             return written is not None
@@ -154,7 +154,7 @@ class Writer:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
         with self._file.lock:
             self._file.require_open()
-            return self._log.delete_dead(self._file.make_map())
+            return self._log.delete_dead(self._rows())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
@@ -190,16 +190,20 @@ class Writer:
                 self._anchors.set()
                 self._adopt(head, record)
                 reach("rollback: durable")
-                file.view.rows = None
-                self._drop_loose()
+                file.view.rows, file.has_loose = None, True
+                self._rows()
 
-    def _drop_loose(self) -> None:
-        """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
+    def _rows(self) -> RowMap:
+        """The map. Segments of versions that are not current, which a process that ended, or a rollback, left behind,
+        are deleted first: a version to come would show them."""
         file = self._file
-        stored = read_indexes(file.snapshot, stored_segments(file.snapshot))
-        self._log.drop(stored[stored["oldest"] > file.head.current])
-        if self._delete_items():
-            file.view.move(file.new_snapshot())
+        rows = file.make_map()
+        if file.has_loose:
+            self._log.drop(rows.later)
+            if self._delete_items():
+                file.view.move(file.new_snapshot())
+            file.has_loose = False
+        return rows
 
 
 def _put_version(txn: "lmdb.Transaction[bytes]", version: int, payload: bytes) -> CommitRecord:

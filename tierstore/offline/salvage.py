@@ -20,8 +20,7 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError,
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
-from ..io.gather import queue_parts
-from ..io.mapped import FileMap
+from ..io.mapped import FileMap, queue_parts
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.slots import Segments
