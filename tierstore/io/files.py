@@ -23,7 +23,7 @@ MAX_PAGE_BYTES: Final = 32768
 
 _MIN_MAP_BYTES: Final = 1 << 30
 _MAX_MAP_BYTES: Final = 1 << 44
-"""2**32 pages of 4 KiB: page numbers are held in 32 bits (``btree.py``)."""
+"""So that a process has address space for each of its maps of the file."""
 _ATTEMPTS: Final = 5
 _CORRUPT: Final = (
     lmdb.CorruptedError,

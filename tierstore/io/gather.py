@@ -111,7 +111,8 @@ class Scratch(NamedTuple):
     seeds: Words
     """Of its checksum."""
     seen: NDArray[np.uint32]
-    """Zeros: bits for all pages of the file, or a hash table if that is less."""
+    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers:
+    what it says decides speed alone, and the count of pages."""
     lanes: Words
     timespec: Int64s
     flag: NDArray[np.uint8]

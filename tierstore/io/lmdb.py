@@ -2,8 +2,8 @@
 
 Rows are appended, many at a time, and never rewritten where they lie. ``segments.py`` says what a segment is,
 ``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch
-is the number of the version that rows were written for. An open for writing drops segments of epochs that no commit
-made current; one for reading ignores them. docs/format.md describes the file.
+is the number of the version that rows were written for. A writer drops segments of epochs that no commit made current
+before it writes; lookups ignore them. docs/format.md describes the file.
 """
 
 import time
@@ -167,7 +167,7 @@ class LmdbColdTier:
             require_distinct(keys)
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
-                raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version")
+                raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version, up to {MAX_VERSION}")
             written = writer.append(layout, Rows(keys, slots, weights, state, np.array([epoch], np.uint64)))
             self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 

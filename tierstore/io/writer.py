@@ -96,8 +96,11 @@ class Writer:
         with file.lock:
             file.require_open()
             file.map.require_in_place()
-            if version <= file.head.last or keep < 1:
-                raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
+            if not file.head.last < version <= records.MAX_VERSION or keep < 1:
+                raise ValueError(
+                    f"version={version} must be above {file.head.last} and at most {records.MAX_VERSION}, and "
+                    f"keep={keep} at least 1"
+                )
             head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
             self._rows()
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
