@@ -185,7 +185,7 @@ def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
         own = stored[part]
         _require_sound(tree, own, statuses)
         yield own
-        if time.monotonic() - last_told > _TOLD_EVERY_SECONDS:
+        if part.stop < len(stored) and time.monotonic() - last_told > _TOLD_EVERY_SECONDS:
             last_told = time.monotonic()
             tell = _LOG.info if _LOG.hasHandlers() else _LOG.warning
             tell("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
