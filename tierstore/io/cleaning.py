@@ -33,6 +33,8 @@ MOST_SAMPLED: Final = 4096
 """Segments that are looked at for victims."""
 _PAGES_A_PAGE: Final = 4
 """Pages that are freed for one that was appended, at most, while the slack is exceeded."""
+_WHOLE_FROM: Final = 4
+"""Segments' worth of rows that are moved together, from which on only whole segments are."""
 FULL_SHARE: Final = 0.95
 """Segments with more of the rows that would fill them are not moved."""
 
@@ -57,7 +59,11 @@ class Cleaner:
         self._spoiled: set[int] = set()
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Rows | None:
-        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none."""
+        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none.
+
+        If they fill several segments, the last, part of one, waits for another turn: where segments are of one size,
+        what LMDB frees is what it is asked for next.
+        """
         victims = self._victims(segments, kept)
         try:
             return self._read(snapshot, rows, segments, victims)
@@ -81,6 +87,9 @@ class Cleaner:
         keys, epochs = rows.live_rows(snapshot, segments.layout, victims)
         if not len(keys):
             return None
+        if len(keys) >= _WHOLE_FROM * segments.geo.rows_per_segment:
+            count = len(keys) - len(keys) % segments.geo.rows_per_segment
+            keys, epochs = keys[:count], epochs[:count]
         return self._reader.stored(snapshot, rows, keys)._replace(epochs=epochs)
 
     def _victims(self, segments: Segments, kept: tuple[int, ...]) -> Int64s:
@@ -101,7 +110,7 @@ class Cleaner:
         there are any."""
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
-        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        of_all = segments.pages - segments.dead_pages - self.slack * segments.rows * pages_a_row
         if of_all <= 0:
             return False
         slots = self._sample(len(arrays.rows))

@@ -33,9 +33,11 @@ _LOG: Final = logging.getLogger("tierstore")
 
 Dead = list[tuple[Segments, Int64s]]
 
-_CLEANED_PAGES: Final = 64
+_CLEANED_PAGES: Final = 128
 """In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
-_DELETED_TOGETHER: Final = 512
+_DELETED_PAGES: Final = 2048
+"""Of the segments that a transaction deletes, about: LMDB lists them in a value of a few pages."""
+_DROPPED_TOGETHER: Final = 512
 _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 
@@ -184,8 +186,8 @@ class Log:
     def take_turns(self, rows: RowMap) -> int:
         """How often to ``clean`` and ``delete_dead``, at most, for what was appended since the last call and what is
         dead by now: while others write there is always more."""
-        dead = sum(len(segments.dead) for segments in rows.segments.values())
-        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // _DELETED_TOGETHER, 0
+        dead = sum(segments.dead_pages for segments in rows.segments.values())
+        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // _DELETED_PAGES, 0
         return turns
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
@@ -234,8 +236,8 @@ class Log:
 
     def drop(self, stored: Stored) -> None:
         """Delete segments that no map leads to."""
-        for start in range(0, len(stored), _DELETED_TOGETHER):
-            part = stored[start : start + _DELETED_TOGETHER]
+        for start in range(0, len(stored), _DROPPED_TOGETHER):
+            part = stored[start : start + _DROPPED_TOGETHER]
             require_headers(self._view.snapshot, part)
             self._look_ahead()
             with self._changing() as txn:
@@ -248,17 +250,20 @@ class Log:
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
     """Some segments that are to be deleted, by layout. One that is damaged stays, until the file is opened anew."""
     found: Dead = []
-    room = _DELETED_TOGETHER
+    room = _DELETED_PAGES
     for segments in rows.segments.values():
-        slots = np.array(segments.dead[:room], np.int64)
+        slots = segments.next_dead(room)
         if len(slots):
             try:
                 require_headers(snapshot, segments.stored(slots))
             except DamagedError:
-                sound = [slot for slot in slots.tolist() if _can_be_deleted(segments, slot, snapshot)]
-                segments.dead[:room], slots = sound, np.array(sound, np.int64)
+                sound = np.array([s for s in slots.tolist() if _can_be_deleted(segments, s, snapshot)], np.int64)
+                segments.spare(slots, sound)
+                slots = sound
             found.append((segments, slots))
-            room -= len(slots)
+            room -= int(segments.arrays.pages[slots].sum())
+        if room <= 0:
+            break
     return [each for each in found if len(each[1])]
 
 
@@ -273,8 +278,7 @@ def _can_be_deleted(segments: Segments, slot: int, snapshot: Snapshot) -> bool:
 
 def _forget(dead: Dead, txn_id: int) -> None:
     for segments, slots in dead:
-        del segments.dead[: len(slots)]
-        segments.free(slots, txn_id)
+        segments.delete(slots, txn_id)
 
 
 def _find_pages(snapshot: Snapshot, put: Stored) -> None:

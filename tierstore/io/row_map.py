@@ -437,7 +437,7 @@ class RowMap:
         for version, counts in zip(kept.tolist(), held, strict=True):
             if counts.any():
                 segments.held(version)[:] += counts
-        segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
+        segments.bury(slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)])
 
     def publish(
         self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
@@ -453,6 +453,7 @@ class RowMap:
         segments, positions = self.segments[layout], self.positions(layout, keys)
         slots, epoch, stop = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0]), 0
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
+        all_emptied = []
         for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
             stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)
             dead, num_emptied = _publish(
@@ -460,7 +461,8 @@ class RowMap:
                 held_for, late_for, emptied,
             )  # fmt: skip
             segments.rows -= dead
-            segments.dead += emptied[:num_emptied].tolist()
+            all_emptied.append(emptied[:num_emptied])
+        segments.bury(np.concatenate(all_emptied))
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:

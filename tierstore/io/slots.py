@@ -31,6 +31,11 @@ class SegmentArrays(NamedTuple):
 
 _DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
 
+WAITING_SHARE: Final = 1 / 32
+SMALL_PAGES: Final = 1 << 14
+"""Of the pages of all segments, the share that dead ones may have before they are deleted together. Below so many pages
+none wait: LMDB's tree is small there."""
+
 
 def _grown(column: Any, length: int) -> Any:
     grown = np.zeros(length, column.dtype)
@@ -45,7 +50,7 @@ class Segments:
         arrays: by slot; replaced by longer ones when slots run out.
         pages: of all segments.
         rows: live and held ones of all segments.
-        dead: slots of segments without such rows, to be deleted.
+        dead: int64, slots of segments without such rows, to be deleted.
     """
 
     def __init__(self, layout: RowLayout, layout_id: int) -> None:
@@ -54,7 +59,8 @@ class Segments:
         self.arrays = SegmentArrays._make(np.zeros(1, dtype) for dtype in _DTYPES)
         self.pages = 0
         self.rows = 0
-        self.dead: list[int] = []
+        self.dead: Int64s = np.empty(0, np.int64)
+        self._in_order = 0  # of the dead, so many at the front ascend by number and go next
         self.held_under: dict[int, Int32s] = {}
         self._free: list[int] = []
         self._waiting: list[tuple[int, list[int]]] = []
@@ -62,7 +68,7 @@ class Segments:
     def copied(self) -> "Segments":
         other = Segments(self.layout, self.geo.layout_id)
         other.arrays = SegmentArrays._make(column.copy() for column in self.arrays)
-        other.pages, other.rows, other.dead = self.pages, self.rows, list(self.dead)
+        other.pages, other.rows, other.dead = self.pages, self.rows, self.dead
         other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
         return other
 
@@ -133,6 +139,37 @@ class Segments:
             self._free = list(range(grown - 1, length - 1, -1))
         return np.array([self._free.pop() for _ in range(count)], np.int64)
 
+    def bury(self, slots: Int64s) -> None:
+        """These segments have no live or held row any more."""
+        self.dead = np.concatenate([self.dead, slots])
+
+    @property
+    def dead_pages(self) -> int:
+        return int(self.arrays.pages[self.dead].sum())
+
+    def next_dead(self, most_pages: int) -> Int64s:
+        """Slots of the segments to delete next: some pages of them, or none, while few are dead.
+
+        They wait until there are many, and go by number: neighbours in LMDB's tree share its pages, each of which is
+        written once a transaction.
+        """
+        if not self._in_order and self.dead_pages > max(0, self.pages - SMALL_PAGES) * WAITING_SHARE:
+            self.dead = self.dead[np.argsort(self.arrays.numbers[self.dead])]
+            self._in_order = len(self.dead)
+        slots = self.dead[: min(self._in_order, most_pages)]
+        count = 1 + int(np.searchsorted(np.cumsum(self.arrays.pages[slots]), most_pages))
+        return slots[:count]
+
+    def spare(self, slots: Int64s, sound: Int64s) -> None:
+        """Of these, which ``next_dead`` gave, only some can be deleted; the others stay for good."""
+        self.dead = np.concatenate([sound, self.dead[len(slots) :]])
+        self._in_order -= len(slots) - len(sound)
+
+    def delete(self, slots: Int64s, txn_id: int) -> None:
+        """These, which ``next_dead`` gave or ``spare`` left, were deleted by a transaction."""
+        self.spare(slots, slots[:0])
+        self.free(slots, txn_id)
+
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
         self.pages -= int(self.arrays.pages[slots].sum())
@@ -164,7 +201,7 @@ class Segments:
             arrays.held[slots] -= counts[slots]
             self.rows -= int(counts.sum())
             gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
-            self.dead += slots[gone].tolist()
+            self.bury(slots[gone])
 
     @property
     def size_bytes(self) -> int:

@@ -125,7 +125,7 @@ class Tail:
             if own.arrays.live[slots].any():
                 return None
             own.free(slots, tree.txn_id)
-            own.dead.clear()
+            own.dead = np.empty(0, np.int64)
         return tail
 
     def _enter(self, tree: Tree, came: Stored, shown: int, last: int) -> None:
