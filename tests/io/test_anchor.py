@@ -296,14 +296,16 @@ class Slow(Future[None]):
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize(("live_bytes", "growths"), [(0, 1), (1 << 30, 2), (1 << 45, 4)])
 def test_no_pin_falls_further_behind_than_three_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live_bytes: int, growths: int, is_slow: bool
 ) -> None:
+    """However large the store is: the list of pages that wait for an anchor is written with transactions."""
     directory = tmp_path / "store"
     directory.mkdir()
     open_tier(directory).close()
     pins: list[Pin] = []
-    written, limit, step = 0, anchor.GROWTH_BYTES, 5 << 20
+    written, limit, step = 0, growths * anchor.GROWTH_BYTES, 5 << 20
     keeper = AnchorKeeper(directory / "rows.lmdb", STORE_ID, 4096, sync=lambda: None, pin=lambda: Pin(written, pins))
     if is_slow:
         monkeypatch.setattr(keeper, "_submit", lambda metas: Slow())
@@ -311,7 +313,7 @@ def test_no_pin_falls_further_behind_than_three_limits(
     behind = set()
     for _ in range(500):
         written += step
-        keeper.wrote(step, 0)
+        keeper.wrote(step, live_bytes)
         behind.add(written - pins[0].at_bytes)
         if not is_slow:
             assert keeper._pending is None or keeper._pending[1].exception() is None

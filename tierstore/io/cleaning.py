@@ -109,7 +109,7 @@ class Cleaner:
         """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them; whether
         there are any."""
         geo, arrays = segments.geo, segments.arrays
-        pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
+        pages_a_row = segments.layout.stored_row_bytes / segments.layout.page_bytes
         of_all = segments.pages - segments.dead_pages - self.slack * segments.rows * pages_a_row
         if of_all <= 0:
             return False

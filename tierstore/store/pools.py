@@ -21,7 +21,7 @@ from ..pool import Pool
 from ..pool.stats import Stats, TierStats, of_counters
 from ..rows import RowLayout
 from ..system.device import memory_bytes
-from ..system.sizes import parse_size, require_memory
+from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
 from .table import Table
@@ -230,4 +230,5 @@ def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
         bytes_moved=counters.bytes_moved,
         rows_moved=counters.rows_moved,
         pages_moved=counters.pages_moved,
+        page_cache_bytes=file_memory_bytes(),
     )
