@@ -61,7 +61,7 @@ def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path:
 
 @pytest.mark.parametrize("layout", [WIDE, NARROW, LONG], ids=["wide", "narrow", "long"])
 def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RowLayout) -> None:
-    """docs/durability.md's, of rows as they are stored, while they are rewritten at random and committed now and then."""
+    """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
     least = 1 << 20
     monkeypatch.setattr(anchor, "GROWTH_BYTES", least)
     monkeypatch.setattr(slots, "SMALL_PAGES", 256)

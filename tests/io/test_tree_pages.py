@@ -60,8 +60,8 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
 
 @pytest.mark.skipif(not _COUNTS.exists(), reason="the kernel does not count what a process writes")
 def test_few_pages_are_written_beside_segments(tmp_path: Path, layout: RowLayout) -> None:
-    """While the table is filled, and while rows are rewritten at random: each transaction deletes 32 segments, which are
-    in as many leaves of LMDB's tree."""
+    """While the table is filled, and while rows are rewritten at random: each transaction deletes 32 segments, of as
+    many leaves of LMDB's tree."""
     generator, rates = np.random.default_rng(0), []
     tier = open_tier(tmp_path)
     try:

@@ -69,7 +69,7 @@ def _limit_files() -> Iterator[Path]:
 
 
 def file_memory_bytes() -> int:
-    """Resident memory of this process that belongs to files, as ``top`` counts it under SHR; 0 where the system does not
+    """Resident memory of this process that belongs to files, which ``top`` shows as SHR; 0 where the system does not
     tell.
 
     That is page cache which the process has mapped: the system takes it back when memory is short.
