@@ -166,6 +166,38 @@ def _growth(config: dict[str, Any], folder: Path, part: int) -> list[int]:
     return sizes
 
 
+def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
+    """Pages written beside each MiB of segments, by the turn: while a table is filled, then while commits rewrite an
+    eighth of its rows at random each."""
+    count, turns, beside = config["beside_rows"], config["beside_commits"], []
+    generator = torch.Generator().manual_seed(config["seed"])
+    with tierstore.open(folder, ddr=config["growth_ddr"]) as store:
+        rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+        table = store.create_table(
+            tierstore.TableConfig(name="item", num_embeddings=count, embedding_dim=config["dim"], optimizer=rule)
+        )
+        for turn in range(1 + turns):
+            ids = torch.randint(0, count, (count // 8,), generator=generator) if turn else torch.arange(count)
+            before, segments = _process_wrote(), _segments_written(store)
+            for part in ids.split(max(1, count // 100)):
+                table.write(part, torch.rand(len(part), config["dim"]))
+            store.commit()
+            segments = _segments_written(store) - segments
+            beside.append((_process_wrote() - before - segments) / segments * 2**20 / 4096)
+    return beside
+
+
+def _segments_written(store: tierstore.Store) -> int:
+    ssd = store.stats().ssd
+    return ssd.bytes_written + ssd.bytes_moved
+
+
+def _process_wrote() -> int:
+    """Bytes that this process gave to ``write`` and its like."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
+
+
 def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -198,6 +230,7 @@ def run(request: Run) -> Report:
     alone, stalls, waited = _apart(request.folder / "commit", lambda folder: _measure(config, folder))
     parts = (1, config["growth_part"])
     growth = [_apart(request.folder / "growth", lambda folder: _growth(config, folder, part)) for part in parts]  # noqa: B023
+    beside = _apart(request.folder / "beside", lambda folder: _written_beside(config, folder))
     shares = [stall.total / stall.write for stall in stalls]
     times = Table(
         title="a commit and the training loop, ms",
@@ -218,15 +251,23 @@ def run(request: Run) -> Report:
         columns=["commits", "all rows", f"one in {parts[1]}, at random"],
         rows=[[f"{number:,}", *(f"{each[number] / each[0]:.2f}" for each in growth)] for number in shown],
     )
+    fill, *turns = beside
+    steady = statistics.median(turns[len(turns) // 2 :])
+    written = Table(
+        title=f"pages that LMDB writes beside a MiB of segments, {config['beside_rows']:,} rows",
+        columns=["filled", "rewritten at random, first commits", "later commits"],
+        rows=[[f"{value:.1f}" for value in (fill, statistics.median(turns[: len(turns) // 2]), steady)]],
+    )
     return Report(
         question="How long does a commit hold up training, and does the file of a run that commits for ever level off?",
-        tables=[times, sizes],
+        tables=[times, sizes, written],
         figures={
             "step_seconds": alone,
             "stalls": [stall._asdict() | {"total": stall.total} for stall in stalls],
             "waited": [each._asdict() for each in waited],
             "file_bytes": growth[0],
             "file_bytes_of_parts": growth[1],
+            "pages_beside": beside,
         },
         goals=[
             Goal(
@@ -254,6 +295,8 @@ def run(request: Run) -> Report:
                 value=round(max(growth[1]) / growth[1][0], 3),
                 at_most=1.5,
             ),
+            Goal(name="pages beside a MiB of segments while a table is filled", value=round(fill, 1), at_most=8),
+            Goal(name="pages beside a MiB of segments while rows are rewritten", value=round(steady, 1), at_most=16),
         ],
         notes=[_note(config, stalls)],
     )
