@@ -170,6 +170,7 @@ def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
     """Pages written beside each MiB of segments, by the turn: while a table is filled, then while commits rewrite an
     eighth of its rows at random each."""
     count, turns, beside = config["beside_rows"], config["beside_commits"], []
+    step = max(1, count // 100)
     generator = torch.Generator().manual_seed(config["seed"])
     with tierstore.open(folder, ddr=config["growth_ddr"]) as store:
         rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
@@ -179,7 +180,8 @@ def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
         for turn in range(1 + turns):
             ids = torch.randint(0, count, (count // 8,), generator=generator) if turn else torch.arange(count)
             before, segments = _process_wrote(), _segments_written(store)
-            for part in ids.split(max(1, count // 100)):
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
                 table.write(part, torch.rand(len(part), config["dim"]))
             store.commit()
             segments = _segments_written(store) - segments
