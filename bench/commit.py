@@ -166,6 +166,63 @@ def _growth(config: dict[str, Any], folder: Path, part: int) -> list[int]:
     return sizes
 
 
+def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
+    """Pages written beside each MiB of segments, by the turn: while a table is filled, then while commits rewrite an
+    eighth of its rows at random each."""
+    count, turns, beside = config["beside_rows"], config["beside_commits"], []
+    step = max(1, count // 100)
+    generator = torch.Generator().manual_seed(config["seed"])
+    with tierstore.open(folder, ddr=config["growth_ddr"]) as store:
+        rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+        table = store.create_table(
+            tierstore.TableConfig(name="item", num_embeddings=count, embedding_dim=config["dim"], optimizer=rule)
+        )
+        for turn in range(1 + turns):
+            ids = torch.randint(0, count, (count // 8,), generator=generator) if turn else torch.arange(count)
+            before, segments = _process_wrote(), _segments_written(store)
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
+                table.write(part, torch.rand(len(part), config["dim"]))
+            store.commit()
+            segments = _segments_written(store) - segments
+            beside.append((_process_wrote() - before - segments) / segments * 2**20 / 4096)
+    return beside
+
+
+def _steady(beside: list[float]) -> float:
+    """Of the later commits."""
+    return statistics.median(beside[1 + len(beside) // 2 :])
+
+
+def _beside_table(config: dict[str, Any], beside: list[float]) -> Table:
+    first = statistics.median(beside[1 : 1 + len(beside) // 2])
+    return Table(
+        title=f"pages that LMDB writes beside a MiB of segments, {config['beside_rows']:,} rows",
+        columns=["filled", "rewritten at random, first commits", "later commits"],
+        rows=[[f"{value:.1f}" for value in (beside[0], first, _steady(beside))]],
+    )
+
+
+def _beside_goals(beside: list[float]) -> list[Goal]:
+    return [
+        Goal(name="pages beside a MiB of segments while a table is filled", value=round(beside[0], 1), at_most=8),
+        Goal(
+            name="pages beside a MiB of segments while rows are rewritten", value=round(_steady(beside), 1), at_most=16
+        ),
+    ]
+
+
+def _segments_written(store: tierstore.Store) -> int:
+    ssd = store.stats().ssd
+    return ssd.bytes_written + ssd.bytes_moved
+
+
+def _process_wrote() -> int:
+    """Bytes that this process gave to ``write`` and its like."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
+
+
 def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -198,6 +255,7 @@ def run(request: Run) -> Report:
     alone, stalls, waited = _apart(request.folder / "commit", lambda folder: _measure(config, folder))
     parts = (1, config["growth_part"])
     growth = [_apart(request.folder / "growth", lambda folder: _growth(config, folder, part)) for part in parts]  # noqa: B023
+    beside = _apart(request.folder / "beside", lambda folder: _written_beside(config, folder))
     shares = [stall.total / stall.write for stall in stalls]
     times = Table(
         title="a commit and the training loop, ms",
@@ -220,13 +278,14 @@ def run(request: Run) -> Report:
     )
     return Report(
         question="How long does a commit hold up training, and does the file of a run that commits for ever level off?",
-        tables=[times, sizes],
+        tables=[times, sizes, _beside_table(config, beside)],
         figures={
             "step_seconds": alone,
             "stalls": [stall._asdict() | {"total": stall.total} for stall in stalls],
             "waited": [each._asdict() for each in waited],
             "file_bytes": growth[0],
             "file_bytes_of_parts": growth[1],
+            "pages_beside": beside,
         },
         goals=[
             Goal(
@@ -254,6 +313,7 @@ def run(request: Run) -> Report:
                 value=round(max(growth[1]) / growth[1][0], 3),
                 at_most=1.5,
             ),
+            *_beside_goals(beside),
         ],
         notes=[_note(config, stalls)],
     )

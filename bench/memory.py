@@ -192,10 +192,12 @@ def _measure(request: Run) -> dict[str, tuple[str, Found]]:
         }
         in_child(_fill, _emptied(folder), config, config["rows"])
         found["pooled lookups, read-only"] = (part, in_child(reading, folder, config, part, True))
-        found["cold reads, read-only"] = (
-            config["ddr_cold"],
-            in_child(reading, folder, config, config["ddr_cold"], False),
-        )
+        cold = config["ddr_cold"]
+        found["cold reads, read-only"] = (cold, in_child(reading, folder, config, cold, False))
+        large = config | {"tables": 1, "rows": config["large_rows"]}
+        in_child(_fill, _emptied(folder), large, large["rows"])
+        name = f"cold reads of {large['rows']:,} rows, read-only"
+        found[name] = (cold, in_child(reading, folder, large, cold, False))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -216,7 +218,8 @@ def run(request: Run) -> Report:
         over = each.growth.anonymous - budget
         sizes = (budget, each.held_bytes, each.growth.anonymous, over, each.map_bytes, each.growth.file)
         rows.append([name, *(f"{size / _MIB:,.1f}" for size in sizes)])
-        allowed = _SLACK_SHARE * budget + _SLACK_BYTES
+        map_bytes = each.map_bytes if each.map_bytes > _SLACK_BYTES else 0
+        allowed = _SLACK_SHARE * budget + _SLACK_BYTES + map_bytes
         goals.append(
             Goal(name=f"{name}: MiB over the budget", value=round(over / _MIB, 1), at_most=round(allowed / _MIB, 1))
         )
@@ -246,7 +249,8 @@ def run(request: Run) -> Report:
             f"batches of {config['batch']:,} samples with {config['pooling_factor']} ids a table, {config['steps']} "
             "steps prefetched two deep, a commit in the background and one waited for. Growth is of anonymous memory, "
             "so it has what a batch takes, results and gradients too, which are outside the budget; so is the map from "
-            "rows to places. Looked at every 2 ms."
+            "rows to places, which is allowed beside the budget where it is larger than what is allowed for the rest. "
+            "Looked at every 2 ms."
         ],
     )
 

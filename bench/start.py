@@ -5,9 +5,13 @@ with an empty folder for numba's cache, as after ``pip install``, and again; ``t
 Compiling in one process does what a training run (write, prefetch, train, write back, commit) and then a read-only
 lookup need. The warm start is of a training process that finds its kernels on disk, from its exec to the end of its
 first step over a store that is there.
+
+The first lookup of a large store reads the index of each segment. The device's own time for as many pages, as far
+apart, is that of one thread that queues them 1,024 ahead and touches them.
 """
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -18,11 +22,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import diskio
 from .common import Goal, Report, Run, Spread, Table, program
 from .data import ROOT, examples
 
 __all__ = ["Compiled", "own_times", "run"]
 
+_QUEUED = 1024
 _STEPS = ("torch", "numba", "tierstore")
 
 _IMPORT = """
@@ -232,6 +238,86 @@ def _first_steps(request: Run) -> list[float]:
     return seconds[1:]
 
 
+_LARGE = """
+import sys
+from bench import start
+start.look_up_first(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def look_up_first(folder: str, dim: int) -> None:
+    """Open the store for reading and look one row up; prints the seconds of either and the bytes read. In a child."""
+    import torch
+
+    import tierstore
+
+    from .workload import make_store
+
+    small = Path(tempfile.mkdtemp())  # whatever is compiled or loaded once
+    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+    with make_store(small, tables=1, rows=2000, dim=dim, optimizer=rule, ddr="8MiB") as store:
+        store["t0"].write(torch.arange(1000), torch.ones(1000, dim))
+        store.commit()
+    with tierstore.open(small, mode="r", ddr="8MiB") as store:
+        store["t0"].read(torch.tensor([3]))
+    shutil.rmtree(small)
+    before, began = diskio.of_process(), time.perf_counter()
+    with tierstore.open(folder, mode="r", ddr="8MiB") as store:
+        opened = time.perf_counter()
+        store["t0"].read(torch.tensor([3]))
+        print(json.dumps([opened - began, time.perf_counter() - opened, (diskio.of_process() - before).read]))
+
+
+def _device_seconds(path: Path, pages: int) -> float:
+    """To read so many pages of a file, as far apart as it allows."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        content.madvise(mmap.MADV_RANDOM)
+        step = len(content) // pages // mmap.PAGESIZE * mmap.PAGESIZE
+        began = time.perf_counter()
+        for ahead in range(pages + _QUEUED):
+            if ahead < pages:
+                content.madvise(mmap.MADV_WILLNEED, ahead * step, mmap.PAGESIZE)
+            if ahead >= _QUEUED:
+                content[(ahead - _QUEUED) * step]
+        return time.perf_counter() - began
+
+
+def _forget(path: Path) -> None:
+    """Have nothing of a file in the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class _Large(NamedTuple):
+    """First lookups of a large store; seconds of each repetition."""
+
+    opening: list[float]
+    first: list[float]
+    device: list[float]
+    bytes_a_row: float
+
+
+def _large(request: Run) -> _Large:
+    config, folder = request.config, request.folder / "start-large"
+    rows, dim, found = config["large_rows"], config["large_dim"], _Large([], [], [], 0.0)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        _run("import sys; from bench import start; start.fill(sys.argv[1], *map(int, sys.argv[2:]))", folder, rows, dim)
+        path = folder / "rows.lmdb"
+        for _ in range(config["compilations"]):
+            _forget(path)
+            opening, first, size_bytes = json.loads(_run(_LARGE, folder, dim))
+            _forget(path)
+            found.opening.append(opening)
+            found.first.append(first)
+            found.device.append(_device_seconds(path, max(1, size_bytes // mmap.PAGESIZE)))
+            found = found._replace(bytes_a_row=size_bytes / rows)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
 def _imports(repetitions: int) -> dict[str, Spread]:
     _import_seconds(*_STEPS)
     found = [(_import_seconds("torch", "tierstore"), _import_seconds(*_STEPS)) for _ in range(repetitions)]
@@ -263,7 +349,12 @@ def run(request: Run) -> Report:
         [each["seconds"] for each in compiled]
     )
     times["a training run, later: from exec to the end of the first step"] = Spread.of(_first_steps(request))
+    large, rows = _large(request), f"{config['large_rows']:,} rows"
+    times[f"opening a store of {rows} for reading, page cache empty"] = Spread.of(large.opening)
+    times[f"its first lookup, {large.bytes_a_row:.1f} bytes read a row with opening"] = Spread.of(large.first)
+    times["the device, for as many pages"] = Spread.of(large.device)
     beyond, first, again, warm = (list(times.values())[place].median for place in (1, 4, 5, 8))
+    share = Spread.of([sum(each[:2]) / each[2] for each in zip(*large[:3], strict=True)])
     kernels = compiled[-1]["kernels"]
     return Report(
         question="How long until a process works: importing, compiling for the first time, the first batch?",
@@ -283,12 +374,15 @@ def run(request: Run) -> Report:
             Goal(name="seconds of import beyond torch's own", value=round(beyond, 3), at_most=1.0),
             Goal(name="seconds of compiling in the README's example", value=round(first - again, 2), at_most=15),
             Goal(name="seconds to the first trained batch, later runs", value=round(warm, 2), at_most=3),
+            Goal(name=f"bytes a row, to look up one of {rows}", value=round(large.bytes_a_row, 1), at_most=25),
+            Goal(name="times the device's time for them", value=round(share.median, 2), at_most=1.3),
         ],
         notes=[
             f"{sum(each['signatures'] for each in kernels)} signatures of {len(kernels)} kernels and helpers, "
             f"{sum(each['seconds'] for each in kernels):.1f} s of compiling; a kernel's are without its helpers'. "
             f"The store of the later runs has {config['rows']:,} rows of {config['dim']} float32, all written; the "
-            "step is of 2,048 bags of 10 random ids, with the imports, opening the store and reading rows from it."
+            "step is of 2,048 bags of 10 random ids, with the imports, opening the store and reading rows from it. The "
+            f"large store has {rows} of {config['large_dim']} float32 with row-wise Adagrad, all written in order."
         ],
     )
 

@@ -35,6 +35,7 @@ ORDER: Final = (
     "packing",
     "commit",
     "crashes",
+    "cuts",
     "criteo",
     "reading",
     "quantized",

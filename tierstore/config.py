@@ -28,6 +28,7 @@ Rounding = Literal["nearest", "stochastic"]
 _HALFS: Final = ("float16", "bfloat16")
 MAX_KEPT_VERSIONS: Final = 1000
 MAX_SLACK: Final = 10
+_MAX_DIM: Final = 1 << 20
 _MAX_NAME: Final = 200
 
 
@@ -111,7 +112,7 @@ class TableConfig:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"name={excerpt(self.name)} must be a str of 1 to {_MAX_NAME} characters")
         _require_unicode(self.name, "name")
-        for name, high in (("num_embeddings", MAX_ROWS), ("embedding_dim", 1 << 20)):
+        for name, high in (("num_embeddings", MAX_ROWS), ("embedding_dim", _MAX_DIM)):
             object.__setattr__(self, name, require_int(getattr(self, name), name, 1, high))
         require_choice(self.dtype, get_args(DtypeName), "dtype")
         require_choice(self.rounding, get_args(Rounding), "rounding")

@@ -12,6 +12,7 @@
     ├── TableError             unknown table, or a table created again with another configuration
     ├── RankError              another rank of a sharded store failed, ended or hangs
     ├── DiskFullError          the file system has no room left; nothing committed was lost
+    ├── PartlyTrainedError     a step failed when some of its rows were trained; nothing committed was lost
     └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read
         ├── TruncatedError     a file is shorter than its own header says
@@ -28,6 +29,7 @@ __all__ = [
     "DamagedError",
     "DiskFullError",
     "FormatError",
+    "PartlyTrainedError",
     "RankError",
     "ReadOnlyError",
     "StoreLockedError",
@@ -78,6 +80,11 @@ class RankError(TierstoreError, RuntimeError):
 
 class DiskFullError(TierstoreError):
     """The file system is full; the last commit is intact."""
+
+
+class PartlyTrainedError(TierstoreError):
+    """A training step failed after some of its rows were trained. Nothing is trained or committed until the store goes
+    back to a version: ``store.rollback``, or close it and open it again. ``__cause__`` is what failed."""
 
 
 class DamagedError(TierstoreError):

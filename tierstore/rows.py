@@ -161,6 +161,12 @@ class RowLayout:
         index_pages = -(-index_words * WORD_BYTES // self.page_bytes)
         return index_pages + -(-num_rows // self.rows_per_block) * self.pages_per_block
 
+    @property
+    def stored_row_bytes(self) -> float:
+        """Bytes of the file that a row of a full segment takes: its own, its key and checksum, and its part of the
+        index, headers and padding."""
+        return self.segment_pages(self.rows_per_segment) * self.page_bytes / self.rows_per_segment
+
     def pages_for(self, num_rows: int, *, is_mixed: bool = False) -> int:
         """Pages that so many rows take together: whole segments, and one of the rest."""
         whole, rest = divmod(num_rows, self.rows_per_segment)

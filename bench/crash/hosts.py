@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from bench.data import ROOT
 
-from . import sharing
+from . import resharding, sharing
 from .chain import Tally
 
-__all__ = ["Outcome", "kill_runs", "share_runs"]
+__all__ = ["Outcome", "kill_ranks", "kill_runs", "share_runs"]
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Only a process without other threads may be forked; a graphics processor would bring some."""
@@ -43,6 +43,22 @@ def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, stride: int, c
     for each in found:
         tally.add(each)
     return Outcome(tally, seconds[0])
+
+
+def kill_ranks(folder: Path, *, kills: Sequence[int], seed: int) -> resharding.Tally:
+    """One store for each of ``kills``, with a seed of its own from ``seed`` on; see ``resharding``.
+
+    Raises:
+        RuntimeError: one of the processes failed itself.
+    """
+    processes = [
+        _start("bench.crash.resharding", folder, "--seed", seed + number, "--kills", count)
+        for number, count in enumerate(kills)
+    ]
+    tally = resharding.Tally()
+    for each in _results(processes):
+        tally.add(each)
+    return tally
 
 
 def share_runs(folder: Path, *, rounds: Sequence[int], seed: int) -> sharing.Tally:

@@ -77,9 +77,8 @@ class TwinMachine(RuleBasedStateMachine):
         return fast, slow
 
     def mark(self, fast: Int32s, slow: Int32s) -> None:
-        for cache, slots in ((self.fast, fast), (self.slow, slow)):
-            cache.thaw(slots)
-            cache.mark_dirty(slots)
+        self.fast.mark_dirty(fast)
+        self.slow.mark_dirty(slow)
 
     @rule(give_up=st.booleans())
     def freeze(self, give_up: bool) -> None:
@@ -142,8 +141,9 @@ class TwinMachine(RuleBasedStateMachine):
     @rule(place=places)
     def give_up(self, place: int) -> None:
         flight = self.flights.pop(place % len(self.flights))
-        self.fast.abandon(flight.fast)
-        self.slow.abandon(flight.slow)
+        for _ in range(2):
+            self.fast.release(flight.fast)
+            self.slow.release(flight.slow)
 
     @rule(keys=batches)
     def touch(self, keys: Int64s) -> None:

@@ -73,7 +73,7 @@ def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]], agai
                     cache.filled(admission.missing_slots)
                     cache.unpin(admission.slots)
                 elif action == "abandon":
-                    cache.abandon(admission)
+                    cache.release(admission)
             one, other = admissions
             assert one.consumed == other.consumed
             assert one.inverse[: one.consumed].tolist() == other.inverse[: other.consumed].tolist()

@@ -322,12 +322,14 @@ class ColdTierMachine(RuleBasedStateMachine):
         elif give_up:
             self.under_way = 0
 
-    @rule(payload=st.binary(max_size=40), keep=st.integers(1, 3))
-    def commit(self, payload: bytes, keep: int) -> None:
+    @rule(payload=st.binary(max_size=40), keep=st.integers(1, 3), replaced=st.booleans())
+    def commit(self, payload: bytes, keep: int, replaced: bool) -> None:
         if not self.under_way:
             self.under_way, self.open_epoch = self.open_epoch, self.open_epoch + 1
         self.last, self.under_way = self.under_way, 0
-        self.tier.commit(payload, self.last, keep=keep)
+        dropped = sorted(self.payloads)[-1:] if replaced else []
+        self.tier.commit(payload, self.last, keep=keep, dropped=dropped)
+        self.payloads = {version: kept for version, kept in self.payloads.items() if version not in dropped}
         self.payloads[self.last] = payload
         self.payloads = {version: self.payloads[version] for version in sorted(self.payloads)[-keep:]}
         assert self.tier.versions == tuple(self.payloads)

@@ -9,7 +9,7 @@ import cachetools
 import numpy as np
 import pytest
 
-from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, RowCache
+from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Pinned, RowCache
 from tierstore.cache.reference_tinylfu import TinyLFU
 from tierstore.kernels.arrays import Int32s, Int64s
 
@@ -37,9 +37,10 @@ def admitted(cache: RowCache, *values: int) -> Admission:
 
 def take(cache: RowCache, limit: int) -> Int32s:
     """The next victims among dirty rows, clean and pinned."""
-    taken = cache.clean(cache.victims(limit, limit))
-    cache.pin(taken)
-    return taken
+    pinned = Pinned(limit)
+    cache.take(cache.victims(limit, limit), pinned, frozen=False)
+    cache.settle(pinned.slots)
+    return pinned.slots
 
 
 def visit(cache: RowCache, *values: int) -> None:
@@ -414,23 +415,33 @@ class RowCacheConformance:
         assert cache.keys_of(cache.by_admission(slots)).tolist() == [6, 4, 5, 2]
         assert cache.by_admission(slots[:0]).tolist() == []
 
-    def test_a_failed_write_back_is_marked_again(self) -> None:
-        cache = self.make_of(1, 1)
-        cache.mark_dirty(cache.find(keys_from(1)))
-        taken = take(cache, 1)
-        cache.mark_dirty(taken)
-        cache.unpin(taken)
-        assert cache.num_dirty == 1
-        assert cache.admit(Admission(keys_from(2))) is AdmitStatus.DIRTY_VICTIM
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_rows_stay_as_they_are_while_they_are_written(self, frozen: bool) -> None:
+        cache = self.make_of(4, 1, 2, 3, 4)
+        slots, pinned = cache.find(keys_from(4, 3, 2)), Pinned(3)
+        cache.mark_dirty(slots[:2])
+        if frozen:
+            cache.freeze()
+            cache.mark_dirty(slots[2:])
+        for _ in range(2):  # the first write is cut short
+            cache.release(pinned)
+            assert cache.num_pinned == pinned.num_unique == 0
+            cache.take(slots, pinned, frozen=frozen)
+            assert pinned.slots.tolist() == slots[:2].tolist()
+            assert (cache.num_pinned, cache.num_dirty + cache.num_frozen) == (2, 2 + frozen)
+        (cache.thaw if frozen else cache.settle)(pinned.slots)
+        assert cache.num_dirty + cache.num_frozen == frozen
+        cache.check_integrity()
 
     def test_a_row_rewritten_while_it_is_written_back_stays_dirty(self) -> None:
-        cache = self.make_of(1, 1)
-        slots = cache.find(keys_from(1))
+        cache = self.make_of(2, 1, 2)
+        slots, pinned = cache.find(keys_from(1, 2)), Pinned(2)
         cache.mark_dirty(slots)
-        taken = take(cache, 1)
-        cache.mark_dirty(slots)
-        cache.unpin(taken)
-        assert take(cache, 1).tolist() == slots.tolist()
+        cache.take(slots, pinned, frozen=False)
+        cache.mark_dirty(slots[:1])
+        cache.settle(pinned.slots)
+        cache.release(pinned)
+        assert take(cache, 2).tolist() == slots[:1].tolist()
 
     # Frozen rows
 
@@ -446,18 +457,18 @@ class RowCacheConformance:
         cache.mark_dirty(slots[[1]])
         assert cache.keys_of(cache.victims(10, 10)).tolist() == [order[0], order[1], order[2]]
         assert cache.keys_of(cache.victims(2, 2)).tolist() == [order[0], order[1]]
-        for action in (cache.mark_dirty, cache.evict):
-            with pytest.raises(AssertionError):
-                action(slots[[2]])
+        with pytest.raises(AssertionError):
+            cache.evict(slots[[2]])
         with pytest.raises(AssertionError, match="frozen"):
             cache.freeze()
         assert cache.admit(Admission(keys_from(9))) is AdmitStatus.DIRTY_VICTIM
         assert cache.clean(slots[[0, 2]]).tolist() == []
         assert cache.frozen_of(slots).tolist() == slots[[0, 2]].tolist()
-        assert cache.thaw(slots).tolist() == slots[[0, 2]].tolist()
-        assert (cache.num_dirty, cache.num_frozen) == (1, 0)
-        assert cache.frozen_of(slots).tolist() == []
         cache.mark_dirty(slots[[2]])
+        assert (cache.num_dirty, cache.num_frozen) == (2, 1)
+        assert cache.thaw(slots).tolist() == slots[[0]].tolist()
+        assert (cache.num_dirty, cache.num_frozen) == (2, 0)
+        assert cache.frozen_of(slots).tolist() == []
         assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
         assert order_of(cache)[:2] == [order[1], order[2]]
         cache.check_integrity()
@@ -477,12 +488,12 @@ class RowCacheConformance:
 
     # Failed admissions
 
-    def test_abandon_drops_what_was_loading_and_unpins_the_rest(self) -> None:
+    def test_release_drops_what_was_loading_and_unpins_the_rest(self) -> None:
         cache = self.make_of(5, 1, 2)
         admission = Admission(keys_from(1, 7, 8, 7))
         cache.admit(admission)
         cache.filled(admission.missing_slots[1:])
-        cache.abandon(admission)
+        cache.release(admission)
         assert set(order_of(cache)) == {1, 2, 8}
         assert (cache.num_pinned, cache.num_resident) == (0, 3)
         cache.check_integrity()
@@ -490,26 +501,28 @@ class RowCacheConformance:
         assert cache.keys_of(admission.missing_slots).tolist() == [7]
         cache.check_integrity()
 
-    def test_abandon_after_a_stop(self) -> None:
+    def test_release_after_a_stop(self) -> None:
         cache = self.make_of(2, 1, 2)
         admission = Admission(keys_from(5, 6, 7))
         assert cache.admit(admission) is AdmitStatus.ALL_PINNED
-        cache.abandon(admission)
+        cache.release(admission)
         assert (cache.num_resident, cache.num_pinned, admission.num_unique) == (0, 0, 0)
         cache.check_integrity()
 
-    def test_an_abandoned_row_that_another_admission_waits_for_stays(self) -> None:
+    def test_a_row_that_an_admission_left_loading_is_missing_for_the_next(self) -> None:
         cache = self.make(4)
-        first, second = Admission(keys_from(1, 2)), Admission(keys_from(2, 3))
+        first, second, third = (Admission(keys_from(*keys)) for keys in ((1, 2), (2, 3), (3, 2)))
         cache.admit(first)
+        cache.unpin(first.slots)
+        cache.evict(first.slots[:1])
         cache.admit(second)
-        assert cache.keys_of(second.missing_slots).tolist() == [3]
-        cache.abandon(first)
-        assert sorted(order_of(cache)) == [2, 3]
-        assert cache.is_loading(second.slots[:1])
-        cache.check_integrity()
-        cache.abandon(second)
-        assert cache.num_resident == 0
+        assert cache.keys_of(second.missing_slots).tolist() == [2, 3]
+        assert cache.counters() == CacheCounters(lookups=4, hits=0, misses=4, evictions=1)
+        cache.filled(second.missing_slots)
+        cache.admit(third)
+        assert third.num_missing == 0
+        cache.release(second)
+        assert (cache.num_resident, cache.num_pinned) == (2, 2)
         cache.check_integrity()
 
     # Misuse by the owner
@@ -546,7 +559,7 @@ class RowCacheConformance:
         cache = self.make(2)
         admission = Admission(keys_from(1))
         cache.admit(admission)
-        for action in (cache.unpin, cache.mark_dirty, cache.evict):
+        for action in (cache.mark_dirty, cache.evict):
             with pytest.raises(AssertionError):
                 action(admission.slots)
         cache.filled(admission.slots)

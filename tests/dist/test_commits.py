@@ -1,7 +1,10 @@
 """Commits of a sharded store: one version of all ranks, whichever of them ends when."""
 
+import contextlib
 import dataclasses
 import os
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
 from tierstore.dist import lookup as dist_lookup
+from tierstore.dist.commits import Commits, in_common
+from tierstore.errors import DiskFullError, RankError, TableError
 from tierstore.lookup import Lookup
 from tierstore.system import killpoints
 
@@ -52,11 +57,21 @@ def train_and_commit(folder: Path, steps: int) -> tuple[int, dict[str, Any], lis
         return found
 
 
+def no_room(**_: Any) -> int:
+    raise DiskFullError("no room left")
+
+
 def die_in_commit(folder: Path, dying: int, point: str) -> str:
-    """Commit two steps; in the commit of the second a rank ends at ``point``. What another rank was told."""
+    """Commit two steps; the second's fails once for want of room, and in the next try a rank ends at ``point``. What
+    another rank was told."""
     with opened(folder) as store:
         train(store, 0)
         store.commit(extra={"steps": 1})
+        with pytest.MonkeyPatch.context() as patch:
+            if store.ranks.rank == dying:
+                patch.setattr(store.local, "commit", no_room)
+            with pytest.raises((RuntimeError, DiskFullError)):
+                store.commit(extra={"steps": 1.5})
         train(store, 1)
         if store.ranks.rank == dying:
             killpoints.hook = lambda name: os._exit(DIED) if name == point else None
@@ -120,6 +135,106 @@ def test_a_commit_that_fails_in_one_rank_is_no_version(
     steps = 2 if times == 1 else 1  # where the last one did not fail, it has everything
     assert [each[1]["steps"] for each in found] == [steps, steps]
     assert [each[2] for each in found] == uninterrupted[steps]
+
+
+def full_disks(folder: Path, failing: Sequence[int]) -> tuple[int, int]:
+    """Commits that fail, each on one rank, whose disk is full, after every row changed.
+
+    Returns:
+        the most versions that this rank's store ever had, and its bytes in the end.
+    """
+    with opened(folder) as store:
+        train(store, 0)
+        store.commit(extra={"steps": 1})
+        most = 0
+        for rank in failing:
+            local = store.local["t"]
+            local.write(torch.tensor(local.rows), local.read(torch.tensor(local.rows)) + 1)
+            with pytest.MonkeyPatch.context() as patch:
+                if store.ranks.rank == rank:
+                    patch.setattr(store.local, "commit", no_room)
+                with pytest.raises((RuntimeError, DiskFullError)):
+                    store.commit(extra={"steps": 2})
+            assert (store.version, store.extra) == (1, {"steps": 1})
+            most = max(most, len(store.local.versions))
+        return most, store.local.verify().bytes
+
+
+def test_commits_that_fail_leave_one_version_at_most_and_the_last_of_all_ranks(tmp_path: Path) -> None:
+    few, many = ([index % 2 if index % 5 else 1 for index in range(count)] for count in (4, 14))
+    sizes = []
+    for failing in (few, many):
+        folder = tmp_path / str(len(failing))
+        found = run(full_disks, 2, tmp_path, folder, failing)
+        assert all(most <= 3 for most, _ in found), "as keep says, and one more"
+        sizes.append([size_bytes for _, size_bytes in found])
+        again = run(train_and_commit, 2, tmp_path, folder, 0)
+        assert [each[1]["steps"] for each in again] == [1, 1]
+    assert all(after <= 2 * before for before, after in zip(*sizes, strict=True))
+
+
+def test_ranks_pair_by_the_commit_and_not_by_its_number(tmp_path: Path) -> None:
+    """Ranks' parts that went on from one commit each for itself have its number in common, and no later one."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(train_and_commit, 2, tmp_path, one, 1)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        run(train_and_commit, 2, tmp_path, folder, 2)
+    shutil.rmtree(one / "1-of-2")
+    (other / "1-of-2").rename(one / "1-of-2")
+    with tierstore.open(one, mode="r", ddr="1MiB") as whole:
+        assert (whole.version, whole.extra) == (1, {"steps": 1})
+    for steps in (0, 2, 0):
+        found = run(train_and_commit, 2, tmp_path, one, steps)
+    assert [each[:2] for each in found] == [(2, {"steps": 2})] * 2
+
+
+def train_differently() -> list[str]:
+    """Opens, steps and commits of ranks that differ in what they train by. What each rank was told."""
+    told, rank = [], dist.get_rank()
+
+    @contextlib.contextmanager
+    def raising(kind: type[Exception]) -> Iterator[None]:
+        with pytest.raises(kind) as raised:
+            yield
+        told.append(str(raised.value))
+
+    with raising(ValueError):
+        open_sharded(None, cold="memory", ddr="500KiB", backward_precision="bf16" if rank else "fp32")
+    with open_sharded(None, cold="memory", ddr="500KiB", threads=1) as store:
+        store.create_table(TABLE, sharding_type="data_parallel")
+        optimizer, before = store.optimizer(), rows(store)
+        (group,) = optimizer.param_groups
+        group["lr"] = 0.5 if rank else 0.1  # as a scheduler does that goes by each rank's own loss
+        train(store, 0)
+        with raising(RankError):
+            optimizer.step()
+        assert rows(store) == before
+        with raising(TableError):
+            store.commit()
+        group["lr"] = 0.1
+        optimizer.step()
+        assert store.commit() == 1
+        if rank:
+            store.local["t"].next_hyper()  # as if a step had been skipped elsewhere
+        with raising(TableError):
+            store.commit()
+        assert store.version == 1
+    return told
+
+
+def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
+    one, other = run(train_differently, 2, tmp_path)
+    assert one == other
+    wanted = "backward_precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
+    assert all(words in told for words, told in zip(wanted, one, strict=True))
+
+
+def test_commits_of_earlier_releases_pair_by_number() -> None:
+    """They have no identities; one that has none is not one that has."""
+    old, new = ({"run": "r", "number": 2, "versions": {"1": 1}, "shardings": {}} for _ in range(2))
+    assert in_common([Commits.told(old, 2), Commits.told(old, 3)]) == [1, 2]
+    assert in_common([Commits.told(old, 2), Commits.told(new | {"ids": {"2": "some"}}, 2)]) == [1]
 
 
 def open_alone(folder: Path) -> str:

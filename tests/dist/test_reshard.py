@@ -67,7 +67,8 @@ def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
         for _, extra in run(train, size, tmp_path, folder, 0):
             assert extra == {"rank": 0}
         assert whole(folder) == before
-        assert sorted(path.name for path in folder.iterdir()) == [f"{rank}-of-{size}" for rank in range(size)]
+        parts = [path.name for path in folder.iterdir() if not path.name.startswith("replaced-at-")]
+        assert sorted(parts) == [f"{rank}-of-{size}" for rank in range(size)]
         run(train, size, tmp_path, folder, 2)
         assert whole(folder) != before
 

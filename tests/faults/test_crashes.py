@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.crash.hosts import kill_runs, share_runs
+from bench.crash.hosts import kill_ranks, kill_runs, share_runs
 from bench.crash.plan import commits, make_plan, stretch
 from bench.crash.promise import Promise, PromiseError
 from bench.crash.state import Difference, State
@@ -42,6 +42,24 @@ def test_a_run_killed_very_often_loses_nothing(tmp_path: Path) -> None:
     kill(tmp_path, kills=[250, 250], rounds=5, stride=1, commits=20, seed=1)
 
 
+def kill_resharding(folder: Path, kills: list[int], seed: int) -> None:
+    """Kill ranks that go on from another number of ranks, and see that no run was lost."""
+    tally = kill_ranks(folder, kills=kills, seed=seed)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert (sum(tally.kills.values()), tally.lost) == (sum(kills), 0)
+    assert sum(tally.reopened.values()) > 0
+    assert tally.replaced > 0
+
+
+def test_ranks_killed_while_they_reshard_lose_no_run(tmp_path: Path) -> None:
+    kill_resharding(tmp_path, [6], 3)
+
+
+@pytest.mark.soak
+def test_ranks_killed_very_often_while_they_reshard_lose_no_run(tmp_path: Path) -> None:
+    kill_resharding(tmp_path, [500, 500], 1)
+
+
 def share(folder: Path, **arguments: Any) -> None:
     """Processes that copy a store, follow it and are killed, and see that nothing was lost."""
     tally = share_runs(folder, **arguments)
@@ -73,7 +91,6 @@ def test_rows_that_change_before_they_are_written_are_missed_if_nobody_copies_th
         from tierstore.pool.writeback import WriteBack
 
         def begin_update(self, slots):
-            self._cache.thaw(slots)
             self._cache.mark_dirty(slots)
 
         WriteBack.begin_update = begin_update

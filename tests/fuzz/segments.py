@@ -12,8 +12,9 @@ import tierstore
 from tierstore.errors import DamagedError
 from tierstore.io.checksum import row_checksum
 from tierstore.io.indexes import read_indexes, stored_segments
+from tierstore.io.places import TableArrays
 from tierstore.io.records import MAX_VERSION
-from tierstore.io.row_map import RowMap, TableArrays
+from tierstore.io.row_map import RowMap
 from tierstore.io.segments import CHECKSUM, COUNT, COUNT_MASK, KEYS, MAGIC, MIXED, NEWEST, OLDEST
 from tierstore.io.verify import _Check
 

@@ -58,12 +58,14 @@ def test_work_on_a_row_is_ordered(
 def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     trace = tracing.install(monkeypatch, 0)
     if broken == "forward does not wait":
-        monkeypatch.setattr(HbmLease, "in_use", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(HbmLease, "in_use", lambda self, **_: contextlib.nullcontext())
     else:
 
         def reclaim(self: HbmPool, *, wait: bool) -> None:
             while self.released:
-                self._unpin(self.released.popleft())
+                claim = self.released.popleft()
+                if claim in self._claims:
+                    self._unpin(claim)
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
     train(tmp_path / "store", depth=2, hbm="8KiB")

@@ -3,18 +3,21 @@
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
+import pytest
 
+from tierstore.io import recovery, slots
 from tierstore.io.anchor import ANCHOR_NAME
-from tierstore.io.files import map_bytes
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import _libc
+from tierstore.io.pins import Pins
+from tierstore.io.segments import Geometry, geometry
 from tierstore.rows import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
@@ -25,19 +28,33 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
     return LmdbColdTier(path, **settings)
 
 
+def recover(path: Path) -> None:
+    """Go back to the anchor, as an open for writing does."""
+    with closing(Pins(path, writable=True)) as pins:
+        recovery.recover(path, STORE_ID, pins)
+
+
 @contextmanager
 def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction[bytes]]":
     """The file by py-lmdb alone. What is written stays: there is no anchor that an open would go back to."""
     if write:
         (path / ANCHOR_NAME).unlink(missing_ok=True)
-    environment = lmdb.open(
-        str(path / "rows.lmdb"), subdir=False, map_size=map_bytes(path), lib_version=0, readonly=not write
-    )
+    file = path / "rows.lmdb"
+    environment = lmdb.open(str(file), subdir=False, map_size=1 << 30, lib_version=0, readonly=not write)
     try:
         with environment.begin(write=write) as txn:
             yield txn
     finally:
         environment.close()
+
+
+def widen_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the number of a row in its segment take 29 bits of a place: 4 bytes can name seven segments of a layout."""
+
+    def wide(*arguments: Any) -> Geometry:
+        return geometry(*arguments)._replace(place_bits=29)
+
+    monkeypatch.setattr(slots, "geometry", wide)
 
 
 class RowPlace(NamedTuple):

@@ -20,9 +20,9 @@ from tests.conformance.cold_tier import (
     read_rows,
     write_rows,
 )
-from tests.io.support import STORE_ID, open_tier
+from tests.io.support import STORE_ID, open_tier, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from tierstore.io import anchor, recovery
+from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
@@ -165,7 +165,7 @@ def test_only_what_an_anchor_vouches_for_is_built_on(tmp_path: Path) -> None:
     synced = written_after_commit(tmp_path / "store", 7, 4)
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
-    recovery.recover(later / "rows.lmdb", STORE_ID)
+    recover(later / "rows.lmdb")
     after = (later / "rows.lmdb").read_bytes()
     assert after != before
     assert after[:8192] == (synced / "rows.lmdb").read_bytes()[:8192]
@@ -178,7 +178,7 @@ def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
     reader = open_tier(later, readonly=True)
-    recovery.recover(later / "rows.lmdb", STORE_ID)
+    recover(later / "rows.lmdb")
     assert (later / "rows.lmdb").read_bytes() == before
     reader.close()
     check_second_commit(later)
@@ -296,14 +296,16 @@ class Slow(Future[None]):
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize(("live_bytes", "growths"), [(0, 1), (1 << 30, 2), (1 << 45, 4)])
 def test_no_pin_falls_further_behind_than_three_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live_bytes: int, growths: int, is_slow: bool
 ) -> None:
+    """However large the store is: the list of pages that wait for an anchor is written with transactions."""
     directory = tmp_path / "store"
     directory.mkdir()
     open_tier(directory).close()
     pins: list[Pin] = []
-    written, limit, step = 0, anchor.GROWTH_BYTES, 5 << 20
+    written, limit, step = 0, growths * anchor.GROWTH_BYTES, 5 << 20
     keeper = AnchorKeeper(directory / "rows.lmdb", STORE_ID, 4096, sync=lambda: None, pin=lambda: Pin(written, pins))
     if is_slow:
         monkeypatch.setattr(keeper, "_submit", lambda metas: Slow())
@@ -311,7 +313,7 @@ def test_no_pin_falls_further_behind_than_three_limits(
     behind = set()
     for _ in range(500):
         written += step
-        keeper.wrote(step, 0)
+        keeper.wrote(step, live_bytes)
         behind.add(written - pins[0].at_bytes)
         if not is_slow:
             assert keeper._pending is None or keeper._pending[1].exception() is None

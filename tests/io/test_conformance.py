@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables
-from tests.io.support import open_tier
+from tests.io.support import open_tier, widen_places
 from tests.tiers import TroubledTier
 from tierstore.io import LmdbColdTier, MemoryColdTier
 from tierstore.io.base import ColdTier
@@ -38,9 +38,13 @@ class TestLmdb(ColdTierConformance):
 
 
 class TestLmdbMuchCleaned(ColdTierConformance):
-    """Segments are moved as soon as there is any slack."""
+    """Segments are moved as soon as there is any slack, and soon there are more than places of 4 bytes can name."""
 
     num_threads_rounds = 20
+
+    @pytest.fixture(autouse=True)
+    def _wide_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        widen_places(monkeypatch)
 
     def make(self, tmp_path: Any) -> ColdTier:
         return open_tier(tmp_path, slack=1.001)
@@ -102,8 +106,24 @@ class LmdbMachine(ColdTierMachine):
             shutil.rmtree(self.folder)
 
 
+class WidePlacesMachine(LmdbMachine):
+    """With maps whose places become wide."""
+
+    def make(self) -> ColdTier:
+        self.patch = pytest.MonkeyPatch()
+        widen_places(self.patch)
+        return super().make()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+
 _settings = hypothesis.settings(max_examples=30 if JIT_ENABLED else 4, stateful_step_count=25)
 TestMemoryMachine = pytest.mark.kernel(MemoryMachine.TestCase)
 TestMemoryMachine.settings = _settings
 TestLmdbMachine = LmdbMachine.TestCase
 TestLmdbMachine.settings = _settings
+TestWidePlacesMachine = WidePlacesMachine.TestCase
+TestWidePlacesMachine.settings = hypothesis.settings(_settings, max_examples=10 if JIT_ENABLED else 2)

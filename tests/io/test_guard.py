@@ -67,7 +67,7 @@ def opened(path: Path, **changes: object) -> LmdbColdTier:
 
 
 def _rows_guard(tier: LmdbColdTier) -> Guard:
-    return tier.reader._file_map.guard
+    return tier._file.map.rows.guard
 
 
 def test_a_row_that_cannot_be_read(tier: LmdbColdTier) -> None:

@@ -32,12 +32,10 @@ from tierstore.errors import (
     ReadOnlyError,
     StoreLockedError,
     StoreNotFoundError,
-    TierstoreError,
 )
 from tierstore.io.files import translate
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.slots import Segments
 from tierstore.rows import RowLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -309,20 +307,6 @@ def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytes
         assert len(calls) < 30
 
 
-def test_more_segments_than_there_are_slots_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is told before anything is written; what is there is read on, and may be written anew."""
-    monkeypatch.setattr(Segments, "max_slots", 9)
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        tier.add_table(0, WIDE, 50 * WIDE.rows_per_segment)
-        size = WIDE.rows_per_segment
-        write_rows(tier, WIDE, keys_of(0, np.arange(4 * size)), 1)
-        with pytest.raises(TierstoreError, match="can hold no more"):
-            write_rows(tier, WIDE, keys_of(0, 4 * size + np.arange(9 * size)), 1)
-        check_rows(tier, WIDE, keys_of(0, np.arange(4 * size)), 1)
-        assert commit(tier, b"") == 1
-        tier.verify()
-
-
 def test_a_full_disk(tmp_path: Path) -> None:
     """Writes fail with their own error and store nothing; reads go on; with room again so do writes."""
     process = _run(
@@ -374,7 +358,6 @@ def test_errors_of_lmdb_have_their_own(tmp_path: Path) -> None:
     assert isinstance(translate(lmdb.DiskError("x", errno.ENOSPC), path), DiskFullError)
     assert isinstance(translate(lmdb.MapFullError("x"), path), DiskFullError)
     assert "corrupt" in str(translate(lmdb.CorruptedError("corrupt"), path))
-    assert "again" in str(translate(lmdb.MapResizedError("x"), path))
 
 
 def test_close_waits_for_reads(tmp_path: Path) -> None:

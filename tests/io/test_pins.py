@@ -11,14 +11,12 @@ import pytest
 
 from tests.io.support import open_tier
 from tierstore.errors import ClosedError, StoreLockedError, TierstoreError
-from tierstore.io import oldest_reader, pins, writer_lock
+from tierstore.io import oldest_reader, pins
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
 from tierstore.io.oldest_reader import Floor
 from tierstore.io.pins import Pins
-from tierstore.io.recovery import _readers_kept_out
 from tierstore.io.snapshot import Snapshot
-from tierstore.io.writer_lock import WriterLock
 
 
 @pytest.fixture
@@ -59,15 +57,15 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, other = opened(stack, rows), opened(stack, rows)
-    descriptor = os.open(rows, os.O_RDWR)
-    stack.callback(os.close, descriptor)
+    writer = stack.enter_context(closing(Pins(rows, writable=True)))
+    assert writer.lock_for_writer()
     monkeypatch.setattr(pins, "_PATIENCE_SECONDS", 0.0)
-    with _readers_kept_out(descriptor) as is_alone:
+    with writer.readers_kept_out() as is_alone:
         assert is_alone
         with pytest.raises(StoreLockedError, match="putting it back to its last commit"):
             reader.hold(7)
     reader.hold(7)
-    with _readers_kept_out(descriptor) as is_alone:
+    with writer.readers_kept_out() as is_alone:
         assert not is_alone
     assert other.oldest(8) == 7
 
@@ -90,10 +88,10 @@ def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(writer_lock.fcntl, "flock", refused)
+    monkeypatch.setattr(pins, "lock_range", refused)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(TierstoreError, match=r"writer\.lock"):
-        WriterLock(rows.parent)
+    with pytest.raises(TierstoreError, match=r"rows\.lmdb: no open-file-description locks"):
+        open_tier(rows.parent)
     assert os.listdir("/proc/self/fd") == before
 
 

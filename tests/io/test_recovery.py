@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.support import STORE_ID, open_tier
+from tests.io.support import STORE_ID, open_tier, recover
 from tests.io.test_anchor import check_second_commit, written_after_commit
 from tierstore.errors import DamagedError
 from tierstore.io import anchor, recovery
@@ -42,7 +42,7 @@ def test_a_tree_that_is_not_whole_is_not_gone_back_to(later: Path, what: str) ->
         os.pwrite(file.fileno(), b"\xff" * 64, page * PAGE)
     before = files(later)
     with pytest.raises(DamagedError, match=r'Nothing was changed\. mode="r" shows .* tierstore repair'):
-        recovery.recover(later / "rows.lmdb", STORE_ID)
+        recover(later / "rows.lmdb")
     assert files(later) == before
     open_tier(later, readonly=True).close()
     with pytest.raises(DamagedError, match="Nothing was changed"):
@@ -53,11 +53,11 @@ def test_a_tree_that_is_not_whole_is_not_gone_back_to(later: Path, what: str) ->
 def test_what_was_there_is_kept_aside_and_can_be_gone_back_to(later: Path) -> None:
     path = later / "rows.lmdb"
     before = path.read_bytes()
-    recovery.recover(path, STORE_ID)
+    recover(path)
     after = path.read_bytes()
     assert after != before
     (later / BEFORE_NAME).rename(later / ANCHOR_NAME)
-    recovery.recover(path, STORE_ID)
+    recover(path)
     assert path.read_bytes()[: 2 * PAGE] == before[: 2 * PAGE]
     assert (later / BEFORE_NAME).exists()
 
@@ -90,8 +90,8 @@ def test_a_recovery_that_was_cut_short_keeps_what_the_first_one_kept(
         else:
             patch.setattr(killpoints, "hook", cut)
         with pytest.raises(CutShortError):
-            recovery.recover(path, STORE_ID)
-    recovery.recover(path, STORE_ID)
+            recover(path)
+    recover(path)
     kept = anchor.newest_slot((later / BEFORE_NAME).read_bytes())
     assert kept is not None
     assert kept.metas == before

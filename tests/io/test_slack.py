@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, write_rows
+from tests.conformance.cold_tier import LONG, NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier
+from tierstore.io import anchor, slots
+from tierstore.rows import RowLayout
 
 
 @pytest.mark.parametrize("slack", [1.1, 1.4])
@@ -53,5 +55,36 @@ def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path:
                 segments = found.segments[WIDE]
                 stored = segments.pages - segments.arrays.pages[segments.dead].sum()
                 assert stored <= (1.4 * segments.rows / size + 2) * pages, f"write {number}"
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("layout", [WIDE, NARROW, LONG], ids=["wide", "narrow", "long"])
+def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: RowLayout) -> None:
+    """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
+    least = 1 << 20
+    monkeypatch.setattr(anchor, "GROWTH_BYTES", least)
+    monkeypatch.setattr(slots, "SMALL_PAGES", 256)
+    generator, slack, bound, most = np.random.default_rng(0), 1.4, 0.0, 0.0
+    num_rows = int((16 << 20) / layout.stored_row_bytes)
+    a_write = layout.rows_per_segment
+    transaction = a_write * layout.stored_row_bytes * (1 + 1 / (slack - 1))
+    tier = open_tier(tmp_path, slack=slack)
+    try:
+        tier.add_table(0, layout, num_rows)
+        for part in np.array_split(np.arange(num_rows), num_rows // a_write):
+            write_rows(tier, layout, keys_of(0, part), 1)
+        for version in range(2, 7):
+            commit(tier, b"")
+            uncommitted = np.zeros(num_rows, np.bool_)
+            for _ in range(num_rows // a_write // 3):
+                changed = generator.choice(num_rows, a_write, replace=False)
+                write_rows(tier, layout, keys_of(0, changed), version)
+                uncommitted[changed] = True
+                rows_bytes = (num_rows + np.count_nonzero(uncommitted)) * layout.stored_row_bytes
+                growth = min(max(least, slack * rows_bytes / 32), 4 * least)
+                bound = max(bound, (slack + 0.1) * rows_bytes + 3 * (growth + transaction))
+                most = max(most, tier.path.stat().st_size / bound)
+        assert 0.8 < most <= 1
     finally:
         tier.close()

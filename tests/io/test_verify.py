@@ -238,7 +238,7 @@ def test_a_page_of_zeros_that_cannot_be_read(tmp_path: Path) -> None:
         tier.add_table(0, layout, 10)
         write_rows(tier, layout, keys_of(0, [1]), 1)
         place = place_of(tier, 0, 1)
-        refuse(tier.reader._file_map.guard, place.block_page + 2)
+        refuse(tier._file.map.rows.guard, place.block_page + 2)
         with pytest.raises(UnreadableError, match=rf"rows\.lmdb: segment {place.number} cannot be read.*log says why"):
             tier.verify()
         tier.verify()

@@ -1,13 +1,19 @@
 """The on-disk cache of kernels: used by the next process, and dropped when any source changes."""
 
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 import tierstore
+from tierstore.kernels import jit
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
@@ -46,3 +52,53 @@ def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
+
+
+def _twice(number: int) -> int:
+    return 2 * number
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])
+@pytest.mark.parametrize("step", ["_save_index", "_save_data", "_load_index", "_open_for_write"])
+def test_a_kernel_that_cannot_be_kept_is_used(
+    step: str, error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    jit._tell_once.cache_clear()
+    made: list[Any] = [jit.kernel(_twice), jit.kernel(_twice)]
+    monkeypatch.setattr(IndexDataCacheFile, step, fail)
+    for compiled in made:
+        assert compiled(21) == 42
+    assert [record.message for record in caplog.records if str(tmp_path) in record.message]
+    assert caplog.text.count("machine code cannot be kept there") == 1
+    assert str(error.strerror) in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04no pickle", pickle.dumps(numba.__version__) + b"\x80\x04cut"])
+def test_a_damaged_index_of_kernels_is_written_anew(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    jit._tell_once.cache_clear()
+    for number in range(3):
+        compiled: Any = jit.kernel(_twice)
+        assert compiled(4) == 8
+        assert bool(compiled.stats.cache_hits) == (number == 2)
+        if not number:
+            (index,) = tmp_path.rglob("*.nbi")
+            index.write_bytes(content)
+
+
+def test_a_folder_of_kernels_that_goes_away_is_made_again_or_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "gone"))
+    compiled: Any = jit.kernel(_twice)
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "gone").write_text("a file is in its place")
+    assert compiled(5) == 10
+    another: Any = jit.kernel(_twice)  # numba finds no folder
+    assert another(6) == 12

@@ -121,15 +121,13 @@ def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int, arg_max: 
     weights = np.zeros((10, dim), np.float32)
     hyper = np.array([optim.SGD(lr=1.0).hyper(1.0, 1)], np.float32)
     flags = np.zeros(10, np.uint8)
-    newly_dirty = 0
     for begin, end in ((0, cut), (cut, len(made.numbers))):
-        newly_dirty += merge_and_update(
+        merge_and_update(
             0, begin, 0, end, np.zeros(1, np.int64), np.zeros(1, np.int64), made.slots, made.counts, made.starts,
             made.sources, made.factors, made.positions, made.bags, arg_max, gradient.reshape(1, -1),
             np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), dim, 0, flags, 4,
             None, None, scratch(dim),
         )  # fmt: skip
-    assert newly_dirty == len(made.numbers)
     assert np.flatnonzero(flags == 4).tolist() == sorted(made.numbers)
     return weights
 

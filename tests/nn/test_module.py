@@ -32,22 +32,29 @@ def rows_of(store: tierstore.Store) -> Tensor:
     return store["t"].read(torch.arange(ROWS))
 
 
-@pytest.mark.parametrize("padding_idx", [None, 7, -1])
-def test_rows_are_looked_up_and_trained_as_by_nn_embedding(store: tierstore.Store, padding_idx: int | None) -> None:
+@pytest.mark.parametrize(("padding_idx", "is_written"), [(None, False), (7, False), (7, True), (-1, True)])
+def test_rows_are_looked_up_and_trained_as_by_nn_embedding(
+    store: tierstore.Store, padding_idx: int | None, is_written: bool
+) -> None:
+    if padding_idx is not None and is_written:
+        store["t"].write(torch.tensor([padding_idx % ROWS]), torch.randn(1, DIM))
     ours = tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
     theirs = nn.Embedding(ROWS, DIM, padding_idx=padding_idx, _weight=rows_of(store))
-    if padding_idx is not None:
+    if padding_idx is not None and not is_written:
         theirs.weight.data[padding_idx] = 0
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
     ids = [IDS, IDS.flatten()[:5], IDS[0, 0, 0], IDS[:0]]
     ids = ids if padding_idx is None else [torch.where(each % 3 == 0, padding_idx % ROWS, each) for each in ids]
     for each in ids:
         torch.testing.assert_close(ours(each), theirs(each))
+        ahead = next(iter(tierstore.prefetch(iter([each]), ours, depth=1, features=lambda ids: ids)))
+        with torch.no_grad():
+            torch.testing.assert_close(ours(ahead), theirs(each))
         for module in (ours, theirs):
             module(each).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = torch.arange(ROWS) != (ROWS if padding_idx is None else padding_idx % ROWS)
+    trained = torch.arange(ROWS) != (ROWS if padding_idx is None or is_written else padding_idx % ROWS)
     torch.testing.assert_close(rows_of(store)[trained], theirs.weight.detach()[trained])
     assert (ours.num_embeddings, ours.embedding_dim, ours.padding_idx) == (ROWS, DIM, theirs.padding_idx)
 

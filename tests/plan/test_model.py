@@ -155,15 +155,16 @@ def test_the_map_of_rows_has_to_fit_beside_the_budget() -> None:
             assert (not misfit(setup, DEMANDS[workload])) == fits
 
 
-def test_a_store_leads_to_so_many_segments_and_no_more() -> None:
+def test_the_map_takes_8_bytes_a_row_where_places_of_4_lead_to_too_few_segments() -> None:
     """Of 32 bits of a place 8 say which of 210 rows of a segment it is; in training there may be 2.8 times as many."""
     most = 210 * 2**24 / 2.8
-    for rows, said in ((0.999 * most, ""), (1.001 * most, "use more hosts")):
-        workload = make_workload(rows=int(rows))
-        host = make_host(ddr=replace(make_host().ddr, capacity_bytes=1e12), storage=(DRIVE,) * 10)
-        found = misfit(make_setup(workload, host=host), flat_demand(workload, unique=10, miss_ratio=0.5))
-        assert found.endswith(said)
-        assert bool(found) == bool(said)
+    for rows, place_bytes in ((int(0.999 * most), 4), (int(1.001 * most), 8)):
+        workload = make_workload(rows=rows)
+        wanted = 8 * MIB + place_bytes * rows + 50 * math.ceil(2.8 * rows / 210)
+        for capacity, fits in ((wanted + 10_000, True), (wanted - 10_000, False)):
+            host = make_host(ddr=replace(make_host().ddr, capacity_bytes=capacity), storage=(DRIVE,) * 10)
+            setup = make_setup(workload, host=host, ddr_bytes=8 * MIB)
+            assert (not misfit(setup, flat_demand(workload, unique=10, miss_ratio=0.5))) == fits
 
 
 def test_no_queue_of_a_training() -> None:

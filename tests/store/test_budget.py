@@ -126,3 +126,18 @@ def test_device_memory_that_is_none_beside_a_gpu_is_told_of(
     with tierstore.open(cold="memory", ddr="4MiB", hbm=hbm):
         found = [record.getMessage() for record in caplog.records if 'open with device="cuda"' in record.getMessage()]
     assert len(found) == warnings
+
+
+def test_page_cache_is_told_apart_from_the_budget(store_dir: Path) -> None:
+    """A reader of 8 MiB of rows within 2 MiB: what it looked at is resident, but no part of what the budget covers."""
+    rows = torch.arange(30_000)
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=len(rows), embedding_dim=64))
+        store["t"].write(rows, torch.rand(len(rows), 64))
+        store.commit()
+    with tierstore.open(store_dir, mode="r", ddr="2MiB") as store:
+        before = store.stats().ssd.page_cache_bytes
+        store["t"].read(rows)
+        stats = store.stats()
+    assert stats.ssd.page_cache_bytes - before >= len(rows) * 64 * 4
+    assert stats.ddr.bytes <= 2 << 20

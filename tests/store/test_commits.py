@@ -362,7 +362,7 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
         table.read(clean)
         put(store, frozen, 1.0)
         with pool.writeback.gate, pool.arena.lock:
-            pool.writeback.freeze()
+            pool.writeback.freeze(2)
         put(store, victim, 2.0)
         table.read(torch.arange(10_000, 10_000 + pool.cache.capacity - 3))
         table.read(frozen)
@@ -443,7 +443,7 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
         slots = cache.find(rows.numpy())
         cache.pin(slots)
         with writeback_.gate, pool.arena.lock:
-            writeback_.freeze()
+            writeback_.freeze(2)
         errors = []
 
         def update() -> None:
@@ -462,11 +462,12 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
             writeback_._outbox.drop(writeback_._outbox.places)  # as if written
             writeback_.begin_update(slots[:1])
             cache.thaw(cache.frozen_slots())
-            writeback_.freeze()
-            pool.arena.lock.notify_all()
+            writeback_.freeze(3)
+            pool.arena.changed.notify_all()
         thread.join()
         assert not errors
-        assert writeback_._outbox.keys[writeback_._outbox.places].tolist() == [0]
+        assert not writeback_._outbox.room
+        assert writeback_._outbox.keys[writeback_._outbox.places].tolist() == rows[: writeback_._outbox.count].tolist()
         assert cache.num_dirty == len(rows)
         cache.unpin(slots)
         writeback_.abandon()

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import tierstore
+from tests.children import run
 from tierstore import errors, optim
 from tierstore.store import manifest as manifest_module
 from tierstore.store.lineage import NO_LINEAGE, Ancestor, Lineage
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.store.version import TableState, pack, repack, unpack
+from tierstore.store.version import TableState, pack, repack, unpack, unpack_tensors
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
@@ -144,8 +146,8 @@ def test_a_manifest_that_could_not_be_read_back_is_not_written(
     store_dir.mkdir()
     tables = tuple(replace(CONFIG, name=f"t{i}") for i in range(100))
     Manifest(store_id="0" * 32, page_bytes=4096, tables=tables).write(store_dir)
-    more = Manifest(store_id="0" * 32, page_bytes=4096, tables=tables * 3)
-    with pytest.raises(errors.TableError, match="300 tables take a manifest of"):
+    more = Manifest(store_id="0" * 32, page_bytes=4096, tables=tables * 5)
+    with pytest.raises(errors.TableError, match="500 tables take a manifest of"):
         more.write(store_dir)
     assert Manifest.read(store_dir).tables == tables
     assert [file.name for file in store_dir.iterdir()] == [MANIFEST_NAME]
@@ -232,9 +234,7 @@ def test_payload_round_trip() -> None:
     assert (version.number, version.tables, version.extra) == (5, {"t": TableState(9, 0.25)}, {"step": 10, "name": "é"})
     assert version.lineage == LINEAGE
     assert unpack(5, repack(version, NO_LINEAGE)) == version._replace(lineage=NO_LINEAGE)
-    import safetensors.torch
-
-    loaded = safetensors.torch.load(version.tensors)
+    loaded = safetensors.torch.load(bytes(version.tensors))
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
@@ -306,3 +306,61 @@ def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypat
             assert (store["items"].read(ids[:50]) == (4 if version == 3 else value)).all()
             assert (store["late"].read(ids[:7]) == 1).all() == (version == 3)
             store.verify()
+
+
+def test_each_table_is_put_into_json_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the thousandth table takes as long as all before it."""
+    calls: list[str] = []
+    to_dict = tierstore.TableConfig.to_dict
+
+    def counted(config: tierstore.TableConfig) -> dict[str, Any]:
+        calls.append(config.name)
+        return to_dict(config)
+
+    names = [f"t{number}" for number in range(30)]
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        monkeypatch.setattr(tierstore.TableConfig, "to_dict", counted)
+        for name in names:
+            store.create_table(replace(CONFIG, name=name))
+    assert calls == names
+    with tierstore.open(store_dir, mode="r") as store:
+        assert list(store.tables) == names
+
+
+def test_a_manifest_is_read_however_its_json_is_set(path: Path) -> None:
+    envelope = json.loads(path.read_text())
+    assert envelope["sha256"] == _digest(envelope["body"])
+    path.write_text(json.dumps(envelope, indent=1) + "\n")
+    assert Manifest.read(path.parent).tables == (CONFIG,)
+
+
+def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:
+    code = """
+    dense = {"w": torch.arange(16 << 20, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
+    with tierstore.open(sys.argv[1], ddr="2MiB", threads=1) as store:
+        store.create_table(table_config()).write(torch.arange(10), torch.ones(10, 16))
+        store.commit(tensors={"w": torch.ones(3)})
+        limit_data(100 << 20)  # for 64 MiB of tensors
+        print(store.commit(tensors=dense))
+    """
+    assert run(code, store_dir) == "2\n"
+    with tierstore.open(store_dir, mode="r") as store:
+        assert store.verify().rows == 10
+        found = store.tensors()
+        assert torch.equal(found["w"], torch.arange(16 << 20, dtype=torch.float32))
+        assert torch.equal(found["half"], torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_tensors_are_stored_as_safetensors_stores_them() -> None:
+    shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 3), (2, 0, 4)]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
+    tensors = {f"{dtype} é {shape}": torch.ones(shape, dtype=dtype) for dtype in dtypes for shape in shapes}
+    tensors |= {
+        "slice": torch.arange(10)[::3],
+        "t": torch.arange(6).view(2, 3).t(),
+        "same": tensors["torch.int64 é (3,)"],
+    }
+    version = unpack(1, pack({}, {}, tensors, NO_LINEAGE))
+    expected = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    assert bytes(version.tensors) == safetensors.torch.save(expected)
+    assert all(torch.equal(found, tensors[name]) for name, found in unpack_tensors(version).items())

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,12 @@ import torch
 
 import tierstore
 from tierstore import errors, optim
-from tierstore.io import row_map
-from tierstore.system.signals import Shield
+from tierstore.io import places
 
 ROWS = 20_000
 CONFIG = tierstore.TableConfig(
     name="t", num_embeddings=ROWS, embedding_dim=8, init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
 )
-
-
-def test_a_shield_puts_the_handler_off() -> None:
-    seen: list[str] = []
-    previous = signal.signal(signal.SIGINT, lambda *_: seen.append("handled"))
-    try:
-        with Shield():
-            with Shield():
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-            assert seen == []
-        assert seen == ["handled"]
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert seen == ["handled", "handled"]
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser
@@ -222,7 +203,7 @@ def test_a_table_too_large_for_the_machine_leaves_the_store_usable(
 
     with tierstore.open(store_dir, ddr="1MiB") as store:
         with monkeypatch.context() as patch:
-            patch.setattr(row_map, "zeros", refuse)
+            patch.setattr(places, "zeros", refuse)
             with pytest.raises(errors.BudgetError, match=r"refuses 381.5 MiB of address space"):
                 store.create_table(tierstore.TableConfig(name="vast", num_embeddings=10**8, embedding_dim=64))
         store.create_table(CONFIG)

@@ -69,9 +69,9 @@ def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batc
         if hashed(key) < rate * 2**64
     ]
     found = np.empty((2, bag_starts[-1]), np.int64)
-    firsts = np.array(tables, np.int64) << 40
+    firsts, num_rows = np.array(tables, np.int64) << 40, np.full(3, 500)
     lookups = np.full(9, 100)
-    count = select(ids, begins[features], firsts, batch, bag_starts, last_hash(rate), found, lookups)
+    count = select(ids, begins[features], firsts, num_rows, batch, bag_starts, last_hash(rate), found, lookups)
     assert list(map(tuple, found[:, :count].T.tolist())) == expected
     of_table = {2: lengths[[0, 4]].sum(), 7: lengths[3].sum()}
     assert lookups.tolist() == [100 + of_table.get(table, 0) for table in range(9)]

@@ -24,11 +24,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config import require_choice as _require_choice
-from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
+from ..config import require_int as _require_int
+from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, Pinned, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
 from .full import FullCache, full_size_bytes
 from .host import CAPACITY_MAX as _CAPACITY_MAX
+from .host import NUMBER_MAX as _NUMBER_MAX
 from .host import arena_bytes as _arena_bytes
 from .numbering import TABLE_BYTES
 from .reference import ReferenceCache
@@ -47,6 +49,7 @@ __all__ = [
     "FullCache",
     "Listable",
     "Listing",
+    "Pinned",
     "ReferenceCache",
     "RowCache",
     "capacity_for",
@@ -105,8 +108,10 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
     come on top of the budget.
 
     Raises:
-        ValueError: unknown policy.
+        ValueError, TypeError: unknown policy, or a number of words that is negative or none.
     """
+    for name, words in (("weight_words", weight_words), ("state_words", state_words)):
+        _require_int(words, name, 0, _NUMBER_MAX)
     most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[_fast_twin(policy)], _CAPACITY_MAX)
 
     def size_bytes(capacity: int) -> int:
@@ -119,8 +124,10 @@ def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words:
     """Bytes of a cache of this capacity: rows, index and policy; a reference policy's are those of its fast twin.
 
     Raises:
-        ValueError: unknown policy.
+        ValueError, TypeError: unknown policy, or a number that is negative or none.
     """
+    for name, number in (("capacity", capacity), ("weight_words", weight_words), ("state_words", state_words)):
+        _require_int(number, name, 0, _NUMBER_MAX)
     rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
     return rows + _overhead_bytes_of(capacity, _fast_twin(policy))
 

@@ -12,14 +12,14 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import AdmitStatus
+from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, AdmitStatus
 from .books import CacheState, Tally
 from .flags import LOADING, RESIDENT, UNCLEAN
-from .host import NOTHING_WRONG
+from .host import NOTHING_WRONG, restart
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
-_TOUCHED: Final = 16
+_TOUCHED: Final = 32
 """Set only within ``touch_slots``."""
 
 _COMPLETE: Final = int(AdmitStatus.COMPLETE)
@@ -100,14 +100,14 @@ def _admit(
     missing: Int32s,
     progress: Int64s,
 ) -> Any:
-    """``RowCache.admit``; ``progress`` is int64 [3]: consumed, num_unique, num_missing, brought up to date.
+    """``RowCache.admit``; ``progress`` is of ``Pinned``, brought up to date.
 
     The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
     the call, so a call walks past each pinned slot once. A slot leaves the cursor before it moves.
     """
     slots, tallies = state.slots, state.tallies
     root = np.int64(slots.size - 1)
-    consumed, num_unique, num_missing = progress[0], progress[1], progress[2]
+    consumed, num_unique, num_missing = progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING]
     policy_begin(state, keys.size - consumed)
     cursor = np.int64(slots[root]["next"])
     first_consumed, first_unique, first_missing = consumed, num_unique, num_missing
@@ -124,7 +124,9 @@ def _admit(
             if slot == cursor:
                 cursor = np.int64(slots[slot]["next"])
             policy_touch(state, slot)
+            is_missing = slots[slot]["flags"] & LOADING != 0
         else:
+            is_missing = True
             slot = _free_slot(state)
             if slot < 0:
                 while cursor != root and slots[cursor]["pins"] > 0:
@@ -140,6 +142,7 @@ def _admit(
                 _drop(state, slot)
                 tallies[Tally.EVICTIONS] += 1
             _enter(state, key, slot, RESIDENT | LOADING)
+        if is_missing:
             missing[num_missing] = num_unique
             num_missing += 1
         _pin(state, slot)
@@ -152,7 +155,7 @@ def _admit(
     tallies[Tally.LOOKUPS] += consumed - first_consumed
     tallies[Tally.MISSES] += num_missing - first_missing
     tallies[Tally.HITS] += (num_unique - first_unique) - (num_missing - first_missing)
-    progress[0], progress[1], progress[2] = consumed, num_unique, num_missing
+    progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = consumed, num_unique, num_missing
     policy_settle(state, num_unique - first_unique)
     return status
 
@@ -223,7 +226,7 @@ def replay_batches(
     """``DdrCache.access``, from one batch to another.
 
     Args:
-        window: int64 [6]: the oldest batch that is pinned; the first and the last (exclusive) to replay; scratch.
+        window: int64 [7]: the oldest batch that is pinned; the first and the last (exclusive) to replay; scratch.
         limits: int64 [2]: ``depth`` and ``held_rows``.
         pinned: int32 [n], the slot of each key that is pinned, else -1.
         is_hit: bool [n], written.
@@ -237,11 +240,11 @@ def replay_batches(
             _release(state, pinned[starts[oldest] : starts[oldest + 1]])
             oldest += 1
         while begin < stop:
-            progress[:] = 0
+            restart(progress)
             state.tallies[Tally.STAMP] += 1
             stamp = state.tallies[Tally.STAMP]
             _admit(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
-            consumed, misses = progress[0], progress[2]
+            consumed, misses = progress[CONSUMED], progress[NUM_MISSING]
             is_hit[begin : begin + consumed] = True
             for i in range(misses):
                 place = begin + scratch[1, i]
@@ -319,11 +322,12 @@ def evict_slots(state: CacheState, chosen: Int32s) -> int:
 
 
 @kernel
-def abandon_slots(state: CacheState, chosen: Int32s) -> int:
-    """Unpin slots; loading slots that no other admission has pinned leave the cache."""
-    slots = state.slots
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
+def release_slots(state: CacheState, pinned: Int32s, progress: Int64s) -> int:
+    """``RowCache.release``."""
+    slots, count = state.slots, progress[NUM_UNIQUE]
+    restart(progress)
+    for i in range(count):
+        slot = np.int64(pinned[i])
         if not _is_resident(state, slot) or slots[slot]["pins"] == 0:
             return i
         _unpin(state, slot)

@@ -5,12 +5,16 @@ nothing of disks: the caller that admits a row fills its slot. It is not thread-
 slots may be read and written without the owner's lock.
 
 A slot is free, or resident. A resident slot may be *pinned* (in use; no policy may evict it), and is one of: *loading*
-(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and part
-of a version being committed: copy it before it changes), or clean.
+(reserved, its row not yet copied in), *dirty* (newer than the tier below), *frozen* (newer, and part of a version being
+committed: copy it before it changes), or clean.
+
+A caller may be cut short between any two calls, by any exception. So each call does all of its work or none, and tells
+its caller what it did in memory that the caller gave it (``Pinned``). A slot that was left loading is a miss for the
+next admission. A row is clean only once it was written: until then it stays dirty.
 """
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -38,7 +42,40 @@ class CacheCounters(NamedTuple):
     evictions: int
 
 
-class Admission:
+CONSUMED: Final = 0
+NUM_UNIQUE: Final = 1
+NUM_MISSING: Final = 2
+STAMP: Final = 3
+"""Places in ``Pinned.progress``."""
+
+
+class Pinned:
+    """Slots that are pinned for somebody, each once; none at first. ``RowCache.release`` lets them go.
+
+    Attributes:
+        unique_slots: int32 [n]; ``[0, num_unique)`` are the slots.
+        progress: int64 [4]: ``consumed``, ``num_unique`` and ``num_missing`` of an ``Admission``, and a stamp of the
+            cache's, which tells rows already seen in this admission. Changed by the kernel that changes the pins.
+    """
+
+    __slots__ = ("progress", "unique_slots")
+
+    def __init__(self, most: int) -> None:
+        self.unique_slots: Int32s = np.empty(most, np.int32)
+        self.progress: Int64s = np.array([0, 0, 0, -1], np.int64)
+
+    @property
+    def num_unique(self) -> int:
+        """How many."""
+        return self.progress.item(NUM_UNIQUE)
+
+    @property
+    def slots(self) -> Int32s:
+        """int32 [num_unique]: the pinned slots."""
+        return self.unique_slots[: self.num_unique]
+
+
+class Admission(Pinned):
     """The state of admitting one batch of keys; ``admit`` fills it in, over several calls if needed.
 
     Attributes:
@@ -48,29 +85,27 @@ class Admission:
             of first use.
         unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once by this
             admission.
-        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot was reserved by this admission and
-            is loading.
-        stamp: owned by the cache: tells rows already seen in this admission.
+        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot is loading, for this admission to
+            fill.
     """
 
-    __slots__ = ("consumed", "inverse", "keys", "missing", "num_missing", "num_unique", "stamp", "unique_slots")
+    __slots__ = ("inverse", "keys", "missing")
 
     def __init__(self, keys: Int64s) -> None:
+        super().__init__(len(keys))
         self.keys = keys
         self.inverse: Int32s = np.empty(len(keys), np.int32)
-        self.unique_slots: Int32s = np.empty(len(keys), np.int32)
         self.missing: Int32s = np.empty(len(keys), np.int32)
-        self.restart()
-
-    def restart(self) -> None:
-        """As it was before the first ``admit``."""
-        self.consumed = self.num_unique = self.num_missing = 0
-        self.stamp = -1
 
     @property
-    def slots(self) -> Int32s:
-        """int32 [num_unique]: the pinned slots."""
-        return self.unique_slots[: self.num_unique]
+    def consumed(self) -> int:
+        """See the class."""
+        return self.progress.item(CONSUMED)
+
+    @property
+    def num_missing(self) -> int:
+        """See the class."""
+        return self.progress.item(NUM_MISSING)
 
     @property
     def missing_slots(self) -> Int32s:
@@ -167,19 +202,20 @@ class RowCache(Protocol):
 
         The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
         later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
-        victim, which must be clean; the slot is then loading. On DIRTY_VICTIM and ALL_PINNED nothing was changed for
-        the key at ``consumed``. No other admission may run between the calls of one, and its slots stay pinned: what
-        is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is unpinned.
+        victim, which must be clean; the slot is then loading. A slot found loading is missing again: whoever reserved
+        it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED nothing
+        was changed for the key at ``consumed``. No other admission may run between the calls of one, and its slots
+        stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is
+        released.
         """
 
     def filled(self, slots: Int32s) -> None:
         """The rows of these loading slots are in place."""
 
-    def abandon(self, admission: Admission) -> None:
-        """Undo a failed admission: unpin its slots, and drop loading slots that no other admission has pinned.
+    def release(self, pinned: Pinned) -> None:
+        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped.
 
-        A loading slot that another admission has pinned too stays, loading, until that one fills or abandons it. The
-        admission is then as it was before its first ``admit``.
+        ``pinned`` has none then, and an admission is as it was before its first ``admit``. Again is fine.
         """
 
     def keys_of(self, slots: Int32s) -> Int64s: ...
@@ -195,7 +231,7 @@ class RowCache(Protocol):
 
     def pin(self, slots: Int32s) -> None: ...
     def unpin(self, slots: Int32s) -> None:
-        """Undo one pin of each slot. AssertionError if one is not pinned, or is loading and this is its last pin."""
+        """Undo one pin of each slot. AssertionError if one is not pinned."""
 
     @property
     def num_dirty(self) -> int: ...
@@ -203,8 +239,8 @@ class RowCache(Protocol):
     def num_frozen(self) -> int: ...
 
     def mark_dirty(self, slots: Int32s) -> None:
-        """The rows are newer than the tier below. AssertionError if one is loading (``filled`` comes first) or frozen
-        (``thaw``)."""
+        """The rows are newer than the tier below; the caller has copied those that are frozen, which are so no more.
+        AssertionError if one is loading (``filled`` comes first)."""
 
     def victims(self, count: int, gap: int) -> Int32s:
         """The dirty or frozen ones among the next ``count`` unpinned victims, next victim first. The search ends at
@@ -216,11 +252,18 @@ class RowCache(Protocol):
         order returns them as given. Changes nothing."""
 
     def clean(self, slots: Int32s) -> Int32s:
-        """Make dirty slots clean; returns those of ``slots`` that were dirty, in order.
+        """Make dirty slots clean; returns those of ``slots`` that were dirty, in order. Their rows were written."""
 
-        The caller writes their rows to the tier below and keeps them pinned meanwhile; if that fails, it marks them
-        dirty again.
+    def take(self, slots: Int32s, pinned: Pinned, *, frozen: bool) -> None:
+        """Begin to write the dirty ones of ``slots``, or the frozen ones: they are pinned, and stay as they are.
+
+        Args:
+            pinned: gets them, in order; it has none before, and room for all.
         """
+
+    def settle(self, slots: Int32s) -> None:
+        """Make those of these slots clean that are dirty and were not marked so again since ``take``: their rows were
+        written."""
 
     def freeze(self) -> None:
         """Make every dirty slot frozen. AssertionError if some are frozen already."""
@@ -235,8 +278,7 @@ class RowCache(Protocol):
         """Those of ``slots`` that are frozen, in order. Changes nothing."""
 
     def thaw(self, slots: Int32s) -> Int32s:
-        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. Their rows were written, or
-        the caller copies them before they change."""
+        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. Their rows were written."""
 
     def unfreeze(self) -> None:
         """Make every frozen slot dirty: the commit was given up."""

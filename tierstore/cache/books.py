@@ -68,6 +68,8 @@ class Tally(IntEnum):
     USES_START: Final = 20
     USES_END: Final = 21
     """Announced uses, counted since the cache was made; one lies at its number modulo their capacity."""
+    FILLED: Final = 22
+    """Of ``FullCache``: resident rows that are not loading."""
 
 
 NUM_TALLIES: Final = len(Tally)

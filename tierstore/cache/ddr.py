@@ -10,12 +10,13 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
+from ..config import require_int
 from ..kernels.arrays import Bools, Int32s, Int64s
 from . import admission as kernels
-from .base import Admission, AdmitStatus, Listing
+from .base import STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .dueling import Duel, duel_bytes_of
-from .host import HostCache, checked_keys, checked_slots, require_capacity
+from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, require_capacity
 from .index import SLOT_DTYPE
 from .integrity import check_state
 from .lookahead import announce_keys, has_room, retire_batch
@@ -87,21 +88,21 @@ class DdrCache(HostCache):
             self._duel.turn()
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        if admission.stamp < 0:
-            admission.stamp = self._next_stamp()
-        assert admission.stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
+        progress = admission.progress
+        if progress.item(STAMP) < 0:
+            progress[STAMP] = self._next_stamp()
+        stamp = progress.item(STAMP)
+        assert stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
         num_before = admission.num_unique
-        progress = np.array([admission.consumed, admission.num_unique, admission.num_missing], np.int64)
         status = kernels.admit_keys(
             self._books,
             checked_keys(admission.keys),
-            admission.stamp,
+            stamp,
             admission.inverse,
             admission.unique_slots,
             admission.missing,
             progress,
         )
-        admission.consumed, admission.num_unique, admission.num_missing = progress.tolist()
         self._observe(admission.slots[num_before:])
         return AdmitStatus(status)
 
@@ -116,13 +117,13 @@ class DdrCache(HostCache):
             self._books.slots["stamp"] = 0
             self._books.tallies[Tally.STAMP] = 0
 
-    def abandon(self, admission: Admission) -> None:
-        slots = admission.slots
-        self.require(kernels.abandon_slots(self._books, slots), slots, "abandon", "pinned")
-        admission.restart()
+    def release(self, pinned: Pinned) -> None:
+        bad = kernels.release_slots(self._books, pinned.unique_slots, pinned.progress)
+        self.require(bad, pinned.unique_slots, "release", "pinned")
 
     def victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
+        require_int(count, "count", 0, NUMBER_MAX)
         found: Int32s = np.empty(min(count, self.num_resident), np.int32)
         return found[: kernels.victim_slots(self._books, found, gap)]
 
@@ -145,7 +146,7 @@ class DdrCache(HostCache):
 
     def list_more(self, listing: Listing, limit: int) -> bool:
         """See Listable. The order is by the policy's rank, then by last admission."""
-        stop = min(listing.next_slot + limit, self.capacity)
+        stop = min(listing.next_slot + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
         records = self._books.slots[slots]
         admitted = records["stamp"].astype(np.int64) << 32 | records["number"]
@@ -168,13 +169,19 @@ class DdrCache(HostCache):
             starts: int64 [batches + 1], ascending from 0 to n: where each batch begins; default: each key is one.
             depth: batches that stay pinned behind the newest one, as those that ``prefetch`` brought in before it.
             held_rows: of these and the newest one; where they are more, fewer stay pinned.
+
+        Raises:
+            ValueError, TypeError: ``starts`` do not cover the keys, or a number is negative or none. Nothing changed.
         """
+        require_int(depth, "depth", 0, NUMBER_MAX)
+        require_int(held_rows, "held_rows", 0, NUMBER_MAX)
+        keys = checked_keys(keys)
+        starts = np.arange(len(keys) + 1) if starts is None else checked_starts(starts, len(keys))
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
-        starts = np.arange(len(keys) + 1) if starts is None else checked_keys(starts)
-        keys, is_hit = checked_keys(keys), np.empty(len(keys), np.bool_)
+        is_hit = np.empty(len(keys), np.bool_)
         pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
-        limits, window = np.array([depth, held_rows]), np.zeros(6, np.int64)
+        limits, window = np.array([depth, held_rows]), np.zeros(7, np.int64)
         self._require_stamps(2 * len(keys))
 
         def replay(stop: int) -> None:

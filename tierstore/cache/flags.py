@@ -6,6 +6,7 @@ RESIDENT: Final = 1
 LOADING: Final = 2
 DIRTY: Final = 4
 FROZEN: Final = 8
-"""Bits of a slot's flags; a free slot has none."""
-FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "frozen": FROZEN}
+CHANGED: Final = 16
+"""Bits of a slot's flags; a free slot has none. CHANGED: marked dirty since its row was last taken to be written."""
+FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "frozen": FROZEN, "changed": CHANGED}
 UNCLEAN: Final = DIRTY | FROZEN

@@ -10,14 +10,24 @@ from typing import Final
 
 import numpy as np
 
+from ..config import require_int
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, ROW_MASK
-from .base import Admission, AdmitStatus, CacheCounters, Listing
+from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, Admission, AdmitStatus, CacheCounters, Listing, Pinned
 from .books import NUM_TALLIES, Tally
-from .flags import FLAGS, LOADING, RESIDENT
-from .host import NOTHING_WRONG, HostCache, arena_bytes, checked_keys, checked_slots, require_capacity
+from .flags import DIRTY, FLAGS, LOADING, RESIDENT, UNCLEAN
+from .host import (
+    NOTHING_WRONG,
+    NUMBER_MAX,
+    HostCache,
+    arena_bytes,
+    checked_keys,
+    checked_slots,
+    require_capacity,
+    restart,
+)  # fmt: skip
 from .index import ABSENT
 from .numbering import RowNumbering
 
@@ -27,8 +37,12 @@ _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
 
 _RESIDENT: Final = int(Tally.RESIDENT)
+_FILLED: Final = int(Tally.FILLED)
+_PINNED: Final = int(Tally.PINNED)
 _LOOKUPS: Final = int(Tally.LOOKUPS)
 _HITS: Final = int(Tally.HITS)
+_MISSES: Final = int(Tally.MISSES)
+_EVICTIONS: Final = int(Tally.EVICTIONS)
 
 
 def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
@@ -63,7 +77,7 @@ class FullCache(HostCache):
         )
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
-        self._num_loading = self._hits_in_place = 0
+        self._hits_in_place = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -72,7 +86,12 @@ class FullCache(HostCache):
     @property
     def is_complete(self) -> bool:
         """Whether every row is in."""
-        return bool(self.tallies.item(_RESIDENT) == len(self.flags)) and not self._num_loading
+        return self.tallies.item(_FILLED) == len(self.flags)
+
+    @property
+    def num_dirty(self) -> int:
+        """Counted: a kernel that updates rows marks them in ``flags``, which all its threads do at once."""
+        return int(_count(self.flags, DIRTY))
 
     def first_slots(self, table_indices: Int64s) -> Int64s:
         """See ``RowNumbering``."""
@@ -83,7 +102,7 @@ class FullCache(HostCache):
         return self.numbering.keys_at(slots)
 
     def is_loading(self, slots: Int32s) -> bool:
-        return self._num_loading > 0 and super().is_loading(slots)
+        return self.tallies.item(_FILLED) != self.tallies.item(_RESIDENT) and super().is_loading(slots)
 
     def are_in(self, slots: Int32s) -> bool:
         """Whether the rows of all these slots are in."""
@@ -102,10 +121,6 @@ class FullCache(HostCache):
         """Count lookups of rows that are in, made without an admission."""
         self._hits_in_place += count  # a number of Python's: to change one of numpy's takes as long as a small lookup
 
-    def note_dirty(self, count: int) -> None:
-        """So many slots, clean before, were marked dirty in ``flags``."""
-        self.tallies[Tally.DIRTY] += count
-
     def find(self, keys: Int64s) -> Int32s:
         found: Int32s = np.empty(len(keys), np.int32)
         _find(checked_keys(keys), *self.numbering.by_table, self.flags, found)
@@ -116,38 +131,21 @@ class FullCache(HostCache):
         self.require(_touch(slots, self.flags, self.number, self.tallies), slots, "touch", "resident")
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        slots = self.numbering.slots_of(checked_keys(admission.keys[admission.consumed :])).astype(np.int32)
-        progress = np.array([admission.num_unique, admission.num_missing, 0], np.int64)
+        assert not admission.consumed, "an admission takes one call"
+        slots = self.numbering.slots_of(checked_keys(admission.keys)).astype(np.int32)
         _admit_slots(
             slots, self.flags, self.pins, self.number, admission.inverse, admission.unique_slots, admission.missing,
-            progress,
+            admission.progress, self.tallies,
         )  # fmt: skip
-        unique, missing, pinned = progress.tolist()
-        num_missed = missing - admission.num_missing
-        self._num_loading += num_missed  # first: others ask whether all rows are in, without a lock
-        self.tallies[Tally.RESIDENT] += num_missed
-        self.tallies[Tally.PINNED] += pinned
-        self.tallies[Tally.LOOKUPS] += len(slots)
-        self.tallies[Tally.MISSES] += num_missed
-        self.tallies[Tally.HITS] += unique - admission.num_unique - num_missed
-        admission.consumed, admission.num_unique, admission.num_missing = len(admission.keys), unique, missing
         return AdmitStatus.COMPLETE
 
     def filled(self, slots: Int32s) -> None:
-        super().filled(slots)
-        self._num_loading -= len(slots)
+        slots = checked_slots(slots)
+        self.require(_fill(slots, self.flags, self.tallies), slots, "fill", "loading")
 
-    def abandon(self, admission: Admission) -> None:
-        slots = admission.slots
-        self._require(self.pins[slots] > 0, slots, "abandon", "pinned")
-        self.pins[slots] -= 1
-        is_idle = self.pins[slots] == 0
-        dropped = slots[is_idle & ((self.flags[slots] & LOADING) != 0)]
-        self.flags[dropped] = 0
-        self.tallies[Tally.PINNED] -= np.count_nonzero(is_idle)
-        self.tallies[Tally.RESIDENT] -= len(dropped)
-        self._num_loading -= len(dropped)
-        admission.restart()
+    def release(self, pinned: Pinned) -> None:
+        bad = _release(pinned.unique_slots, pinned.progress, self.flags, self.pins, self.tallies)
+        self.require(bad, pinned.unique_slots, "release", "pinned")
 
     def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
@@ -175,7 +173,8 @@ class FullCache(HostCache):
 
     def list_more(self, listing: Listing, limit: int) -> bool:
         """See Listable. Slots that are never another row's are listed in the order of their numbers."""
-        first, stop = listing.next_slot, min(listing.next_slot + limit, self.capacity)
+        first = listing.next_slot
+        stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
         listing.add(self.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
         listing.next_slot = stop
@@ -183,24 +182,22 @@ class FullCache(HostCache):
 
     def evict(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        allowed = (self.flags[slots] == RESIDENT) & (self.pins[slots] == 0)
-        self._require(allowed, slots, "evict", "resident, clean and unpinned")
-        self.flags[slots] = 0
-        self.tallies[Tally.RESIDENT] -= len(slots)
-        self.tallies[Tally.EVICTIONS] += len(slots)
+        bad = _evict(slots, self.flags, self.pins, self.tallies)
+        self.require(bad, slots, "evict", "resident, clean and unpinned")
 
     def check_integrity(self) -> None:
         counted = {name: int(np.count_nonzero(self.flags & flag)) for name, flag in FLAGS.items()}
         counted["pinned"] = int(np.count_nonzero(self.pins))
-        kept = {"resident": self.num_resident, "loading": self._num_loading, "dirty": self.num_dirty}
-        kept |= {"frozen": self.num_frozen, "pinned": self.num_pinned}
-        assert counted == kept, f"flags and pins say {counted}, counts say {kept}"
+        loading = self.num_resident - self.tallies.item(_FILLED)
+        kept = {"resident": self.num_resident, "loading": loading, "frozen": self.num_frozen, "pinned": self.num_pinned}
+        assert {name: counted[name] for name in kept} == kept, f"flags and pins say {counted}, counts say {kept}"
         assert (self.pins >= 0).all(), "a slot is pinned less than 0 times"
         assert not (self.flags & ~np.uint8(sum(FLAGS.values()))).any(), "unknown flags"
-        free = self.flags[(self.flags & RESIDENT) == 0]
-        assert not free.any(), "a slot without a row is loading, dirty or frozen"
-        idle = (self.pins == 0) & ((self.flags & LOADING) != 0)
-        assert not idle.any(), "a loading slot is not pinned"
+        free = (self.flags & RESIDENT) == 0
+        assert not self.flags[free].any(), "a slot without a row is loading, dirty or frozen"
+        assert not self.pins[free].any(), "a slot without a row is pinned"
+        newer = self.flags[(self.flags & LOADING) != 0] & np.uint8(UNCLEAN)
+        assert not newer.any(), "a loading slot is dirty or frozen"
 
     def _require(self, allowed: Bools, slots: Int32s, action: str, condition: str) -> None:
         self.require(NOTHING_WRONG if allowed.all() else int(allowed.argmin()), slots, action, condition)
@@ -247,12 +244,65 @@ def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
 
 
 @kernel
+def _count(flags: Bytes, flag: int) -> int:
+    """How many slots have a flag."""
+    count = 0
+    for slot in range(flags.size):
+        count += flags[slot] & flag != 0
+    return count
+
+
+@kernel
+def _fill(slots: Int32s, flags: Bytes, tallies: Int64s) -> int:
+    """``RowCache.filled``. Others ask how many rows are in, without a lock: a row is counted when it is."""
+    for i in range(slots.size):
+        slot = slots[i]
+        if not 0 <= slot < flags.size or not flags[slot] & LOADING:
+            return i
+        flags[slot] ^= LOADING
+        tallies[_FILLED] += 1
+    return NOTHING_WRONG
+
+
+@kernel
+def _release(pinned: Int32s, progress: Int64s, flags: Bytes, pins: Int32s, tallies: Int64s) -> int:
+    """``RowCache.release``."""
+    count = progress[NUM_UNIQUE]
+    restart(progress)
+    for i in range(count):
+        slot = pinned[i]
+        if not 0 <= slot < flags.size or pins[slot] == 0:
+            return i
+        pins[slot] -= 1
+        if pins[slot] == 0:
+            tallies[_PINNED] -= 1
+            if flags[slot] & LOADING:
+                flags[slot] = 0
+                tallies[_RESIDENT] -= 1
+    return NOTHING_WRONG
+
+
+@kernel
+def _evict(slots: Int32s, flags: Bytes, pins: Int32s, tallies: Int64s) -> int:
+    """``RowCache.evict``."""
+    for i in range(slots.size):
+        slot = slots[i]
+        if not 0 <= slot < flags.size or flags[slot] == 0 or flags[slot] & UNCLEAN or pins[slot] > 0:
+            return i
+        tallies[_FILLED] -= flags[slot] & LOADING == 0
+        tallies[_RESIDENT] -= 1
+        tallies[_EVICTIONS] += 1
+        flags[slot] = 0
+    return NOTHING_WRONG
+
+
+@kernel
 def _admit_slots(
     slots: Int32s, flags: Bytes, pins: Int32s, number: Int32s, inverse: Int32s, unique_slots: Int32s, missing: Int32s,
-    tallies: Int64s,
+    progress: Int64s, tallies: Int64s,
 ) -> None:  # fmt: skip
-    """``RowCache.admit`` of an admission not begun; ``tallies``: int64 [3], num_unique, num_missing, slots pinned."""
-    num_unique, num_missing, pinned = tallies[0], tallies[1], tallies[2]
+    """``RowCache.admit`` of an admission not begun."""
+    num_unique, num_missing, pinned, reserved = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for i in range(slots.size):
         slot = slots[i]
         known = number[slot]
@@ -265,7 +315,14 @@ def _admit_slots(
             pins[slot] += 1
             if flags[slot] == 0:
                 flags[slot] = RESIDENT | LOADING
+                reserved += 1
+            if flags[slot] & LOADING:
                 missing[num_missing] = known
                 num_missing += 1
         inverse[i] = known
-    tallies[0], tallies[1], tallies[2] = num_unique, num_missing, pinned
+    progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = slots.size, num_unique, num_missing
+    tallies[_RESIDENT] += reserved
+    tallies[_PINNED] += pinned
+    tallies[_LOOKUPS] += slots.size
+    tallies[_MISSES] += num_missing
+    tallies[_HITS] += num_unique - num_missing

@@ -16,6 +16,7 @@ that rows must be written back first or do not fit. The host never learns U, the
 The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere (``hbm_twin``).
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Final, Literal
 
@@ -119,9 +120,9 @@ class HbmCache:
             forced: the dirty victims are clean by now, and keys without a slot are taken care of. If not, nothing is
                 done where the plan has a dirty victim, a conflict miss or a refused key: all or nothing.
         """
-        self.kernels.commit(self._books, plan, self._following, self._clock, self._is_lfu, forced)
+        clock, self._clock = self._clock, self._clock + len(plan.keys)
+        self.kernels.commit(self._books, plan, self._following, clock, self._is_lfu, forced)
         self._is_ready = True
-        self._clock += len(plan.keys)
 
     def list_keys(self, plan: Plan, places: Tensor, told: Tensor) -> Tensor:
         """Some keys of a plan, for the host, which then waits; and their slots.
@@ -150,6 +151,16 @@ class HbmCache:
     def drop_loading(self, slots: Tensor) -> None:
         """Undo one pin of each slot, and forget those that are loading, which only one caller has pinned."""
         self._edit(slots, unpin=True, forget=True)
+
+    def repin(self, leased: Sequence[Tensor]) -> None:
+        """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
+        loading. For slots as for ``release``."""
+        flags = self._books.flags[: self.capacity]
+        flags &= PIN - 1
+        flags[flags & LOADING != 0] = 0
+        for slots in leased:
+            own = slots[(slots >= 0) & (slots < self.capacity)].long()
+            flags.index_add_(0, own, torch.full_like(own, PIN, dtype=flags.dtype))
 
     def clean(self, slots: Tensor) -> None:
         """The rows of these slots were written to the tier below."""

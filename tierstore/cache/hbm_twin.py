@@ -92,6 +92,7 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
         if plan.counts is not None:
             counts = torch.where(is_hit, counts, plan.counts[chosen].long())
         ranks = (counts << STAMP_BITS) | stamps
+    books.flags[slots[~is_hit]] = 0  # first: a key is never seen at another's row, even if this is cut short
     books.keys[slots] = plan.keys[chosen]
     books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)

@@ -11,11 +11,13 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import CacheCounters
+from .base import NUM_UNIQUE, STAMP, CacheCounters, Pinned
 from .books import Tally
-from .flags import DIRTY, FLAGS, FROZEN, LOADING
+from .flags import CHANGED, DIRTY, FLAGS, FROZEN, LOADING
 
 NOTHING_WRONG: Final = -1
+NUMBER_MAX: Final = 2**62
+"""Of counts and sizes that arguments give."""
 CAPACITY_MAX: Final = 2**31 - 2
 """Slots are int32, and a list's root takes one number."""
 _ALIGNMENT_BYTES: Final = 64
@@ -49,6 +51,17 @@ def checked_slots(array: Int32s) -> Int32s:
 def checked_keys(array: Int64s) -> Int64s:
     _check(array, "int64", "keys")
     return np.ascontiguousarray(array)
+
+
+def checked_starts(array: Int64s, count: int) -> Int64s:
+    """A copy, checked: ascending from 0 to ``count``, which begins and ends of batches are."""
+    _check(array, "int64", "starts")
+    starts = array.copy()
+    if not len(starts) or starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
+        raise ValueError(
+            f"starts must ascend from 0 to the number of keys, {count}; they are {starts[:8].tolist()} ..."
+        )
+    return starts
 
 
 def require_capacity(capacity: int) -> None:
@@ -122,12 +135,21 @@ class HostCache:
     def unpin(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
         bad = _unpin_slots(self.flags, self.pins, self.tallies, slots)
-        self.require(bad, slots, "unpin", "pinned, and filled by its last unpin")
+        self.require(bad, slots, "unpin", "pinned")
 
     def mark_dirty(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
         bad = _mark_slots(self.flags, self.tallies, slots)
-        self.require(bad, slots, "mark dirty", "resident, not loading, not frozen")
+        self.require(bad, slots, "mark dirty", "resident, not loading")
+
+    def take(self, slots: Int32s, pinned: Pinned, *, frozen: bool) -> None:
+        flag = FROZEN if frozen else DIRTY
+        _take_slots(
+            self.flags, self.pins, self.tallies, checked_slots(slots), flag, pinned.unique_slots, pinned.progress
+        )
+
+    def settle(self, slots: Int32s) -> None:
+        _settle_slots(self.flags, self.tallies, checked_slots(slots))
 
     def clean(self, slots: Int32s) -> Int32s:
         return self._clear(slots, DIRTY, Tally.DIRTY)
@@ -138,9 +160,7 @@ class HostCache:
     def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
         slots = checked_slots(slots)
         cleared: Int32s = np.empty(len(slots), np.int32)
-        count = _clear_slots(self.flags, slots, flag, cleared)
-        self.tallies[tally] -= count
-        return cleared[:count]
+        return cleared[: _clear_slots(self.flags, self.tallies, slots, flag, tally, cleared)]
 
     def frozen_of(self, slots: Int32s) -> Int32s:
         slots = checked_slots(slots)
@@ -155,9 +175,7 @@ class HostCache:
         self._move(FROZEN, Tally.FROZEN, DIRTY, Tally.DIRTY)
 
     def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
-        _move_flags(self._used_flags, old, new)
-        self.tallies[new_tally] += self.tallies[old_tally]
-        self.tallies[old_tally] = 0
+        _move_flags(self._used_flags, self.tallies, old, old_tally, new, new_tally)
 
     @property
     def _used_flags(self) -> Any:
@@ -195,6 +213,13 @@ def _is_resident(flags: Any, slot: Any) -> Any:
     return 0 <= slot < flags.size and flags[slot] != 0
 
 
+@inline
+def restart(progress: Int64s) -> None:
+    """As it is before anything is pinned."""
+    progress[:] = 0
+    progress[STAMP] = -1
+
+
 @kernel
 def _pin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
     for i in range(chosen.size):
@@ -208,10 +233,9 @@ def _pin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
 
 @kernel
 def _unpin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
-    """A loading slot keeps its last pin: the admission that reserved it fills or abandons it."""
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot) or pins[slot] == 0 or (pins[slot] == 1 and flags[slot] & LOADING):
+        if not _is_resident(flags, slot) or pins[slot] == 0:
             return i
         pins[slot] -= 1
         tallies[Tally.PINNED] -= pins[slot] == 0
@@ -230,35 +254,67 @@ def _fill_slots(flags: Any, chosen: Int32s) -> int:
 
 @kernel
 def _mark_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> int:
-    """Make slots dirty; a loading slot holds no row yet, and a frozen one holds a row that nobody may change."""
+    """Make slots dirty; a loading slot holds no row yet."""
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(flags, slot) or flags[slot] & (LOADING | FROZEN):
+        if not _is_resident(flags, slot) or flags[slot] & LOADING:
             return i
         tallies[Tally.DIRTY] += flags[slot] & DIRTY == 0
-        flags[slot] |= DIRTY
+        tallies[Tally.FROZEN] -= flags[slot] & FROZEN != 0
+        flags[slot] = (flags[slot] | (DIRTY | CHANGED | FROZEN)) ^ FROZEN
     return NOTHING_WRONG
 
 
 @kernel
-def _clear_slots(flags: Any, chosen: Int32s, flag: int, cleared: Int32s) -> int:
+def _take_slots(
+    flags: Any, pins: Any, tallies: Int64s, chosen: Int32s, flag: int, unique_slots: Int32s, progress: Int64s
+) -> None:
+    """``RowCache.take`` of the slots that have a flag."""
+    count = 0
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if _is_resident(flags, slot) and flags[slot] & flag:
+            flags[slot] = (flags[slot] | CHANGED) ^ CHANGED
+            tallies[Tally.PINNED] += pins[slot] == 0
+            pins[slot] += 1
+            unique_slots[count] = slot
+            count += 1
+    progress[NUM_UNIQUE] = count
+
+
+@kernel
+def _settle_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> None:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if _is_resident(flags, slot) and flags[slot] & (DIRTY | CHANGED) == DIRTY:
+            flags[slot] ^= DIRTY
+            tallies[Tally.DIRTY] -= 1
+
+
+@kernel
+def _clear_slots(flags: Any, tallies: Int64s, chosen: Int32s, flag: int, tally: int, cleared: Int32s) -> int:
     """Clear a flag. The slots that had it are listed in ``cleared``; returns how many."""
     count = 0
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
         if _is_resident(flags, slot) and flags[slot] & flag:
-            flags[slot] ^= flag
+            flags[slot] = (flags[slot] | (flag | CHANGED)) ^ (flag | CHANGED)
             cleared[count] = slot
             count += 1
+    tallies[tally] -= count
     return count
 
 
 @kernel
-def _move_flags(flags: Any, old: int, new: int) -> None:
+def _move_flags(flags: Any, tallies: Int64s, old: int, old_tally: int, new: int, new_tally: int) -> None:
     """Replace one flag by another in every slot that has it."""
+    moved = 0
     for slot in range(flags.size):
         if flags[slot] & old:  # no other slot's memory is written
             flags[slot] ^= old | new
+            moved += 1
+    tallies[old_tally] -= moved
+    tallies[new_tally] += moved
 
 
 @kernel

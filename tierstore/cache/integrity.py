@@ -104,7 +104,6 @@ def check_state(state: CacheState) -> None:
         "wrong back links": slots["previous"][[*listed, root]] != [root, *listed],
         "not found by key": found != listed,
         "negative pins": pins < 0,
-        "loading and unpinned": (flags & LOADING != 0) & (pins == 0),
         "loading and dirty": (flags & LOADING != 0) & (flags & (DIRTY | FROZEN) != 0),
         "dirty and frozen": (flags & DIRTY != 0) & (flags & FROZEN != 0),
         "flags or pins without a row": ((flags != 0) | (pins != 0)) & (flags & RESIDENT == 0),

@@ -13,7 +13,7 @@ import cachetools
 import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
-from .base import Admission, AdmitStatus, CacheCounters
+from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Pinned
 from .reference_lookahead import Lookahead
 from .reference_pinnable import Pinnable
 from .reference_tinylfu import TinyLFU
@@ -84,6 +84,7 @@ class ReferenceCache:
         self._loading: set[int] = set()
         self._dirty: set[int] = set()
         self._frozen: set[int] = set()
+        self._changed: set[int] = set()
         self._free = list(range(capacity))
         self._counted: Counter[str] = Counter()
         self._numbers: dict[int, int] = {}
@@ -141,11 +142,11 @@ class ReferenceCache:
         self._rows.settle(keys)
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        if admission.stamp < 0:
+        if admission.progress[STAMP] < 0:
             self._stamp += 1
-            admission.stamp = self._stamp
+            admission.progress[STAMP] = self._stamp
             self._numbers = {}
-        assert admission.stamp == self._stamp, "another admission ran between the calls of one"
+        assert admission.progress[STAMP] == self._stamp, "another admission ran between the calls of one"
         num_before = admission.num_unique
         self._rows.begin(len(admission.keys) - admission.consumed)
         status = self._admit(admission)
@@ -159,7 +160,7 @@ class ReferenceCache:
                 if status != AdmitStatus.COMPLETE:
                     return status
             admission.inverse[admission.consumed] = self._numbers[key]
-            admission.consumed += 1
+            admission.progress[CONSUMED] += 1
             self._counted.update(lookups=1)
         return AdmitStatus.COMPLETE
 
@@ -167,20 +168,21 @@ class ReferenceCache:
         """The first occurrence of a key: touch its row, or reserve a slot; then pin it."""
         if key in self._rows:
             slot = self._rows[key]
-            self._counted.update(hits=1)
+            self._counted.update(misses=1) if slot in self._loading else self._counted.update(hits=1)
         else:
             status = self._make_room()
             if status != AdmitStatus.COMPLETE:
                 return status
             slot = self._insert(key)
             self._loading.add(slot)
+        if slot in self._loading:
             admission.missing[admission.num_missing] = admission.num_unique
-            admission.num_missing += 1
+            admission.progress[NUM_MISSING] += 1
         self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
         self._numbers[key] = admission.num_unique
-        self._admitted[slot] = admission.stamp, admission.num_unique
+        self._admitted[slot] = self._stamp, admission.num_unique
         admission.unique_slots[admission.num_unique] = slot
-        admission.num_unique += 1
+        admission.progress[NUM_UNIQUE] += 1
         return AdmitStatus.COMPLETE
 
     def _make_room(self) -> AdmitStatus:
@@ -192,6 +194,7 @@ class ReferenceCache:
         if self._slot_of(victim) in self._dirty | self._frozen:
             return AdmitStatus.DIRTY_VICTIM
         _, slot = self._rows.popitem()
+        self._loading.discard(slot)
         del self._keys[slot]
         self._free.append(slot)
         self._counted.update(evictions=1)
@@ -206,6 +209,7 @@ class ReferenceCache:
 
     def _drop(self, slot: int) -> None:
         del self._rows[self._keys.pop(slot)]
+        self._loading.discard(slot)
         self._free.append(slot)
 
     def filled(self, slots: Int32s) -> None:
@@ -213,13 +217,14 @@ class ReferenceCache:
             assert slot in self._loading, f"slot {slot} is not loading"
             self._loading.remove(slot)
 
-    def abandon(self, admission: Admission) -> None:
-        for slot in admission.slots.tolist():
+    def release(self, pinned: Pinned) -> None:
+        slots = pinned.slots.tolist()
+        pinned.progress[:] = 0
+        pinned.progress[STAMP] = -1
+        for slot in slots:
             self._unpin(slot)
             if slot in self._loading and self._key_of(slot) not in self._rows.pins:
-                self._loading.remove(slot)
                 self._drop(slot)
-        admission.restart()
 
     def pin(self, slots: Int32s) -> None:
         for slot in slots.tolist():
@@ -235,16 +240,26 @@ class ReferenceCache:
 
     def unpin(self, slots: Int32s) -> None:
         for slot in slots.tolist():
-            is_last = self._rows.pins.get(self._key_of(slot), 0) == 1
-            assert not (is_last and slot in self._loading), f"slot {slot} is loading, and this is its last pin"
             self._unpin(slot)
 
     def mark_dirty(self, slots: Int32s) -> None:
         for slot in slots.tolist():
             self._key_of(slot)
             assert slot not in self._loading, f"slot {slot} is loading"
-            assert slot not in self._frozen, f"slot {slot} is frozen"
+            self._frozen.discard(slot)
             self._dirty.add(slot)
+            self._changed.add(slot)
+
+    def take(self, slots: Int32s, pinned: Pinned, *, frozen: bool) -> None:
+        members = self._frozen if frozen else self._dirty
+        taken = np.array([slot for slot in slots.tolist() if slot in members], np.int32)
+        self._changed.difference_update(taken.tolist())
+        self.pin(taken)
+        pinned.unique_slots[: len(taken)] = taken
+        pinned.progress[NUM_UNIQUE] = len(taken)
+
+    def settle(self, slots: Int32s) -> None:
+        self._dirty.difference_update(set(slots.tolist()) - self._changed)
 
     def victims(self, count: int, gap: int) -> Int32s:
         leaving = [slot for slot in self.resident_slots().tolist() if self._key_of(slot) not in self._rows.pins]
@@ -327,7 +342,7 @@ class ReferenceCache:
             "dirty slots hold rows": self._dirty <= self._keys.keys(),
             "frozen slots hold rows": self._frozen <= self._keys.keys(),
             "frozen slots are not dirty": self._frozen.isdisjoint(self._dirty),
-            "loading slots are pinned": all(self._keys.get(slot) in pins for slot in self._loading),
+            "loading slots hold rows": self._loading <= self._keys.keys(),
             "loading slots are clean": self._loading.isdisjoint(self._dirty | self._frozen),
         }
         broken = [law for law, holds in laws.items() if not holds]

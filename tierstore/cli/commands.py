@@ -296,7 +296,11 @@ RESHARD: Final = command(
     _reshard,
     (
         arg("directory", metavar="DIR", help="folder of the store, sharded (with all ranks' parts) or not"),
-        arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
+        arg(
+            "target",
+            metavar="NEW_DIR",
+            help="folder of the copy; must not exist, or be empty, or hold what a killed reshard left",
+        ),
         arg("--ranks", type=int, default=1, metavar="N", help="make a part for each of so many ranks (default: 1)"),
         arg("--plan", metavar="FILE", help="how tables are sharded, a file of tierstore.dist.Plan"),
         arg("--plain", help="make a store that is not sharded"),

@@ -1,6 +1,7 @@
 """The command line: ``tierstore COMMAND``."""
 
 import argparse
+import io
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str, str]]] = 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr is: names that a terminal cannot show are no error
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = _spelled_out(list(sys.argv[1:] if arguments is None else arguments))
     unknown = _unknown(arguments, _COMMANDS)
     if unknown is not None:
@@ -75,7 +78,7 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
     try:
         return command(options)
     except KeyboardInterrupt:
-        return _fail("interrupted; what was committed is safe", EXIT_INTERRUPTED)
+        return _fail("interrupted; what was committed is safe, and nothing is left of a copy", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
         sys.stderr.close()

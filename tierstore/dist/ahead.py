@@ -16,7 +16,8 @@ class Ahead:
 
     Args:
         module: the module.
-        ranks: in a group of this object's own, so that its exchanges and those of forward have no order between them.
+        ranks: in a group that only this object uses, so that its exchanges and those of forward have no order between
+            them; released at the end.
     """
 
     def __init__(self, module: "ShardedCollection", ranks: Ranks) -> None:
@@ -47,7 +48,7 @@ class Ahead:
         Raises:
             RuntimeError: another rank failed, or has no more batches.
         """
-        with self._ending_for_all(), self._ranks.together():
+        with self._ending_for_all(), self._ranks.together("a prefetched batch"):
             return ticket.stage()
 
     @contextlib.contextmanager
@@ -71,4 +72,4 @@ class Ahead:
             if not self._is_over:
                 self._ranks.end()
         self._is_over = True
-        self._ranks.close()
+        self._ranks.release()

@@ -10,6 +10,7 @@ All calls are collective: every rank makes the same.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -23,7 +24,7 @@ from ..kernels.arrays import Floats, Int32s, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.merging import Merged
-from ..lookup.tables import RowGradients
+from ..lookup.tables import Ready, RowGradients
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.arena import Rows
@@ -66,10 +67,16 @@ class SendsGradients(ABC):
     def sent(self, grad_out: Tensor) -> "Sent":
         """Send gradients to the owners; what came to this rank."""
 
-    def update(self, grad_out: Tensor) -> None:
-        """See ``Lookup.update``."""
-        sent = self.sent(grad_out)
-        sent.lookup.update(sent.gradient)
+    def readied(self, grad_out: Tensor) -> Ready:
+        """See ``TrainsRows``. If it fails, other ranks may train all the same, so the step must not be repeated."""
+        try:
+            sent = self.sent(grad_out)
+            found: Ready = sent.lookup.readied(sent.gradient)
+        except BaseException as error:
+            for table in self.tables:
+                table.store.note_partly_trained(error)
+            raise
+        return found
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``.
@@ -113,6 +120,16 @@ class ShardedLookup(SendsGradients):
     @property
     def _ranks(self) -> Ranks:
         return self._owners.ranks
+
+    @property
+    def _names(self) -> str:
+        """Of the tables, for an error."""
+        return ", ".join([table.config.name for table in self._sharded])
+
+    @property
+    def _rates(self) -> str:
+        """What rows are trained at, likewise; the same on all ranks."""
+        return f"learning rate {', '.join([str(table.learning_rate) for table in self._sharded])}"
 
     @property
     def group(self) -> Hashable:
@@ -159,6 +176,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._known_route: _R | None = None
+        self._batch = ""
 
     @abstractmethod
     def _find_route(self, ranks: Ranks) -> _R:
@@ -167,6 +185,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
             self._known_route = self._find_route(ranks)
+            self._batch = ranks.next_batch()
 
     @property
     def _route(self) -> _R:
@@ -186,10 +205,14 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
 
     def _from_owners(self, given: Sequence[int], asked: Sequence[int], *, keep: bool) -> Tensor:
         """float32 [sum of asked, width]: results of the owners' lookups, in order of the owners."""
-        with self._ranks.together():
+        with self._ranks.together(f"lookup of {self._names}, {self._batch}", then=1):
             out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device="cpu")
             self.own.forward(out, keep=keep)
         return self._ranks.exchange_rows(out.view(-1, self._width), given, asked, self._owners.wire.forward)
+
+    def _sending(self, *, then: int = 1) -> AbstractContextManager[None]:
+        """Around what makes gradients to be sent, which are then exchanged."""
+        return self._ranks.together(f"backward of {self._names}, {self._batch}, {self._rates}", then=then)
 
     def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
         """Send gradients of what ``_from_owners`` gave; what came to this rank: float32 [sum of given, width]."""
@@ -245,11 +268,12 @@ class RowsLookup(RoutedLookup[_Route]):
     def _find_route(self, ranks: Ranks) -> _Route:
         with ranks.telling():
             inverse, keys = self.joined.distinct
-        owners = self._owners.of(keys, self._num_parts).ravel()
-        order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
-        asked = np.bincount(owners, minlength=ranks.size).tolist()
-        given = ranks.counts(asked)
-        wanted = ranks.exchange(torch.from_numpy(keys[order // self._num_parts]), asked, given)
+            owners = self._owners.of(keys, self._num_parts).ravel()
+            order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
+            asked = np.bincount(owners, minlength=ranks.size).tolist()
+            sent = torch.from_numpy(keys[order // self._num_parts])
+        given = ranks.counts(asked, f"lookup of {self._names}", then=1)
+        wanted = ranks.exchange(sent, asked, given)
         places = np.arange(len(keys), dtype=np.int32)
         if self._num_parts == 1:
             places[order] = places.copy()
@@ -298,10 +322,12 @@ class RowsLookup(RoutedLookup[_Route]):
 
     def sent(self, grad_out: Tensor) -> Sent:
         joined, route = self.joined, self._route
-        groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
-        merged = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
-        sent = self._in_parts(torch.from_numpy(merged)).div_(self._ranks.size)
+        needs_squares = self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns)
+        with self._sending(then=2 if needs_squares else 1):
+            groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
+            merged = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
+            sent = self._in_parts(torch.from_numpy(merged)).div_(self._ranks.size)
         taken = self._to_owners(sent, route.given, route.asked)
-        if self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns):
+        if needs_squares:
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
         return Sent(self.own, taken.view(1, -1))

@@ -26,6 +26,8 @@ class ShardedOptimizer(TieredOptimizer):
         """Others, and rows that all ranks have, count once. Collective."""
         shared = [*others, *self._row_gradients(self._is_replicated)]
         own = self._row_gradients(lambda name: not self._is_replicated(name))
-        norms = self._ranks.gather(float(torch.nn.utils.get_total_norm(own, norm_type)))
+        with self._ranks.telling():
+            norm = float(torch.nn.utils.get_total_norm(own, norm_type))
+        norms = self._ranks.gather(norm, "clip_grad_norm_")
         norms.append(float(torch.nn.utils.get_total_norm(shared, norm_type)))
         return torch.nn.utils.get_total_norm([torch.tensor(norms)], norm_type, error_if_nonfinite)

@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +14,7 @@ from ..exchange.rows import Rows
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Part, parts_in
-from .commits import SECTION, Commits
+from .commits import SECTION, Commits, in_common
 from .plan import Shard, Sharding
 
 _DDR: Final = "64MiB"
@@ -49,28 +49,56 @@ def newest_set(directory: Path) -> Source:
     """The one with the newest commit.
 
     Raises:
-        StoreNotFoundError: no set is complete.
+        StoreNotFoundError: no set is complete, or one that is not has a newer commit.
+        TierstoreError: they are of different runs.
     """
-    best, wrong = Source(0, ()), []
-    for size, parts in part_sets(directory).items():
-        lost = sorted(set(range(size)) - {part.rank for part in parts})
-        wrong += [f"{rank}-of-{size} is missing" for rank in lost]
-        try:
-            commits = () if lost else tuple(_commits_of(part.path) for part in parts)
-        except TierstoreError as error:  # a part that was begun, and cut short
-            commits = ()
-            wrong.append(str(error))
-        if common := set.intersection(*(set(each.versions) for each in commits)) if commits else set():
-            best = max(best, Source(max(common), commits), key=lambda found: (found.number, found.size))
-    if not best.number:
-        raise StoreNotFoundError(
-            f"{directory} has not all parts of a sharded store: {'; '.join(wrong) or 'nothing was committed'}. Copy "
-            "the parts of all hosts into one folder, or start as many ranks as wrote them"
+    found = newer_set(directory, part_sets(directory), 0)
+    if found is None:
+        raise StoreNotFoundError(f"{directory} is a sharded store without a commit: train it, and commit, first")
+    return found
+
+
+def newer_set(directory: Path, sets: Mapping[int, Sequence[Part]], number: int) -> Source | None:
+    """The one of some sets with the newest commit, if that is above ``number``; errors as of ``newest_set``."""
+    best, last, wrong, runs = Source(number, ()), number, list[str](), set[str]()
+    for size, parts in sets.items():
+        commits, told = _commits_of(parts)
+        own_last = max([int(bool(told)), *(each.last for each in commits)])  # a part that cannot be read has one
+        if own_last <= number:
+            continue
+        runs |= {each.run for each in commits if each.last}
+        told += [f"{rank}-of-{size} is missing" for rank in sorted(set(range(size)) - {part.rank for part in parts})]
+        common = [] if told else in_common(commits)
+        if max(common, default=0) > number:
+            best = max(best, Source(max(common), tuple(commits)), key=lambda found: (found.number, found.size))
+        else:
+            last, wrong = max(last, own_last), wrong + (told or [f"those of {size} ranks have no commit in common"])
+    if len(runs) > 1:
+        raise TierstoreError(
+            f"{directory} has parts of {len(runs)} different runs: keep those of one, and move the others away"
         )
-    return best
+    if last > best.number:
+        raise StoreNotFoundError(
+            f"{directory} has not all parts of a sharded store, and those that are there have commits up to {last}: "
+            f"{'; '.join(wrong)}. Copy the parts of all hosts into one folder, or start as many ranks as wrote them; "
+            "to give up what they hold, move them away"
+        )
+    return best if best.commits else None
 
 
-def _commits_of(path: Path) -> Commits:
+def _commits_of(parts: Sequence[Part]) -> tuple[list[Commits], list[str]]:
+    """Of the parts that can be read, and what is wrong with others."""
+    found, wrong = list[Commits](), list[str]()
+    for part in parts:
+        try:
+            found.append(read_commits(part.path))
+        except TierstoreError as error:
+            wrong.append(str(error))
+    return found, wrong
+
+
+def read_commits(path: Path) -> Commits:
+    """Of a rank's part; errors as of ``open_store``, and of ``Commits.of``."""
     with open_store(path, mode="r", ddr="16MiB") as store:
         return Commits.of(store)
 
@@ -82,12 +110,19 @@ class Parts(NamedTuple):
         store: the whole tables, ``extra`` and tensors of one commit; of a sharded store rank 0's ``extra`` and tensors.
         number: of the commit. run: see ``Commits``.
         shardings: of each table.
+        paths: of the stores that it is read from.
     """
 
     store: Store
     number: int
     run: str
     shardings: dict[str, Sharding]
+    paths: tuple[Path, ...]
+
+    @property
+    def commit_id(self) -> str:
+        """The identity of the commit of all ranks; "" if it is not known."""
+        return self.store.commit_id(self.number)
 
 
 def of_columns(rows: Rows, config: TableConfig, shard: Shard) -> Rows:
@@ -124,8 +159,9 @@ def open_parts(directory: Path, source: Source | None = None) -> Iterator[Parts]
             if SECTION in store.extra:
                 raise TierstoreError(f"{directory} is a rank's part of a sharded store: give the folder that it is in")
             whole = {name: Sharding("row_wise", (0,)) for name in store.tables}
-            yield Parts(store, max(store.version, 1), secrets.token_hex(8), whole)
+            yield Parts(store, max(store.version, 1), secrets.token_hex(8), whole, (directory,))
         else:
             own = found.commits[0]
             shardings = {name: Sharding.from_json(own.shardings[name], found.size) for name in store.tables}
-            yield Parts(store, found.number, own.run, shardings)
+            paths = tuple(directory / f"{rank}-of-{found.size}" for rank in range(found.size))
+            yield Parts(store, found.number, own.run, shardings, paths)

@@ -107,7 +107,7 @@ class Plan(NamedTuple):
         fields = {name: each.to_json() for name, each in self.tables.items()}
         lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in fields.items())
         inner = ",\n  ".join(lines)
-        Path(path).write_text(f'{{"world_size": {self.world_size},\n "tables": {{\n  {inner}}}}}\n')
+        Path(path).write_text(f'{{"world_size": {self.world_size},\n "tables": {{\n  {inner}}}}}\n', encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -117,7 +117,7 @@ class Plan(NamedTuple):
             OSError: it cannot be read. ValueError, TypeError: it is no plan; names the table.
         """
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
         if not isinstance(fields, dict) or set(fields) != {"world_size", "tables"}:

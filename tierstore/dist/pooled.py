@@ -139,29 +139,35 @@ class PooledLookup(RoutedLookup[_Route]):
         return found
 
     def _find_route(self, ranks: Ranks) -> _Route:
+        joined, features = self.joined, [[place.feature for place in places] for places in self._places]
         with ranks.telling():
-            keys = self.joined.keys
-        joined = self.joined
-        features = [[place.feature for place in places] for places in self._places]
+            positions, messages = self._requests_of(features)
+            lengths, joint = [len(message) for message in messages], torch.from_numpy(np.concatenate(messages))
+            order = np.concatenate(positions)
+            scale = torch.from_numpy(joined.scale[order] if len(joined.scale) else NO_FLOATS)
+        given = ranks.counts(lengths, f"lookup of {self._names}", then=1)
+        taken = torch.split(ranks.exchange(joint, lengths, given), given)
+        requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
+        if self._any_scale(taken):
+            ids = [len(request.keys) for request in requests]
+            ranks.one_more()
+            scales = torch.split(ranks.exchange(scale, [len(chosen) for chosen in positions], ids), ids)
+            requests = [one._replace(scale=scale.numpy()) for one, scale in zip(requests, scales, strict=True)]
+        asked = [len(own) * joined.batch for own in features]
+        return _Route(asked, [request.sizes.size for request in requests], positions, requests)
+
+    def _requests_of(self, features: Sequence[Sequence[int]]) -> tuple[list[Int64s], list[Int64s]]:
+        """Of each rank, whose ``features`` are given: the batch's positions whose rows it has, and what to ask it."""
+        joined, keys = self.joined, self.joined.keys
         owner = self._owners.of(keys, self._sharded[0].num_parts)
         bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1), np.diff(joined.bag_starts))
-        positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(ranks.size)]
+        positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(len(features))]
         header = np.array([joined.batch, len(joined.scale), len(keys)], np.int64)
         messages = []
         for own, chosen in zip(features, positions, strict=True):
             sizes = np.bincount(bag_of[chosen], minlength=len(joined.bag_starts) - 1).reshape(len(joined.columns), -1)
             messages.append(np.concatenate([header, sizes[own].ravel(), keys[chosen]]))
-        lengths = [len(message) for message in messages]
-        given = ranks.counts(lengths)
-        taken = torch.split(ranks.exchange(torch.from_numpy(np.concatenate(messages)), lengths, given), given)
-        requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
-        ids = [len(request.keys) for request in requests]
-        if self._any_scale(taken):
-            sent = torch.from_numpy(np.concatenate([joined.scale[chosen] for chosen in positions]))
-            scales = torch.split(ranks.exchange(sent, [len(chosen) for chosen in positions], ids), ids)
-            requests = [one._replace(scale=scale.numpy()) for one, scale in zip(requests, scales, strict=True)]
-        asked = [len(own) * joined.batch for own in features]
-        return _Route(asked, [request.sizes.size for request in requests], positions, requests)
+        return positions, messages
 
     def _any_scale(self, messages: Sequence[Tensor]) -> bool:
         """Whether ids have weights. ValueError, in all ranks, if those of some have not."""
@@ -199,8 +205,9 @@ class PooledLookup(RoutedLookup[_Route]):
         ids, given = (
             [len(each) for each in found] for found in (route.positions, [one.keys for one in route.requests])
         )
-        there = torch.zeros(sum(given))
-        self.own.scale_gradient(self._sent(self._in_order_of_owners(grad_out)), there.numpy())
+        with self._sending(then=2):
+            gradients, there = self._in_order_of_owners(grad_out), torch.zeros(sum(given))
+        self.own.scale_gradient(self._sent(gradients), there.numpy())
         own = np.zeros(len(joined), np.float32)
         parts = torch.split(self._ranks.exchange(there, given, ids), ids)
         for chosen, part in zip(route.positions, parts, strict=True):
@@ -208,10 +215,11 @@ class PooledLookup(RoutedLookup[_Route]):
         joined.scatter(own, grad_scale)
 
     def sent(self, grad_out: Tensor) -> Sent:
-        sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
-        if self.mode == "mean":
-            sizes = [sizes for _, sizes in self._bag_sizes()]
-            sent *= 1 / torch.cat([sizes[place.feature] for place in itertools.chain(*self._places)])
+        with self._sending():
+            sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
+            if self.mode == "mean":
+                sizes = [sizes for _, sizes in self._bag_sizes()]
+                sent *= 1 / torch.cat([sizes[place.feature] for place in itertools.chain(*self._places)])
         return Sent(self.own, self._sent(sent))
 
     def _in_order_of_owners(self, grad_out: Tensor) -> Tensor:

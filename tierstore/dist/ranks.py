@@ -1,8 +1,17 @@
-"""The ranks of a process group and their exchanges."""
+"""The ranks of a process group and their exchanges.
+
+Every rank makes the same calls in the same order, and each call's exchanges begin with one of a fixed size, in which
+ranks say what they call. So ranks that call different things meet there, and each raises an error that names the calls
+of all; gloo would end the process where two exchanges of different sizes meet.
+"""
 
 import contextlib
+import functools
 import math
+import operator
+import pickle
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -17,8 +26,9 @@ from .wire import Precision, decoded, encoded
 _T = TypeVar("_T")
 _FAILED: Final = -1
 """Sent instead of a count by a rank that cannot go on."""
-_OVER: Final = -2
-"""Sent instead of a count by a rank that has no more batches."""
+_CALL_BYTES: Final = 240
+"""Of a call's name, as an error has it."""
+_OPENING: Final = "open_sharded"
 
 
 class Traffic(NamedTuple):
@@ -44,6 +54,7 @@ class Ranks:
     Attributes:
         rank: this one's number in the group. size: how many there are.
         traffic: of this object's exchanges.
+        run: the identity of what is trained, once it is known: calls of different runs differ.
 
     Raises:
         ValueError: this process is not in the group.
@@ -56,25 +67,59 @@ class Ranks:
             raise ValueError("this process is not in the group: only its ranks may call this")
         self.size = dist.get_world_size(group)
         self.traffic = Traffic()
+        self.run = ""
+        self._backend: Any = group or dist.group.WORLD
+        self._options = dist.AllToAllOptions()
+        self._ones = [1] * self.size
+        self._owed = 0
+        self._twins: list[Ranks] = []
+        self._is_idle = False
+        self._pass_name = ""
+        self._num_batches = self._num_passes = 0
 
     def twin(self) -> "Ranks":
-        """The same ranks in a process group of their own, for another thread. Collective."""
-        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        made = dist.new_group(members, backend="gloo", use_local_synchronization=not self._is_world)
-        return Ranks(made)
+        """The same ranks in a process group of their own, for another thread, which is to ``release`` it. Collective.
+
+        A group that was released on all ranks is used again: each has its own sockets and threads.
+        """
+        idle = sum(1 << number for number, each in enumerate(self._twins) if each._is_idle and not each._owed)
+        common = functools.reduce(operator.and_, self.counts([idle] * self.size, "prefetch"))
+        if not common:
+            members = dist.get_process_group_ranks(self._backend)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=not self._is_world)
+            self._twins.append(Ranks(group))
+            common = 1 << (len(self._twins) - 1)
+        self._num_passes += 1
+        found = self._twins[(common & -common).bit_length() - 1]
+        found._is_idle, found._pass_name = False, f" of prefetch {self._num_passes}"
+        return found
+
+    def release(self) -> None:
+        """Of a ``twin``: this rank does not use it any more."""
+        self._is_idle = True
 
     @property
     def _is_world(self) -> bool:
         return self.size == dist.get_world_size()
 
     def close(self) -> None:
-        """Leave the group; of ``twin`` only.
+        """Leave the groups of the twins that were released.
 
-        A group of some ranks stays: torch gives the next one of these the same name, and they would find what the
-        first one left in the rendezvous.
+        Groups of some ranks stay: torch gives the next one of these the same name, and they would find what the first
+        one left in the rendezvous.
         """
-        if self._is_world:
-            dist.destroy_process_group(self.group)
+        for twin in self._twins:
+            if twin._is_idle and dist.is_initialized() and self._is_world:
+                with contextlib.suppress(ValueError):  # torch has left all groups, and this one with them
+                    dist.destroy_process_group(twin.group)
+        self._twins = []
+
+    def next_batch(self) -> str:
+        """A name for one more batch whose ids the ranks exchange, the same on all, and used once."""
+        self._num_batches += 1
+        return f"batch {self._num_batches}{self._pass_name}"
+
+    # Calls
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -82,61 +127,98 @@ class Ranks:
         try:
             yield
         except BaseException:
-            self.counts(None)
+            if not self._owed:
+                self._owed = 1
+                with contextlib.suppress(RankError):  # of a rank that is gone: what failed here says more
+                    self._meet("", [_FAILED] * self.size)
+                    self._owed = 0
             raise
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """All ranks get through what is within, which exchanges nothing, or all raise.
-
-        Raises:
-            RankError: another rank failed, and which.
-        """
+    def together(self, call: str = _OPENING, *, then: int = 0) -> Iterator[None]:
+        """All ranks get through what is within, which exchanges nothing, or all raise; see ``counts``."""
         with self.telling():
             yield
-        self.counts([0] * self.size)
+        self.counts([0] * self.size, call, then=then)
 
-    def gather(self, value: _T) -> list[_T]:
-        """What each rank has, in order."""
-        found: list[Any] = [None] * self.size
-        with naming_gone(self.group, self.rank, self.size):
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+    def gather(self, value: _T, call: str = "gather") -> list[_T]:
+        """What each rank has, in order; errors as of ``counts``."""
+        with self.telling():
+            own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        given = [len(own)] * self.size
+        taken = self.counts(given, call, then=1)
+        found = torch.split(self.exchange(own.repeat(self.size), given, taken), taken)
+        return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def first(self, value: _T) -> _T:
         """What rank 0 has."""
-        return self.gather(value)[0]
-
-    def counts(self, given: Sequence[int] | None) -> list[int]:
-        """What each rank has for this one, where this one has ``given`` for each; None: it failed.
-
-        Raises:
-            RankError: another rank failed, or is over, and which.
-        """
-        return self._counts([_FAILED] * self.size if given is None else given)
+        return self.gather(value, _OPENING)[0]
 
     def end(self) -> None:
-        """Tell the others, who ask for ``counts`` or end too, that this one is over."""
-        self._counts([_OVER] * self.size)
+        """Tell the others, who go on with batches or end too, that this one has no more. Errors as of ``counts``."""
+        self.counts([0] * self.size, "no more batches")
 
-    def _counts(self, given: Sequence[int]) -> list[int]:
-        sent = torch.tensor(given, dtype=torch.int64)
-        found: list[int] = self.exchange(sent, [1] * self.size, [1] * self.size).tolist()
-        if given[0] < 0:
-            return found
-        for rank, count in enumerate(found):
-            if count == _FAILED:
-                raise RankError(f"rank {rank} cannot take part in this step; its own error says why")
-            if count == _OVER:
-                raise RankError(f"rank {rank} has no more batches, and rank {self.rank} has: give all ranks as many")
-        return found
+    def counts(self, given: Sequence[int], call: str, *, then: int = 0) -> list[int]:
+        """Begin a call: what each rank has for this one, where this one has ``given`` for each.
+
+        Args:
+            call: what this rank calls, in words; all ranks' are to be equal.
+            then: the exchanges that belong to the call and follow.
+
+        Raises:
+            RankError: another rank failed, and which; ranks make different calls, and which; or this rank left an
+                earlier call before its last exchange.
+        """
+        if self._owed:
+            raise RankError(
+                "an earlier call ended here amid an exchange with the other ranks. Start all ranks again: they go on "
+                "from the last commit that all have"
+            )
+        self._owed = 1 + then  # whatever ends this call early, others may be amid it
+        words, counts = self._meet(call, given)
+        if _FAILED in counts:
+            self._owed = 0
+            raise RankError(f"rank {counts.index(_FAILED)} cannot take part in this step; its own error says why")
+        if len(set(words)) > 1:
+            calls = self._calls(call)
+            self._owed = 0
+            raise RankError(_differing(calls))
+        self._owed = then
+        return counts
+
+    def _meet(self, call: str, given: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of each rank what it calls, as a number, and what it has for this one."""
+        word = zlib.crc32(f"{self.run} {call}".encode())
+        sent = torch.tensor([[word, count] for count in given], dtype=torch.int64)
+        words, counts = self._exchange(sent, self._ones, self._ones).T.tolist()
+        return words, counts
+
+    def _calls(self, call: str) -> list[str]:
+        """What each rank calls, in words."""
+        own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).repeat(self.size, 1)
+        found = self._exchange(sent, self._ones, self._ones)
+        return [each.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for each in found]
+
+    # Exchanges
 
     def exchange(self, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Send ``given[r]`` of the values' rows to rank r, in order; returns ``taken[r]`` rows from each, in order."""
+        """Send ``given[r]`` of the values' rows to rank r, in order; returns ``taken[r]`` rows from each, in order.
+        After ``counts``, which says that it follows."""
+        assert self._owed, "ranks that call different things must not meet here"
+        found = self._exchange(values, given, taken)
+        self._owed -= 1
+        return found
+
+    def one_more(self) -> None:
+        """One more exchange belongs to the call than it said in the beginning; all ranks know."""
+        self._owed += 1
+
+    def _exchange(self, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
         out = values.new_empty((sum(taken), *values.shape[1:]))
         begun = time.perf_counter()
         with naming_gone(self.group, self.rank, self.size):
-            dist.all_to_all_single(out, values, list(taken), list(given), group=self.group)
+            self._backend.alltoall_base(out, values, list(taken), list(given), self._options).wait()
         row_bytes = values.element_size() * math.prod(values.shape[1:])
         sent, received = (sum(counts) - counts[self.rank] for counts in (given, taken))
         known, seconds = self.traffic, time.perf_counter() - begun
@@ -148,3 +230,17 @@ class Ranks:
     def exchange_rows(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
         """``exchange`` of rows of float32 [n, dim], in so few bits on the way."""
         return decoded(self.exchange(encoded(rows, precision), given, taken), precision)
+
+
+def _differing(calls: Sequence[str]) -> str:
+    """What to tell of ranks that call different things."""
+    by_call: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        by_call.setdefault(call, []).append(str(rank))
+    if len(by_call) == 1:
+        return f"all ranks call {calls[0]}, but in different stores: all must use their stores in the same order"
+    told = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
+    return (
+        f"ranks make different calls ({told}). All ranks must make the same calls in the same order; where one has "
+        "fewer batches, give it empty ones, or leave the others' last ones out"
+    )

@@ -34,10 +34,12 @@ def average(tensors: Sequence[Tensor], ranks: Ranks) -> None:
         tensors: float32, on the CPU, of the same shapes on all ranks.
         ranks: ``ShardedStore.ranks``.
     """
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / ranks.size
-    part = -(-len(flat) // ranks.size)
-    counts = [part] * ranks.size
-    padded = nn.functional.pad(flat, (0, part * ranks.size - len(flat)))
+    with ranks.telling():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / ranks.size
+        part = -(-len(flat) // ranks.size)
+        counts = [part] * ranks.size
+        padded = nn.functional.pad(flat, (0, part * ranks.size - len(flat)))
+    ranks.counts(counts, f"average of {len(flat)} values", then=2)
     parts = ranks.exchange(padded, counts, counts).view(ranks.size, part)
     total = parts[0].clone()
     for each in parts[1:]:

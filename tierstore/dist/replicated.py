@@ -44,7 +44,7 @@ class ReplicatedLookup(ShardedLookup):
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
-        with self._ranks.together():
+        with self._ranks.together(f"lookup of {self._names}, {self._ranks.next_batch()}"):
             self.own.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -52,12 +52,16 @@ class ReplicatedLookup(ShardedLookup):
         self.own.scale_gradient(grad_out, grad_scale)
 
     def sent(self, grad_out: Tensor) -> Sent:
-        ranks, found = self._ranks, self.own.gradients(grad_out)
-        keys = torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu()
-        values = torch.cat([each.values for each in found]).cpu() / ranks.size
-        given = [len(keys)] * ranks.size
-        taken = ranks.counts(given)
-        all_keys = ranks.exchange(keys.repeat(ranks.size), given, taken)
-        gradients = ranks.exchange_rows(values.repeat(ranks.size, 1), given, taken, self._owners.wire.backward)
+        ranks = self._ranks
+        with ranks.telling():
+            found = self.own.gradients(grad_out)
+            keys = (
+                torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu().repeat(ranks.size)
+            )
+            values = (torch.cat([each.values for each in found]).cpu() / ranks.size).repeat(ranks.size, 1)
+            given = [len(keys) // ranks.size] * ranks.size
+        taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
+        all_keys = ranks.exchange(keys, given, taken)
+        gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
         lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
         return Sent(lookup, gradients.view(1, -1))

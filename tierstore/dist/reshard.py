@@ -1,73 +1,39 @@
 """Another number of ranks, or another plan: rows are streamed from the parts that there are to new ones."""
 
 import contextlib
-import shutil
+import hashlib
+import json
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..errors import StoreNotFoundError, TableError, TierstoreError
+from ..errors import TableError
 from ..exchange.rows import chunks, read_rows, write_rows
+from ..io import ROW_FILE_NAME, LmdbColdTier
+from ..io.files import rows_path
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
-from .commits import Commits, packed
-from .parts import Parts, Source, newest_set, of_columns, open_parts, part_sets
+from ..store.opened import open_files
+from ..store.target import new_store, require_outside
+from ..system.output import require_room
+from .commits import Place, packed
+from .parts import Parts, of_columns, open_parts
 from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config
 
 Progress = Callable[[int, int], None]
+WORK_NAME: Final = "reshard.partial"
+"""Where in the target a copy is made; what is in it may be deleted."""
 _DDR: Final = "128MiB"
 """Of a store that is made."""
+_EMPTY_BYTES: Final = 128 * 2**10
+"""Of a store without rows."""
 
 
 def _no_progress(_done: int, _total: int) -> None:
     pass
-
-
-def other_source(directory: Path, size: int) -> Source | None:
-    """The parts with the newest commit, if another number of ranks wrote them; to be asked before any part is made.
-
-    Raises:
-        StoreNotFoundError: not all of their parts are here, or one process wrote a store here.
-    """
-    if (directory / MANIFEST_NAME).exists():
-        raise StoreNotFoundError(
-            f"{directory} was written by one process: go on in one, without torchrun, divide it by tierstore reshard "
-            f"{directory} NEW_DIR --ranks {size}, or choose another folder"
-        )
-    if not set(part_sets(directory)) - {size}:
-        return None
-    found = newest_set(directory)
-    return None if found.size == size else found
-
-
-def own_part(directory: Path, source: Source | None, rank: int, size: int, planned: Mapping[str, Sharding]) -> Path:
-    """The folder of a rank's part, which is made of the ``source``, if there is one."""
-    own = directory / f"{rank}-of-{size}"
-    if source is not None:
-        with open_parts(directory, source) as parts:
-            if not _has(own, parts):
-                write_part(parts, own, rank, resized(parts, size, planned))
-    return own
-
-
-def remove_others(directory: Path, size: int) -> None:
-    """Delete the parts of other numbers of ranks, once all ranks have theirs."""
-    for others, parts in part_sets(directory).items():
-        for part in parts if others != size else ():
-            shutil.rmtree(part.path, ignore_errors=True)  # other ranks do the same
-
-
-def _has(path: Path, parts: Parts) -> bool:
-    """Whether it holds what ``parts`` do; what is older, or was cut short, is deleted."""
-    if not path.exists():
-        return False
-    with contextlib.suppress(TierstoreError), open_store(path, mode="r", ddr="16MiB") as store:
-        commits = Commits.of(store)
-        if commits.run == parts.run and parts.number in commits.versions:
-            return True
-    shutil.rmtree(path)
-    return False
 
 
 def resized(parts: Parts, size: int, planned: Mapping[str, Sharding]) -> Plan:
@@ -92,7 +58,12 @@ class _Piece(NamedTuple):
 
 
 def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress = _no_progress) -> None:
-    """Make a rank's part; it appears with its first commit."""
+    """Make a rank's part in a folder, whose manifest comes last; see ``new_store``, also for errors."""
+    with new_store(path, WORK_NAME) as work:
+        _write_part(parts, work, rank, plan, progress)
+
+
+def _write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress) -> None:
     with open_store(path, keep=2, ddr=_DDR) as local:
         pieces = []
         for name, whole in parts.store.tables.items():
@@ -101,12 +72,56 @@ def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progre
             shards = ShardedTable(whole.config, sharding, made, rank).shards
             pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
         _copy(parts, local, pieces, progress)
-        shardings = {name: each.to_json() for name, each in plan.tables.items()}
-        extra = packed(parts.run, parts.number, {}, shardings, parts.store.extra)
+        place, shardings = Place(rank, plan.world_size), to_json(plan)
+        commit_id = made_id(parts, plan)
+        ids = {parts.number: commit_id} if commit_id else {}
+        extra = packed(place, parts.run, parts.number, {}, shardings, parts.store.extra, ids)
         local.commit(extra=extra, tensors=parts.store.tensors())
+    _sync(path)
 
 
-def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
+def made_id(parts: Parts, plan: Plan) -> str:
+    """The identity of their commit in parts that are made of them by a plan; "" if theirs is not known. Parts that were
+    made by different plans do not belong together."""
+    named = f"{parts.commit_id} {json.dumps(to_json(plan), sort_keys=True)}"
+    return hashlib.sha256(named.encode()).hexdigest()[:16] if parts.commit_id else ""
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The sharding of each table, as a commit keeps it."""
+    return {name: each.to_json() for name, each in plan.tables.items()}
+
+
+def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
+    """How many rows of each table some of the parts hold; of a table that all ranks have a row of, their share."""
+    found = Counter[str]()
+    for path in paths:
+        manifest, cold, _ = open_files(path, readonly=True)
+        assert isinstance(cold, LmdbColdTier), "it is one rank's, or of one process"
+        with contextlib.closing(cold):
+            manifest.add_tables(cold)
+            with cold.lease() as (_, rows):
+                counts = rows.counts()
+        for config, count in zip(manifest.tables, counts, strict=True):
+            sharding = parts.shardings[config.name]
+            is_of_all = sharding.sharding_type in ("column_wise", "data_parallel")
+            found[config.name] += -(-count // len(sharding.ranks)) if is_of_all else count
+    return found
+
+
+def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) -> int:
+    """About how many bytes a rank's part takes on SSD, of tables with so many stored rows."""
+    total = _EMPTY_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in parts.store.tensors().values())
+    for name, whole in parts.store.tables.items():
+        config, sharding, page_bytes = whole.config, plan.tables[name], whole.layout.page_bytes
+        layout = local_config(config, sharding, rank).layout(page_bytes)
+        for shard in sharding.shards(config.num_embeddings, config.embedding_dim):
+            if shard.rank == rank:
+                total += page_bytes * layout.pages_for(-(-stored[name] * shard.num_rows // config.num_embeddings))
+    return total
+
+
+def _write_plain(parts: Parts, path: Path, progress: Progress) -> None:
     """Make a store that is not sharded, for one process."""
     with open_store(path, ddr=_DDR) as store:
         pieces = [
@@ -115,6 +130,13 @@ def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
         ]
         _copy(parts, store, pieces, progress)
         store.commit(extra=parts.store.extra, tensors=parts.store.tensors())
+    _sync(path)
+
+
+def _sync(directory: Path) -> None:
+    """Have the device hold a row file whole, so that it needs no anchor."""
+    with rows_path(directory).open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progress) -> None:
@@ -134,7 +156,7 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
     """Copy a store, sharded or not, for another number of ranks.
 
     Args:
-        target: a new or empty folder.
+        target: must not exist, or be empty, or hold what a copy that was cut short left.
         plan: of so many ranks, or None: tables stay sharded as they are where possible, else become row-wise.
         num_ranks: 0: make a store that is not sharded.
 
@@ -142,13 +164,15 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
         what was done, in words.
 
     Raises:
-        ValueError: the plan is for another number of ranks. TierstoreError: the target is not empty.
+        ValueError: the plan is for another number of ranks; the target is inside the source.
+        FileExistsError: the target holds something. FileNotFoundError: there is no directory to make it in.
+        DiskFullError: no room for it. TierstoreError: the system refuses, or another process is at work there.
         TableError: rows are quantized. StoreNotFoundError: not all parts are there.
+        Whatever is raised, nothing is left of the copy.
     """
-    if target.exists() and any(target.iterdir()):
-        raise TierstoreError(f"{target} is not empty; give a new folder")
     if plan is not None and plan.world_size != num_ranks:
         raise ValueError(f"--plan is for {plan.world_size} ranks, and --ranks says {num_ranks}")
+    require_outside(target, source)
     with open_parts(source) as parts:
         for name, table in parts.store.tables.items():
             if table.layout.is_quantized:
@@ -156,11 +180,14 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
                     f"table {name!r} of {source} has {table.config.dtype} rows, which reshard does not copy: reshard "
                     "the store that it was quantized from; tierstore backup copies this one as it is"
                 )
-        if not num_ranks:
-            write_plain(parts, target, progress)
-        else:
-            wanted = resized(parts, num_ranks, {} if plan is None else plan.tables)
-            for rank in range(num_ranks):
-                write_part(parts, target / f"{rank}-of-{num_ranks}", rank, wanted, progress)
+        wanted = resized(parts, max(num_ranks, 1), {} if plan is None else plan.tables)
+        folders = [f"{rank}-of-{num_ranks}" for rank in range(num_ranks)]
+        with new_store(target, WORK_NAME, folders or (ROW_FILE_NAME, MANIFEST_NAME)) as work:
+            stored = stored_rows(parts, parts.paths)
+            require_room(work, sum(share_bytes(parts, wanted, rank, stored) for rank in range(wanted.world_size)))
+            if not num_ranks:
+                _write_plain(parts, work, progress)
+            for rank, folder in enumerate(folders):
+                _write_part(parts, work / folder, rank, wanted, progress)
         kind = f"for {num_ranks} rank{'s' * (num_ranks > 1)}" if num_ranks else "not sharded"
         return f"{target}: {len(parts.shardings)} tables of {source}, commit {parts.number}, {kind}"

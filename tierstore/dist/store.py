@@ -3,8 +3,9 @@
 Each rank has a store of its own with all tables, of which it uses the rows, or columns, that it owns. Rows keep their
 ids and their first values.
 
-A commit is one of each rank's store. It has a number that all ranks count alike, kept in ``extra``. Opening goes to the
-newest number that every rank has, so each rank keeps the version before until all have the new one.
+A commit is one of each rank's store. It has a number that all ranks count alike, and an identity that rank 0 draws,
+kept in ``extra``. Opening goes to the newest commit that every rank has, so each rank keeps the one before until all
+have the new one. A version that not all ranks made stays, as the newest, until the next commit replaces it.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -29,14 +30,17 @@ from ..store import Store, open_store
 from ..store.arguments import OffsetsType
 from ..store.lineage import MAX_ANCESTORS
 from ..store.optimizer import TieredOptimizer
-from .commits import SECTION, Commits, packed
+from ..store.shown import Shown
+from .commits import SECTION, Commits, Place, in_common, packed
+from .opening import OwnPart, open_to_read, require_alike
 from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Ranks, Traffic
-from .reshard import other_source, own_part, remove_others
 from .table import ShardedTable, local_config, whole_config
 from .wire import Precision
+
+_RESTART: Final = "start all ranks again: they go on from the last commit that all have"
 
 
 class Load(NamedTuple):
@@ -63,6 +67,7 @@ def open_sharded(
     forward_precision: Precision = "fp32",
     backward_precision: Precision = "fp32",
     cold: Literal["lmdb", "memory"] = "lmdb",
+    mode: Literal["r", "w"] = "w",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
     ddr: int | str | None = None,
@@ -75,8 +80,10 @@ def open_sharded(
 
     Args:
         directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts. If
-            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it, and then
-            theirs are deleted.
+            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it. When all are
+            made, theirs move to ``replaced-at-N`` in it.
+        mode: "w" opens for reading and writing, or creates; "r" opens, read-only, the newest commit that all of as many
+            ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
         plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks.
             Default: each table by rows over all ranks.
@@ -89,40 +96,52 @@ def open_sharded(
         cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
 
     Raises:
-        TierstoreError: the ranks' stores are of different runs, or have no commit in common.
-        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``;
-            or one process did.
-            Others: as of ``tierstore.open``.
+        TierstoreError: the ranks' stores are of different runs, or have no commit in common; parts were exchanged.
+        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
+            mode="r"; or one process wrote it.
+        StoreLockedError: it is open for writing, by as many ranks or by another number of them.
+        DiskFullError: there is no room for new parts. Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ. RuntimeError: another rank failed.
-        ValueError: a wrong argument, or this process is not in the group.
+        ValueError: a wrong argument, ranks give different ones, or this process is not in the group.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
-    with contextlib.ExitStack() as opened:  # closed again if any rank fails
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
-            require_choice(forward_precision, get_args(Precision), "forward_precision")
-            require_choice(backward_precision, get_args(Precision), "backward_precision")
+            wire = _checked_wire(forward_precision, backward_precision)
+            require_choice(mode, ("r", "w"), "mode")
             planned = _planned(plan, ranks)
             _require_supported(keep, device)
-            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            source = None if folder is None else other_source(folder, ranks.size)
-        with ranks.together():
-            local = open_store(
-                None if folder is None else own_part(folder, source, ranks.rank, ranks.size, planned),
-                cold=cold,
-                keep=keep,
-                slack=slack,
-                ddr=f"{50 / on_host:.3f}%" if ddr is None else ddr,
-                hbm=hbm,
-                device=device,
-                policy=policy,
-                threads=max(default_threads() // on_host, 1) if threads is None else threads,
-            )
-            opened.callback(local.close)
-        made = ShardedStore(local, Owners(ranks, Wire(forward_precision, backward_precision)), keep, planned)
+        require_alike(ranks, mode=mode, plan=planned, precision=wire)
+        options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
+        writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
+        if folder is None or cold == "memory":
+            with ranks.together():
+                local = open_store(directory, mode=mode, **writing, **options)
+                opened.callback(local.close)
+        elif mode == "r":
+            opened.callback((local := open_to_read(ranks, folder, options)).close)
+        else:
+            own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
+            opened.callback((local := own.store).close)
+        made = ShardedStore(local, Owners(ranks, wire), keep, planned)
+        if own is not None:
+            own.replace_others(made.version)
         opened.pop_all()
-    if folder is not None:
-        remove_others(folder, ranks.size)
     return made
+
+
+def _checked_wire(forward: Precision, backward: Precision) -> Wire:
+    require_choice(forward, get_args(Precision), "forward_precision")
+    require_choice(backward, get_args(Precision), "backward_precision")
+    return Wire(forward, backward)
+
+
+def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
+    """Of ``open_store``, with a rank's share of its host by default."""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    others["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
+    others["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
+    return others
 
 
 def _require_supported(keep: int, device: str) -> None:
@@ -141,6 +160,15 @@ def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mappin
     return found.tables
 
 
+def _require_same(own: Mapping[str, float], others: Mapping[str, float], rank: int, what: str, way: str) -> None:
+    """TableError if rank 0 and another trained a table differently."""
+    for name, value in own.items():
+        if value != others[name]:
+            raise TableError(
+                f"ranks 0 and {rank} differ in table {name!r}: its {what} is {value} and {others[name]}; {way}"
+            )
+
+
 class ShardedStore:
     """This rank's part of a sharded store; made by ``open_sharded``. Methods marked collective are called by all ranks
     in the same order.
@@ -150,6 +178,7 @@ class ShardedStore:
         ranks: the group.
         owners: of the rows.
         tables: those that all ranks have, by name.
+        shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
     def __init__(self, local: Store, owners: Owners, keep: int, planned: Mapping[str, Sharding]) -> None:
@@ -157,18 +186,20 @@ class ShardedStore:
         self.ranks = ranks = owners.ranks
         self.owners = owners
         self.tables: dict[str, ShardedTable] = {}
+        self.shown = Shown()
         self._keep = keep
         self._planned = planned
         with ranks.together():
             own = Commits.of(local)
-        self._number, self._attempt, self._run, self._versions = 0, 0, "", dict[int, int]()
+        self._number = self._attempt = 0
+        self._versions, self._ids, self._steps = dict[int, int](), dict[int, str](), dict[str, int]()
         self._extra, self._tensors = dict[str, Any](), dict[str, Tensor]()
-        self._agree(ranks.gather(own))
+        self._agree(ranks.gather(own, "open_sharded"))
 
     def _agree(self, all_commits: Sequence[Commits]) -> None:
         """Go to the newest commit that all ranks have."""
         runs = sorted({each.run for each in all_commits if each.run})
-        common = set.intersection(*(set(each.versions) for each in all_commits))
+        common = in_common(all_commits)
         with self.ranks.together():
             if len(runs) > 1:
                 raise TierstoreError(f"{self.local.directory}: the ranks' stores are of {len(runs)} different runs")
@@ -181,17 +212,17 @@ class ShardedStore:
             self._attempt = max(number for each in all_commits for number in (0, *each.versions))
             shardings = dict[str, Sharding]()
             if common:
-                self._number = max(common)
+                self._number = common[-1]
                 own = all_commits[self.ranks.rank].versions[self._number]
                 if own != self.local.version:
                     self.local.rollback(own)
-                _, self._versions, saved = Commits.told(self.local.extra[SECTION], own)
+                _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
-        self._require_alike([(table.index, table.config, table.sharding) for table in found])
+        self._require_alike([(table.index, table.config, table.sharding) for table in found], "open_sharded")
         self._take(found)
-        self._run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
+        self.ranks.run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
         if not common:
             self._commit(0, None, None)
 
@@ -199,9 +230,9 @@ class ShardedStore:
         """Keep what the local commit holds, which all ranks have: a later one may not be all ranks'."""
         self._extra, self._tensors = self.local.extra["extra"], self.local.tensors()
 
-    def _require_alike(self, tables: Sequence[tuple[Any, ...]]) -> None:
+    def _require_alike(self, tables: Sequence[tuple[Any, ...]], call: str) -> None:
         """TableError in all ranks if they describe tables differently. Collective."""
-        found = self.ranks.gather(list(tables))
+        found = self.ranks.gather(list(tables), call)
         for rank, others in enumerate(found):
             for one, other in itertools.zip_longest(found[0], others):
                 if one != other:
@@ -216,6 +247,7 @@ class ShardedStore:
 
     def _take(self, tables: Sequence[ShardedTable]) -> None:
         self.tables |= {table.name: table for table in tables}
+        self._steps |= {table.name: table.local.state.step for table in tables}
         self.owners.set(self.tables.values())
 
     def create_table(
@@ -237,12 +269,13 @@ class ShardedStore:
                 was created. ValueError, TypeError: no sharding, or not the one that is there.
             RuntimeError: another rank failed.
         """
-        with self.ranks.together():
+        call = "create_table"
+        with self.ranks.together(call):
             sharding = self._sharding_of(config.name, sharding_type, ranks, exchange)
             own = local_config(config, sharding, self.ranks.rank)
             index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
-        self._require_alike([(index, config, sharding)])
-        with self.ranks.together():
+        self._require_alike([(index, config, sharding)], call)
+        with self.ranks.together(call):
             self.local.create_table(own)
         if config.name not in self.tables:
             self._take([self._table(config.name, sharding)])
@@ -291,9 +324,11 @@ class ShardedStore:
 
     def balance(self) -> list[Load]:
         """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
-        local = [table.local for table in self.tables.values()]
-        rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
-        return self.ranks.gather(Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic))
+        with self.ranks.telling():
+            local = [table.local for table in self.tables.values()]
+            rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
+            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic)
+        return self.ranks.gather(own, "balance")
 
     # What a module asks of a store.
 
@@ -357,21 +392,36 @@ class ShardedStore:
         return self._commit(self._attempt + 1, extra, tensors)
 
     def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
+        commit_id = self._agree_to_commit(number)
         self._attempt = number
-        self._versions = dict(list(self._versions.items())[-MAX_ANCESTORS:])
         shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
-        packed_extra = packed(self._run, number, self._versions, shardings, extra)
-        failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
-        self.local.keep = self._keep + failed
-        with self.ranks.together():
-            self._versions[number] = self.local.commit(extra=packed_extra, tensors=tensors)
+        last, place = self._versions.get(self._number, 0), Place(self.ranks.rank, self.ranks.size)
+        with self.ranks.together(f"end of commit {number}"):
+            ids = self._ids | {number: commit_id}
+            packed_extra = packed(place, self.ranks.run, number, self._versions, shardings, extra, ids)
+            self.local.dropped = [version for version in self.local.versions if version > last]  # not all ranks' commit
+            version = self.local.commit(extra=packed_extra, tensors=tensors)
         self._number = number
+        self._versions = dict([*self._versions.items(), (number, version)][-MAX_ANCESTORS:])
+        self._ids = {each: commit_id for each, commit_id in ids.items() if each in self._versions}
         self._note_agreed()
         return number
 
+    def _agree_to_commit(self, number: int) -> str:
+        """The commit's identity. TableError, in all ranks, if they trained a table differently."""
+        with self.ranks.telling():
+            steps = {name: table.local.state.step - self._steps[name] for name, table in self.tables.items()}
+            rates = {name: table.learning_rate for name, table in self.tables.items()}
+        told = self.ranks.gather((secrets.token_hex(8), rates, steps), f"commit {number}")
+        for rank, (_, other_rates, other_steps) in enumerate(told):
+            _require_same(told[0][1], other_rates, rank, "learning rate", "set the same on all ranks, and commit again")
+            _require_same(told[0][2], other_steps, rank, "number of updates since it was opened", _RESTART)
+        return told[0][0]
+
     def close(self) -> None:
         """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""
-        self.local.close()
+        with contextlib.closing(self.ranks):
+            self.local.close()
 
     def __enter__(self) -> Self:
         return self
@@ -379,4 +429,5 @@ class ShardedStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.local.__exit__(kind, error, trace)
+        with contextlib.closing(self.ranks):
+            self.local.__exit__(kind, error, trace)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 from ..config import TableConfig
-from ..lookup.tables import Replayed
+from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..rows import RowLayout
@@ -78,7 +78,7 @@ class ShardedTable:
         return self.local.replayed_hyper(captured)
 
     def id_error(self, row: int) -> ValueError:
-        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
+        return id_error(self.name, row, range(self.config.num_embeddings))
 
     def require_float(self) -> None:
         self.local.require_float()

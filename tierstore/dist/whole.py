@@ -20,7 +20,7 @@ from ..store.lineage import Ancestor, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened
 from ..store.version import Version, repack, unpack
-from .commits import SECTION, Commits
+from .commits import SECTION, Commits, in_common
 from .parts import Source, newest_set, state_columns
 from .plan import Sharding
 from .table import whole_config
@@ -43,9 +43,12 @@ class _Joined(NamedTuple):
         sections = [each.extra[SECTION] for each in versions]
         if len({each["run"] for each in sections}) > 1:
             raise TierstoreError("the ranks' stores are of different runs; put the parts of one run into the folder")
-        if len({each["number"] for each in sections}) > 1:
-            return None
         commits = [Commits.told(each.extra[SECTION], each.number) for each in versions]
+        if (
+            len({(each["number"], own.ids.get(each["number"])) for each, own in zip(sections, commits, strict=True)})
+            > 1
+        ):
+            return None
         first, number = versions[0], sections[0]["number"]
         lineage = Lineage(_joint_id([each.lineage.commit_id for each in versions]), tuple(_past(versions, commits)))
         shardings = {name: Sharding.from_json(each, len(versions)) for name, each in commits[0].shardings.items()}
@@ -55,7 +58,7 @@ class _Joined(NamedTuple):
 
 def _past(versions: Sequence[Version], commits: Sequence[Commits]) -> Iterator[Ancestor]:
     """Those commits of all ranks that these versions were made from, ascending."""
-    for number in sorted(set.intersection(*(set(each.versions) for each in commits)) - {0}):
+    for number in filter(None, in_common(commits)):
         ids = [own.lineage.id_of(known.versions[number]) for own, known in zip(versions, commits, strict=True)]
         if joint_id := _joint_id(ids):
             yield Ancestor(number, joint_id)
@@ -156,10 +159,10 @@ class WholeTier:
     @property
     def versions(self) -> tuple[int, ...]:
         kept = [
-            {number for number, version in commits.versions.items() if version in tier.versions}
+            commits._replace(versions={each: own for each, own in commits.versions.items() if own in tier.versions})
             for tier, commits in zip(self._tiers, self._shown.commits, strict=True)
         ]
-        return tuple(sorted(set.intersection(*kept) - {0}))
+        return tuple(filter(None, in_common(kept)))
 
     @property
     def last_version(self) -> int:
@@ -202,6 +205,10 @@ class WholeTier:
     def counters(self) -> ColdCounters:
         """Sums over the ranks' row files."""
         return ColdCounters(*(sum(column) for column in zip(*(tier.counters() for tier in self._tiers), strict=True)))
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(tier.held_bytes for tier in self._tiers)
 
     @property
     def map_bytes(self) -> int:
@@ -291,7 +298,7 @@ def open_whole(directory: Path, *, version: int | None = None) -> Opened:
 
 
 def _open(directory: Path, source: Source, number: int, *, follow: bool) -> Opened:
-    common = sorted(set.intersection(*(set(each.versions) for each in source.commits)) - {0})
+    common = list(filter(None, in_common(source.commits)))
     if number not in common:
         raise StoreNotFoundError(f"{directory} has no version {number} in all its parts; they have {common}")
     with contextlib.ExitStack() as opened:

@@ -94,8 +94,8 @@ class DeviceLease(Protocol):
 
     held: bool
 
-    def in_use(self) -> contextlib.AbstractContextManager[Any]:
-        """What the calling thread's current stream is given within uses the rows."""
+    def in_use(self, *, changes: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """What the calling thread's current stream is given within uses the rows, and may change them."""
         ...
 
     def release(self, *, changed: bool = False) -> None:
@@ -387,6 +387,10 @@ class DeviceRows(ABC):
         Raises:
             BudgetError: every slot stayed pinned by others for a minute.
         """
+
+    @abstractmethod
+    def whole(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
+        """The lease that was given, or one of all rows of the batch, for ``row_parts``; None if they do not fit."""
 
     @abstractmethod
     def row_parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:

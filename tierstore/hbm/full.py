@@ -10,8 +10,8 @@ caller sees to it that none begins meanwhile.
 """
 
 import contextlib
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -67,14 +67,14 @@ class _Grouping(NamedTuple):
 class FullLease:
     """A batch between its first use and its last, counted while it is held; its rows stay where they are anyway."""
 
-    __slots__ = ("_batch", "_rows", "held")
+    __slots__ = ("__weakref__", "_batch", "_rows", "held")
 
     def __init__(self, rows: "FullRows", batch: DeviceBatch) -> None:
         self._rows: FullRows | None = rows
         self._batch = batch
         self.held = False
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def in_use(self, *, changes: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002 - the kernel marks it
         """See ``DeviceLease``."""
         assert self._rows is not None, "rows are used after their release"
         return self._rows.in_use(self._batch.ready)
@@ -82,12 +82,8 @@ class FullLease:
     def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
         """See ``DeviceLease``."""
         rows, self._rows = self._rows, None
-        if rows is not None and self.held:
-            rows.released.append(None)
-
-    def __del__(self) -> None:
-        # In any thread, under any lock.
-        self.release()
+        if rows is not None:
+            rows.let_go(self)
 
 
 class FullRows(DeviceRows):
@@ -118,9 +114,7 @@ class FullRows(DeviceRows):
             self._marks = torch.zeros(size.cached_rows, dtype=torch.uint8, device=self.device)
             self._staging = Staging(layout, size.staging_rows, (words[0], words[1]), self.lane, self.kernels)
         self.dirty = self._marks
-        self.released: deque[None] = deque()
-        self._count_lock = threading.Lock()
-        self._num_leased = 0
+        self._held: set[weakref.ref[FullLease]] = set()
         self._uses: deque[Mark] = deque()
         self._loaded: Mark | None = None
 
@@ -152,6 +146,11 @@ class FullRows(DeviceRows):
         with self.lock:
             lookups, hits, *others = self.counters
             self.counters = CacheCounters(lookups + count, hits + count, *others)
+
+    def whole(self, batch: DeviceBatch, lease: Any) -> FullLease:
+        """See ``DeviceRows``."""
+        found: FullLease = lease or FullLease(self, batch)
+        return found
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``: one part."""
@@ -188,10 +187,13 @@ class FullRows(DeviceRows):
 
     def hold(self, lease: Any) -> bool:
         """See ``DeviceRows``; there always is room."""
-        with self._count_lock:
-            self._num_leased += 1
+        self._held.add(weakref.ref(lease, self._held.discard))  # nothing of Python runs where one is dropped
         lease.held = True
         return True
+
+    def let_go(self, lease: FullLease) -> None:
+        """It is in use no more."""
+        self._held.discard(weakref.ref(lease))
 
     @contextlib.contextmanager
     def in_use(self, *marks: Mark) -> Iterator[None]:
@@ -255,19 +257,16 @@ class FullRows(DeviceRows):
             started = time.perf_counter()
             for first, last in self._ranges:
                 self._flush_some(first, last)
+            self.lane.mark().synchronize()  # no mark of a later update is cleared
             self.fill_seconds += time.perf_counter() - started
 
     def _flush_some(self, first: int, last: int) -> None:
         """Those of the slots ``[first, last)``."""
         slots = torch.nonzero(self._marks[first:last]).flatten() + first
         if len(slots):
+            places = slots.to(torch.int32)
+            self._staging.take(self._keys_at(places.cpu().numpy()), places, self._below.put)
             self._marks[slots] = 0
-            slots = slots.to(torch.int32)
-            try:
-                self._staging.take(self._keys_at(slots.cpu().numpy()), slots, self._below.put)
-            except BaseException:
-                self._marks[slots.long()] = 1
-                raise
 
     def _forget(self) -> None:
         """See ``DeviceRows``; the next use brings all rows in again."""
@@ -311,11 +310,7 @@ class FullRows(DeviceRows):
     @property
     def num_leased(self) -> int:
         """See ``DeviceRows``."""
-        with self._count_lock:
-            while self.released:
-                self.released.popleft()
-                self._num_leased -= 1
-            return self._num_leased + len(self.captures)
+        return len(self._held) + len(self.captures)
 
     @property
     def all_counters(self) -> CacheCounters:

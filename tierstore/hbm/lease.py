@@ -1,6 +1,7 @@
 """Pinned rows in device memory."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,49 +19,78 @@ class HbmLease:
     """The rows of a batch, pinned in their slots until ``release``.
 
     Attributes:
-        slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
-        num_rows: U.
-        grouping: of those keys.
-        overflow: numpy int32 [n], which overflow slots are among them.
+        claim: what it has.
+        grouping: of the keys asked for.
         ready: when the rows are in place.
         held: whether it outlives the call that took it.
-        last_use: when the work that uses the rows is done.
-        changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("_pool", "changed", "grouping", "held", "last_use", "num_rows", "overflow", "ready", "slots")
+    __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "ready")
 
     def __init__(
         self, pool: "HbmPool", grouping: Grouping, slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark
     ) -> None:
         self._pool: HbmPool | None = pool
         self.grouping = grouping
-        self.slots = slots
-        self.num_rows = num_rows
-        self.overflow = overflow
         self.ready = ready
         self.held = False
-        self.last_use = ready
-        self.changed = False
+        self.claim = HbmClaim(self, pool.released.append)
+        self.claim.slots = slots
+        self.claim.num_rows = num_rows
+        self.claim.overflow = overflow
+        self.claim.last_use = ready
+        self.claim.changed = False
+
+    @property
+    def slots(self) -> Tensor:
+        """See ``HbmClaim``."""
+        return self.claim.slots
+
+    @property
+    def num_rows(self) -> int:
+        """See ``HbmClaim``."""
+        return self.claim.num_rows
+
+    @property
+    def overflow(self) -> Int32s:
+        """See ``HbmClaim``."""
+        return self.claim.overflow
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self, *, changes: bool = False) -> Iterator[None]:
         """See ``DeviceLease``."""
         assert self._pool is not None, "rows are used after their release"
         with self._pool.rows_lock:
             self._pool.lane.follow(self.ready)
+            self.claim.changed |= changes
             try:
                 yield
             finally:
-                self.last_use = self._pool.lane.mark()
+                self.claim.last_use = self._pool.lane.mark()
 
     def release(self, *, changed: bool = False) -> None:
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
+        self.claim.changed |= changed
         pool, self._pool = self._pool, None
         if pool is not None:
-            self.changed = changed
-            pool.released.append(self)
+            pool.released.append(self.claim)
 
-    def __del__(self) -> None:
-        # In any thread, under any lock: ``release`` neither waits nor asks which stream is current.
-        self.release()
+
+class HbmClaim(weakref.ref[HbmLease]):
+    """What a lease has, for when it is gone. Nothing of Python runs where one is dropped: the garbage collector may do
+    that in any thread, under any lock, and no exception can come then.
+
+    Attributes:
+        slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
+        num_rows: U.
+        overflow: numpy int32 [n], which overflow slots are among them.
+        last_use: when the work that uses the rows is done.
+        changed: whether that work makes the rows newer than those below.
+    """
+
+    __slots__ = ("changed", "last_use", "num_rows", "overflow", "slots")
+    slots: Tensor
+    num_rows: int
+    overflow: Int32s
+    last_use: Mark
+    changed: bool

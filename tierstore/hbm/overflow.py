@@ -1,6 +1,6 @@
 """Overflow slots: for rows all of whose set is in use. Any row may take any slot; the host keeps which one does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
+from ..cache.books import Tally
+from ..cache.flags import LOADING
 from ..kernels.arrays import Int32s, Int64s
 from .sending import Sender
 
@@ -71,16 +73,12 @@ class Overflow(DdrCache):
         admission = Admission(keys)
         if not len(keys):
             return admission
-        try:
-            while (status := self.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-                leaving = self.victims(self.capacity, self.capacity)
-                make_room(leaving)
-                self.clean(leaving)
-        except BaseException:
-            self.drop(admission)
-            raise
+        while (status := self.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
+            leaving = self.victims(self.capacity, self.capacity)
+            make_room(leaving)
+            self.clean(leaving)
         if status is AdmitStatus.ALL_PINNED:
-            self.drop(admission)
+            self._drop(admission)
             return None
         self._tell(admission.slots, admission.keys)
         return admission
@@ -104,11 +102,24 @@ class Overflow(DdrCache):
         (places,), _ = self._sender.send([(torch.int32, len(slots))], fill)
         return places
 
-    def drop(self, admission: Admission) -> None:
-        """Undo an admission that may be half done; rows that left for it are gone, so its slots are nobody's."""
+    def _drop(self, admission: Admission) -> None:
+        """Undo an admission; rows that left for it are gone, so its slots are nobody's."""
         slots, keys = admission.slots, admission.keys[: admission.num_unique]
-        self.abandon(admission)
+        self.release(admission)
         self._tell(slots[self.find(keys) < 0], _NOBODY)
+
+    def repin(self, leased: Sequence[Int32s]) -> None:
+        """Have the slots of these leases pinned, each as often as it is in one, and no others; and forget what is
+        loading. The device is told of all."""
+        self.pins[:] = 0
+        self.tallies[Tally.PINNED] = 0
+        for slots in leased:
+            self.pin(slots)
+        resident = self.resident_slots()
+        self.evict(resident[(self.flags[resident] & LOADING) != 0])
+        self._keys.fill_(_NOBODY)
+        resident = self.resident_slots()
+        self._tell(resident, self.keys_of(resident))
 
     def forget(self) -> None:
         """Forget every row; none is pinned or newer."""

@@ -15,6 +15,9 @@ A lease pins its slots. ``release`` only notes it, together with a mark of the s
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
 and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
 
+A call may be cut short anywhere, by any exception. Which slots are pinned follows from the leases that there are: the
+next call that brings rows in or writes them down pins their slots anew, and forgets what was loading.
+
 Locks: ``lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
 ``rows_lock``, after it, keeps threads from reading a row while another changes it where no stream orders them: on the
 CPU. It is held while rows are in use.
@@ -47,7 +50,7 @@ from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Mark
-from .lease import HbmLease
+from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .sending import Sender
 from .staging import Staging, staging_bytes
@@ -123,11 +126,12 @@ class HbmPool(DeviceRows):
             self._told = self._host_buffer(0, torch.int64)
             self._warm_up()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
-        self.released: deque[HbmLease] = deque()
+        self.released: deque[HbmClaim] = deque()
+        self._claims: set[HbmClaim] = set()
         self._held_lock = threading.Lock()
-        self._held_rows = self._held_overflow = 0
+        self._held: dict[HbmClaim, tuple[int, int]] = {}
         self._last_overflow = 0
-        self._num_leased = 0
+        self._is_whole = True
 
     def _warm_up(self) -> None:
         """Have the kernels compiled, so that the first batch does not wait for that."""
@@ -170,6 +174,11 @@ class HbmPool(DeviceRows):
         leased = self._parts(batch.rows, grouping) if lease is None else [(0, len(batch), lease)]
         for first, last, own in leased:
             yield Part(first, last, own.slots, own.grouping.inverse, own)
+
+    def whole(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
+        """See ``DeviceRows``."""
+        found: HbmLease | None = self.acquire(self._grouped(batch).grouping, 0) if lease is None else lease
+        return found
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
         """See ``DeviceRows``."""
@@ -272,15 +281,16 @@ class HbmPool(DeviceRows):
         with self._held_lock:
             self._last_overflow = len(lease.overflow)
             if self._can_hold(lease.num_rows):
-                self._held_rows += lease.num_rows
-                self._held_overflow += self._last_overflow
+                self._held[lease.claim] = lease.num_rows, self._last_overflow
                 lease.held = True
             return bool(lease.held)
 
     def _can_hold(self, num_rows: int) -> bool:
+        rows = sum(held_rows for held_rows, _ in self._held.values())
+        overflow = sum(held_overflow for _, held_overflow in self._held.values())
         return (
-            self._held_rows + num_rows <= self.capacity_rows * HELD_SHARE
-            and self._held_overflow + self._last_overflow <= self.overflow.capacity - self._least_part
+            rows + num_rows <= self.capacity_rows * HELD_SHARE
+            and overflow + self._last_overflow <= self.overflow.capacity - self._least_part
         )
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
@@ -289,7 +299,7 @@ class HbmPool(DeviceRows):
         Args:
             lookups: positions that the keys stand for, for the statistics.
         """
-        with self.lock, self.lane.side():
+        with self._changing():
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
@@ -313,43 +323,49 @@ class HbmPool(DeviceRows):
             )
         time.sleep(PIN_POLL_SECONDS)
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """On the side stream, with ``lock``: what a call that was cut short within left half done is undone first."""
+        with self.lock, self.lane.side():
+            if not self._is_whole:
+                claims = list(self._claims)
+                self.cache.repin([claim.slots for claim in claims])
+                self.overflow.repin([claim.overflow for claim in claims])
+            self._is_whole = False
+            yield
+            self._is_whole = True
+
     def _reclaim(self, *, wait: bool) -> None:
         """Unpin what was released and is no longer used; with ``wait``, all that was released.
 
-        The caller holds ``lock``; the side stream waits where ``wait`` says so, this thread does not.
+        The caller is in ``_changing``; the side stream waits where ``wait`` says so, this thread does not.
         """
         for _ in range(len(self.released)):
-            lease = self.released.popleft()
-            if not (lease.last_use.query() or wait):
-                self.released.append(lease)
-                continue
-            try:
-                self.lane.follow(lease.last_use)
-                self._unpin(lease)
-            except BaseException:
-                # It still is to be done: what changed must go down some day.
-                self.released.appendleft(lease)
-                raise
+            claim = self.released[0]
+            if claim in self._claims:
+                if not (claim.last_use.query() or wait):
+                    self.released.rotate(-1)
+                    continue
+                self.lane.follow(claim.last_use)
+                self._unpin(claim)
+            self.released.popleft()
 
     def _follow_users(self) -> None:
         self._reclaim(wait=True)
         for mark, _ in list(self._retained):
             self.lane.follow(mark)
 
-    def _unpin(self, lease: HbmLease) -> None:
-        # First what may fail, for want of memory on the device; it then did nothing.
-        self.cache.release(lease.slots, changed=lease.changed)
-        if len(lease.overflow):
-            if lease.changed:
-                self.overflow.mark_dirty(lease.overflow)
-            self.overflow.unpin(lease.overflow)
-        self._num_leased -= 1
-        if lease.held:
-            with self._held_lock:
-                self._held_rows -= lease.num_rows
-                self._held_overflow -= len(lease.overflow)
+    def _unpin(self, claim: HbmClaim) -> None:
+        self.cache.release(claim.slots, changed=claim.changed)
+        if len(claim.overflow):
+            if claim.changed:
+                self.overflow.mark_dirty(claim.overflow)
+            self.overflow.unpin(claim.overflow)
+        with self._held_lock:
+            self._held.pop(claim, None)
+        self._claims.discard(claim)
 
-    # Bringing rows in; the caller holds ``lock`` and is on the side stream
+    # Bringing rows in; the caller is in ``_changing``
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
         lease = self._try(grouping, lookups, counts)
@@ -371,33 +387,26 @@ class HbmPool(DeviceRows):
         total = sum(seen)
         outside = _NO_SLOTS
         slots = plan.slots
-        with contextlib.ExitStack() as undo:
-            is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
-            if is_committed:
-                undo.callback(cache.drop_loading, slots)
-            if seen[Status.HIT] < total:
-                misses = self._misses(plan, seen)
-                outside = own = misses.own
-                overflow.pin(own)
-                undo.callback(overflow.unpin, own)
-                entering = slice(len(own), sum(seen[Status.TAKEN : Status.CONFLICT]))
-                if not is_committed:
-                    admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
-                    if admission is None:
-                        return None
-                    undo.callback(overflow.drop, admission)
-                    cache.commit(plan, forced=True)
-                    undo.callback(cache.drop_loading, slots)
-                    outside = np.concatenate([admission.slots, own])
-                self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
-                cache.settle(slots)
-                if len(outside) > len(own):
-                    slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
-                overflow.touch(own)
-            # The lease unpins what it has, where anything fails from here on.
-            lease = HbmLease(self, grouping, slots, total, outside, self.lane.mark())
-            undo.pop_all()
-        self._num_leased += 1
+        is_committed = not any(seen[Status.DIRTY_VICTIM : Status.NO_KEY])
+        if seen[Status.HIT] < total:
+            misses = self._misses(plan, seen)
+            outside = own = misses.own
+            overflow.pin(own)
+            entering = slice(len(own), sum(seen[Status.TAKEN : Status.CONFLICT]))
+            if not is_committed:
+                admission = overflow.enter(misses.keys[entering.stop :], self._write_down_overflow)
+                if admission is None:
+                    overflow.unpin(own)
+                    return None
+                cache.commit(plan, forced=True)
+                outside = np.concatenate([admission.slots, own])
+            self._staging.bring(misses.keys[entering], misses.slots[entering], self._below.take)
+            cache.settle(slots)
+            if len(outside) > len(own):
+                slots = self._bring_into_overflow(slots, misses, outside[: len(outside) - len(own)])
+            overflow.touch(own)
+        lease = HbmLease(self, grouping, slots, total, outside, self.lane.mark())
+        self._claims.add(lease.claim)
         self._count(lookups, seen)
         return lease
 
@@ -453,7 +462,7 @@ class HbmPool(DeviceRows):
 
         On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again.
         """
-        with self.lock, self.lane.side():
+        with self._changing():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
             self._write_down(self.cache.keys_at(slots).cpu().numpy(), slots)
@@ -487,11 +496,11 @@ class HbmPool(DeviceRows):
         for first, _, lease in self._parts(sent, self.group(sent)):
             order, starts, _ = lease.grouping.groups
             try:
-                with lease.in_use():
+                with lease.in_use(changes=True):
                     last = first + order[starts[1 : lease.num_rows + 1] - 1]
                     self.weights[lease.slots[: lease.num_rows], : self.layout.dim] = rows[last]
             finally:
-                lease.release(changed=True)
+                lease.release()
 
     def _send_keys(self, keys: Int64s) -> Tensor:
         """On the device, for the side stream, and so for whoever uses a lease taken later."""
@@ -507,14 +516,14 @@ class HbmPool(DeviceRows):
     @property
     def num_leased(self) -> int:
         """See ``DeviceRows``."""
-        with self.lock, self.lane.side():
+        with self._changing():
             self._reclaim(wait=True)
-            return self._num_leased
+            return len(self._claims)
 
     @property
     def num_dirty(self) -> int:
         """See ``DeviceRows``."""
-        with self.lock, self.lane.side():
+        with self._changing():
             self._reclaim(wait=True)
             return len(self.cache.slots_with(DIRTY)) + self.overflow.num_dirty
 
@@ -538,7 +547,7 @@ class HbmPool(DeviceRows):
     def check_integrity(self) -> None:
         """AssertionError unless cache and overflow are whole, no row lies in both, and no slot is pinned without a
         lease, or loading with nobody at it."""
-        with self.lock, self.lane.side():
+        with self._changing():
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
@@ -546,8 +555,8 @@ class HbmPool(DeviceRows):
             both = int((self.cache.locate(outside) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
-            stray = 0 if self._num_leased else sum(pinned)
+            stray = 0 if self._claims else sum(pinned)
             assert not both + loading + stray, (
                 f"{both} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
-                f"by {self._num_leased} leases"
+                f"by {len(self._claims)} leases"
             )

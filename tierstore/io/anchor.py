@@ -14,7 +14,8 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
    its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
-background too. At most ``3 * max(GROWTH_BYTES, 1/32 of the segments)`` lie between the oldest pin and the newest page.
+background too. Three times ``GROWTH_BYTES`` may lie between the oldest pin and the newest page; in large stores 1/32 of
+the segments in its place, up to ``4 * GROWTH_BYTES``.
 
 Even if only the process died, what the system holds in memory may never reach the device: a sync may have failed
 before, and a system that could not write a page may drop it and call the next sync a success. So only what an anchor
@@ -44,8 +45,11 @@ BEFORE_NAME: Final = "rows.before"
 """The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""
 GROWTH_BYTES: Final = 16 * 2**20
 _GROWTH_PART: Final = 32
+_MOST_GROWTHS: Final = 4
 """Before another anchor is set in the background, so much is written since the last one, or this part of the segments
-if that is more. No page is written twice meanwhile, so more anchors cost little: syncs of what is on its way."""
+if that is more, but at most four times so much. No page is written twice meanwhile, so more anchors cost little: syncs
+of what is on its way. Fewer would let the list of pages that wait to be free grow with the store, and LMDB writes much
+of it again in each transaction."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
@@ -186,7 +190,7 @@ class AnchorKeeper:
             TierstoreError: the background's last anchor failed.
         """
         self._written_bytes += size_bytes
-        limit = max(GROWTH_BYTES, live_bytes // _GROWTH_PART)
+        limit = min(max(GROWTH_BYTES, live_bytes // _GROWTH_PART), _MOST_GROWTHS * GROWTH_BYTES)
         behind = self._pending is not None and not self._pending[1].done()
         if self._written_bytes >= limit and not (behind and self._between_bytes + self._written_bytes < 3 * limit):
             self.start()
@@ -286,7 +290,7 @@ def _place(number: int) -> int:
 
 
 def _put(path: Path, data: bytes, place: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, data, place)
         reach("anchor: slot written")

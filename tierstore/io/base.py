@@ -4,7 +4,7 @@ A store asks nothing else of what its rows lie in. ``lmdb.py`` is on a device; `
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -119,13 +119,14 @@ class ColdTier(Protocol):
             DiskFullError: nothing of this call was stored; reads go on.
         """
 
-    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+    def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
         """Make what was written for epochs up to ``version``, and ``payload``, the current version, atomically and
         durably. Others may go on writing for later epochs meanwhile.
 
         Args:
             version: its number, above ``last_version``.
             keep: how many of the last versions stay, this one included.
+            dropped: versions before it that go at once, and do not count.
         """
 
     def rollback(self, version: int) -> None:
@@ -161,6 +162,11 @@ class ColdTier(Protocol):
         """
 
     def counters(self) -> ColdCounters: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """What the oldest reader keeps from being reused, as of the last commit; 0 unless open for writing."""
+        ...
 
     @property
     def map_bytes(self) -> int:

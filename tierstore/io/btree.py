@@ -32,8 +32,9 @@ META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 SEGMENTS_KEY: Final = np.uint64(0)
 """First key word of a segment; the second is its number."""
 META_READ_BYTES: Final = 152
-MAX_PAGES: Final = 1 << 32
-"""Page numbers are held in 32 bits."""
+MAX_PAGES: Final = 1 << 33
+"""32 TiB of pages of 4 KiB: a writer maps the file three times, and a process has 128 TiB of address space. LMDB has 48
+bits for a page's number."""
 MAX_DEPTH: Final = 32
 HEADER_BYTES: Final = 16
 KEY_BYTES: Final = 16

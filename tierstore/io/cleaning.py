@@ -19,8 +19,8 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
-from .gather import queue_parts
 from .indexes import byte_ranges
+from .mapped import queue_parts
 from .reads import RowReader, Rows
 from .row_map import RowMap
 from .slots import Segments
@@ -33,6 +33,8 @@ MOST_SAMPLED: Final = 4096
 """Segments that are looked at for victims."""
 _PAGES_A_PAGE: Final = 4
 """Pages that are freed for one that was appended, at most, while the slack is exceeded."""
+_WHOLE_FROM: Final = 4
+"""Segments' worth of rows that are moved together, from which on only whole segments are."""
 FULL_SHARE: Final = 0.95
 """Segments with more of the rows that would fill them are not moved."""
 
@@ -57,7 +59,11 @@ class Cleaner:
         self._spoiled: set[int] = set()
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Rows | None:
-        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none."""
+        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none.
+
+        If they fill several segments, the last, part of one, waits for another turn: where segments are of one size,
+        what LMDB frees is what it is asked for next.
+        """
         victims = self._victims(segments, kept)
         try:
             return self._read(snapshot, rows, segments, victims)
@@ -81,6 +87,9 @@ class Cleaner:
         keys, epochs = rows.live_rows(snapshot, segments.layout, victims)
         if not len(keys):
             return None
+        if len(keys) >= _WHOLE_FROM * segments.geo.rows_per_segment:
+            count = len(keys) - len(keys) % segments.geo.rows_per_segment
+            keys, epochs = keys[:count], epochs[:count]
         return self._reader.stored(snapshot, rows, keys)._replace(epochs=epochs)
 
     def _victims(self, segments: Segments, kept: tuple[int, ...]) -> Int64s:
@@ -100,8 +109,8 @@ class Cleaner:
         """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them; whether
         there are any."""
         geo, arrays = segments.geo, segments.arrays
-        pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
-        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        pages_a_row = segments.layout.stored_row_bytes / segments.layout.page_bytes
+        of_all = segments.pages - segments.dead_pages - self.slack * segments.rows * pages_a_row
         if of_all <= 0:
             return False
         slots = self._sample(len(arrays.rows))
@@ -118,19 +127,22 @@ class Cleaner:
             return False
         order = np.argsort(fill, kind="stable")
         slots, fill = slots[order], fill[order]
-        while len(slots):
-            together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
-            freed = np.cumsum(arrays.pages[slots[together]] * (1 - fill[together]))
-            moved = np.cumsum(arrays.live[slots[together]]) * pages_a_row
+        intervals = self._interval(segments, slots, kept)
+        _, firsts = np.unique(intervals, return_index=True)
+        for first in np.sort(firsts).tolist():  # the interval of the emptiest segment first
+            together = intervals == intervals[first]
+            own = slots[together]
+            freed = np.cumsum(arrays.pages[own] * (1 - fill[together]))
+            moved = np.cumsum(arrays.live[own]) * pages_a_row
             enough = 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))
-            victims = slots[together][: max(1, min(enough, int(np.searchsorted(moved, appended / (self.slack - 1)))))]
+            victims = own[: max(1, min(enough, int(np.searchsorted(moved, appended / (self.slack - 1)))))]
             # Rows of several epochs take most pages.
             if arrays.pages[victims].sum() > segments.layout.pages_for(int(arrays.live[victims].sum()), is_mixed=True):
                 self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())
                 ranges = byte_ranges(segments.stored(victims), snapshot.page_bytes)
                 queue_parts(snapshot.file_map.rows.address, *ranges)
                 return True
-            slots, fill = slots[~together], fill[~together]  # few rows of a version, which would lie no closer
+            # Else few rows of a version, which would lie no closer.
         return False
 
     def _sample(self, length: int) -> Int64s:
@@ -142,5 +154,6 @@ class Cleaner:
         """A number for the kept versions between which the rows of a segment were written; one for each open epoch."""
         newest = segments.arrays.newest[slots]
         current = kept[-1] if kept else 0
-        found: Int64s = np.where(newest <= current, np.searchsorted(kept, newest), len(kept) + newest)
+        closed = np.searchsorted(np.array(kept, np.int64), newest)
+        found: Int64s = np.where(newest <= current, closed, len(kept) + newest)
         return found

@@ -39,7 +39,7 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
     source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         snapshot.file_map.require_in_place()  # so it is the very file that the snapshot is of
-        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _copy(snapshot, source, target, progress)
         finally:

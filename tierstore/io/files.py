@@ -1,5 +1,6 @@
 """The files of the cold tier: creating, locking, checking and opening them, and what LMDB's errors mean."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -8,22 +9,19 @@ from typing import Final
 import lmdb
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
-from ..system.durable import sync_directory
+from ..system.durable import free_bytes, sync_directory
 from ..system.oserrors import RESTORE, translate_os_error
 from ..system.plainfile import require_plain_file
 from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
-from .btree import META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta
+from .btree import MAX_PAGES, META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta
 from .free_list import check_page_use
-from .mapped import FileMap
+from .mapped import FileMap, map_length
 from .writer_lock import LOCK_NAME
 
 ROW_FILE_NAME: Final = "rows.lmdb"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
 
-_MIN_MAP_BYTES: Final = 1 << 30
-_MAX_MAP_BYTES: Final = 1 << 44
-"""2**32 pages of 4 KiB: page numbers are held in 32 bits (``btree.py``)."""
 _ATTEMPTS: Final = 5
 _CORRUPT: Final = (
     lmdb.CorruptedError,
@@ -40,11 +38,11 @@ def rows_path(directory: Path) -> Path:
     return directory / ROW_FILE_NAME
 
 
-def map_bytes(directory: Path) -> int:
-    """Address space for the file: as much as the file system holds, so that the disk always fills before the map."""
-    stat, path = os.statvfs(directory), rows_path(directory)
-    size = max(stat.f_frsize * stat.f_blocks, path.stat().st_size if path.exists() else 0)
-    return -(-min(max(size, _MIN_MAP_BYTES), _MAX_MAP_BYTES) // 65536) * 65536
+def take_from_lower_layer(directory: Path) -> None:
+    """Have an overlay copy the row file now, if it would once another process opens it for writing: whoever reads the
+    file from then on sees what that process writes."""
+    with contextlib.suppress(OSError):  # who cannot write to it will be told when he tries
+        os.close(os.open(rows_path(directory), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 def translate(error: lmdb.Error, path: Path) -> TierstoreError:
@@ -55,10 +53,14 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
             "store in a new process."
         )
     code = getattr(error, "code", 0)
-    full = isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, lmdb.MapFullError):
+        return DiskFullError(
+            f"{path}: no row file may have more than {MAX_PAGES} pages, and this one is about to; the last commit is "
+            "intact. Put some of the tables in another store."
+        )
+    full = isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
-        stat = os.statvfs(path.parent)
-        full = stat.f_bavail * stat.f_frsize < 1 << 20 or _at_size_limit(path)
+        full = free_bytes(path.parent) < 1 << 20 or _at_size_limit(path)
     if full:
         return DiskFullError(
             f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
@@ -69,8 +71,6 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         return TierstoreError(
             f"{path}: an earlier write failed; the last commit is intact: close the store and open it again."
         )
-    if isinstance(error, lmdb.MapResizedError):
-        return TierstoreError(f"{path}: the file system has grown since the store was opened; open the store again.")
     if isinstance(error, _CORRUPT):
         return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
     if code == errno.EIO:
@@ -98,14 +98,14 @@ def open_environment(path: Path, map_size: int) -> "lmdb.Environment":
     """The file in LMDB's hands, for writing, with LMDB's own lock file. Readers need neither (``pins.py``)."""
     try:
         return lmdb.open(
-            str(path),
+            os.fsencode(path),
             map_size=map_size,
             subdir=False,
             readonly=False,
             metasync=False,
             sync=False,  # anchor.py says when the file is synced, and why that is enough
             map_async=False,
-            mode=0o644,
+            mode=0o666,
             create=False,
             readahead=False,
             writemap=False,  # a full disk would end the process with SIGBUS
@@ -130,7 +130,7 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     draft_lock = draft.with_name(draft.name + "-lock")
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
-    environment = open_environment(draft, map_bytes(path.parent))
+    environment = open_environment(draft, map_length(1))
     try:
         with environment.begin(write=True) as txn:
             for key, value in records.items():

@@ -53,6 +53,14 @@ def pages_freed(words: Words, meta: Meta) -> int:
     return int(place)
 
 
+def pages_freed_since(pages: Pages, meta: Meta, txn_id: int) -> int:
+    """Pages that transactions after this one took out of use, and that are not in use again."""
+    entries = btree.list_tree(pages, meta.free, btree.new_walk(pages.page_halves), key_bytes=btree.FREE_KEY_BYTES)
+    places = entries["place"][entries["number"] > txn_id]
+    low, high = pages.halves[places].astype(np.int64), pages.halves[places + 1].astype(np.int64)
+    return int((low | high << 16).sum())
+
+
 @inline
 def _claim_free(pages: Pages, base: int, size: int, last_page: int, used: Words) -> int:
     """Mark the pages listed in a record of the free list, which starts at half-word ``base``; how many there are, or

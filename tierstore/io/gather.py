@@ -30,7 +30,7 @@ from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
-from .row_map import Places
+from .places import Places
 from .segments import Geometry, SegmentStatus, row_seed
 from .slots import SegmentArrays
 
@@ -111,7 +111,8 @@ class Scratch(NamedTuple):
     seeds: Words
     """Of its checksum."""
     seen: NDArray[np.uint32]
-    """Zeros: bits for all pages of the file, or a hash table if that is less."""
+    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers:
+    what it says decides speed alone, and the count of pages."""
     lanes: Words
     timespec: Int64s
     flag: NDArray[np.uint8]
@@ -345,10 +346,3 @@ def gather(
             group = 2
             next_sample = end if can_sample else end + BLIND_ROWS
     result[3] = 1 if cold else 0
-
-
-@kernel
-def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
-    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``; they begin with pages."""
-    for i in range(len(starts)):
-        queue_read(address + starts[i], stops[i] - starts[i])

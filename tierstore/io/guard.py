@@ -42,8 +42,9 @@ from ..kernels.jit import JIT_ENABLED
 from ..system.forks import disown_in_forks
 from ..system.oserrors import RESTORE
 
-_SLOTS: Final = 64
-"""Maps guarded at a time; an open store has two. A fault in a map beyond them ends the process."""
+_SLOTS: Final = 256
+"""Maps guarded at a time; an open store has two, and two more each time that its file has outgrown them. A fault
+in a map beyond them ends the process."""
 _NOTES: Final = 4096
 """Refused pages of a map that are remembered."""
 _MAX_PASSED: Final = 8

@@ -1,5 +1,10 @@
 """The indexes of the segments in a tree: which rows each has, read without reading rows."""
 
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,13 +19,27 @@ from ..system.oserrors import RESTORE
 from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import mix_key
 from .guard import ASK_AGAIN, Guard, PageRuns
-from .mapped import queue_read
-from .segments import COUNT, COUNT_MASK, KEYS, NEWEST, OLDEST, SegmentStatus, check_index
+from .mapped import queue_parts, queue_read
+from .segments import (
+    COUNT,
+    COUNT_MASK,
+    KEYS,
+    NEWEST,
+    OLDEST,
+    SegmentStatus,
+    check_index,
+    index_pages,
+    page_header_status,
+    rows_listed,
+)
 from .snapshot import Tree
 
-_QUEUED: Final = 256
-"""Indexes whose reading is begun ahead."""
+_LOG: Final = logging.getLogger("tierstore")
 
+_PART_SEGMENTS: Final = 1024
+_PARTS_AHEAD: Final = 4
+"""Parts that are queued for reading while one is used."""
+_TOLD_EVERY_SECONDS: Final = 5.0
 
 Stored = NDArray[Any]
 """Segments of a tree, of dtype ``STORED``, by ascending number."""
@@ -70,13 +89,15 @@ def _hash(stored: Stored) -> np.uint64:
 
 @kernel
 def _read(words: Words, address: int, page_words: int, limit: int, stored: Stored, statuses: Int64s) -> None:
-    """Check indexes, and fill in what they say where they are sound."""
-    for ahead in range(len(stored) + _QUEUED):
-        if ahead < len(stored) and stored[ahead]["first_page"] < limit:
-            queue_read(address + stored[ahead]["first_page"] * page_words * 8, page_words * 8)
-        i = ahead - _QUEUED
-        if i < 0:
-            continue
+    """Check indexes, whose first pages are queued for reading, and fill in what they say where they are sound."""
+    for i in range(len(stored)):
+        first_page, pages = stored[i]["first_page"], stored[i]["pages"]
+        if page_header_status(words, page_words, limit, first_page, pages) == 0:
+            num, is_mixed = rows_listed(words, first_page * page_words + PAGE_HEADER_WORDS)
+            length = index_pages(page_words, num, is_mixed)
+            if 1 < length < pages:
+                queue_read(address + (first_page + 1) * page_words * 8, (length - 1) * page_words * 8)
+    for i in range(len(stored)):
         first_page, pages = stored[i]["first_page"], stored[i]["pages"]
         statuses[i] = check_index(words, page_words, limit, first_page, pages, stored[i]["number"])
         if statuses[i] == 0:
@@ -87,16 +108,50 @@ def _read(words: Words, address: int, page_words: int, limit: int, stored: Store
             stored[i]["first_key"] = words[at + KEYS]
 
 
+def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterator[slice]:
+    """Slices of ``count`` things, ``size`` at a time, in order. ``queue`` starts reading one, a few slices ahead.
+
+    In a thread of its own: the system takes about as long to queue pages as we take to look at them.
+    """
+    slices = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    if len(slices) < 2:  # a thread would take longer to start
+        for each in slices:
+            queue(each)
+            yield each
+        return
+    with ThreadPoolExecutor(1, "tierstore-read-ahead") as executor:
+        queued = deque(executor.submit(queue, each) for each in slices[:_PARTS_AHEAD])
+        try:
+            for number, each in enumerate(slices):
+                queued.extend(executor.submit(queue, later) for later in slices[number + _PARTS_AHEAD :][:1])
+                queued.popleft().result()
+                yield each
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _look_at(tree: Tree, stored: Stored) -> Iterator[tuple[slice, Int64s]]:
+    """Fill in what indexes say, where they are what was written; by part, the SegmentStatus of each."""
+    file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
+
+    def queue(part: slice) -> None:
+        inside = stored["first_page"][part]
+        starts = inside[inside < limit] * page_bytes
+        queue_parts(file_map.address, starts, starts + page_bytes)
+
+    for part in read_ahead(len(stored), _PART_SEGMENTS, queue):
+        own, since = stored[part], file_map.guard.begin()
+        statuses = np.zeros(len(own), np.int64)
+        _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
+        if not file_map.guard.is_clean(since):
+            refused = file_map.guard.refused(since)
+            statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(file_map.guard, refused)
+        yield part, statuses
+
+
 def look_at_indexes(tree: Tree, stored: Stored) -> Int64s:
     """Fill in what the indexes say of these segments, where they are what was written; the SegmentStatus of each."""
-    file_map, statuses = tree.file_map.rows, np.zeros(len(stored), np.int64)
-    since = file_map.guard.begin()
-    _read(file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, statuses)
-    if not file_map.guard.is_clean(since):
-        refused = file_map.guard.refused(since)
-        met = refused.meet(*byte_ranges(stored, tree.page_bytes))
-        statuses[met] = refused_status(file_map.guard, refused)
-    return statuses
+    return np.concatenate([np.zeros(0, np.int64), *(statuses for _, statuses in _look_at(tree, stored))])
 
 
 def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
@@ -111,11 +166,35 @@ def read_indexes(tree: Tree, stored: Stored) -> Stored:
         DamagedError: one is not what was written, or cannot be read.
     """
     stored = stored.copy()
-    statuses = look_at_indexes(tree, stored)
+    for part, statuses in _look_at(tree, stored):
+        _require_sound(tree, stored[part], statuses)
+    return stored
+
+
+def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
+    """These segments, a part at a time as they lie in the file, with what their indexes say. What takes long is logged.
+
+    Each index is read from the device once, if what is done with a part touches no pages but its own.
+
+    Raises:
+        DamagedError: as ``read_indexes``.
+    """
+    stored = stored[np.argsort(stored["first_page"])]
+    last_told = time.monotonic()
+    for part, statuses in _look_at(tree, stored):
+        own = stored[part]
+        _require_sound(tree, own, statuses)
+        yield own
+        if part.stop < len(stored) and time.monotonic() - last_told > _TOLD_EVERY_SECONDS:
+            last_told = time.monotonic()
+            tell = _LOG.info if _LOG.hasHandlers() else _LOG.warning
+            tell("%s: read the indexes of %d of %d segments, to find its rows", tree.path, part.stop, len(stored))
+
+
+def _require_sound(tree: Tree, stored: Stored, statuses: Int64s) -> None:
     if statuses.any():
         at = int(np.argmax(statuses > 0))
         raise segment_error(tree, int(stored["number"][at]), int(statuses[at]))
-    return stored
 
 
 def refused_status(guard: Guard, refused: PageRuns) -> SegmentStatus:

@@ -2,12 +2,12 @@
 
 Rows are appended, many at a time, and never rewritten where they lie. ``segments.py`` says what a segment is,
 ``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch
-is the number of the version that rows were written for. An open for writing drops segments of epochs that no commit
-made current; one for reading ignores them. docs/format.md describes the file.
+is the number of the version that rows were written for. A writer drops segments of epochs that no commit made current
+before it writes; lookups ignore them. docs/format.md describes the file.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,16 +16,19 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import RowLayout
+from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .changes import Changes
 from .cleaning import DEFAULT_SLACK
 from .gather import gather_error
 from .log import Written
 from .newer import Follower, NewerCommit
+from .old_readers import describe_holders, find_old_reader
 from .opened import OpenFile
+from .places import new_places
 from .reads import RowReader, Rows
 from .records import MAX_VERSION
-from .row_map import RowPlaces, new_places
+from .row_map import RowPlaces
 from .snapshot import Snapshot
 from .stored_records import read_payload
 from .verify import verify_segments
@@ -80,7 +83,7 @@ class LmdbColdTier:
             stack.callback(self._file.close)
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
-            self.reader = RowReader(self._file.map.rows, verify=True)
+            self.reader = RowReader(verify=True)
             self._follower = Follower(self._file, self._read_from) if readonly and follow else None
             self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
             stack.pop_all()
@@ -166,7 +169,7 @@ class LmdbColdTier:
             require_distinct(keys)
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
-                raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version")
+                raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version, up to {MAX_VERSION}")
             written = writer.append(layout, Rows(keys, slots, weights, state, np.array([epoch], np.uint64)))
             self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
@@ -187,14 +190,14 @@ class LmdbColdTier:
 
     # -- versions
 
-    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+    def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
         """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for.
 
         Raises:
             DiskFullError, StoreReplacedError (the file is not at its path any more): nothing was committed; what was
                 written is still there, and commit may be tried again.
         """
-        self._require_writer().commit(payload, version, keep)
+        self._require_writer().commit(payload, version, keep, dropped)
 
     def rollback(self, version: int) -> None:
         self._require_writer().rollback(version)
@@ -235,6 +238,20 @@ class LmdbColdTier:
 
     def counters(self) -> ColdCounters:
         return self._counting.totals
+
+    @property
+    def held_bytes(self) -> int:
+        """See ``ColdTier.held_bytes``."""
+        return 0 if self._writer is None else self._writer.old_readers.held_bytes
+
+    def describe_old_reader(self) -> str:
+        """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
+        with self.lease_tree() as snapshot:
+            found = find_old_reader(snapshot)
+            if found is None:
+                return ""
+            who = describe_holders(snapshot.file_map.pins, found.txn_id)
+            return f"{who} shows an older version, and keeps {format_size(found.held_bytes)} from being reused"
 
     @property
     def map_bytes(self) -> int:

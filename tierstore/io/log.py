@@ -19,8 +19,8 @@ from ..rows import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
-from .gather import queue_parts
 from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
+from .mapped import queue_parts
 from .opened import OpenFile
 from .reads import RowReader, Rows
 from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
@@ -33,9 +33,11 @@ _LOG: Final = logging.getLogger("tierstore")
 
 Dead = list[tuple[Segments, Int64s]]
 
-_CLEANED_PAGES: Final = 64
+_CLEANED_PAGES: Final = 128
 """In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
-_DELETED_TOGETHER: Final = 512
+_DELETED_PAGES: Final = 2048
+"""Of the segments that a transaction deletes, about: LMDB lists them in a value of a few pages."""
+_DROPPED_TOGETHER: Final = 512
 _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 
@@ -59,7 +61,7 @@ class Log:
 
     Args:
         slack: see ``LmdbColdTier``.
-        transaction: makes a write transaction.
+        transaction: makes a write transaction, which puts at most so many bytes.
     """
 
     def __init__(
@@ -67,24 +69,24 @@ class Log:
         file: OpenFile,
         anchors: AnchorKeeper,
         slack: float,
-        transaction: "Callable[[], AbstractContextManager[lmdb.Transaction[bytes]]]",
+        transaction: "Callable[[int], AbstractContextManager[lmdb.Transaction[bytes]]]",
     ) -> None:
         self._file = file
         self._view = file.view
         self._anchors = anchors
-        self._cleaner = Cleaner(slack, RowReader(file.map.rows, verify=True))
+        self._cleaner = Cleaner(slack, RowReader(verify=True))
         self._transaction = transaction
         self._record = file.logged
         self._appended = 0
         self._is_numbered = False  # whether this process has numbers of segments of its own
 
     @contextmanager
-    def _changing(self) -> "Iterator[lmdb.Transaction[bytes]]":
+    def _changing(self, size_bytes: int = 0) -> "Iterator[lmdb.Transaction[bytes]]":
         """A transaction that changes the log. What it does counts only once it is committed; numbers that it has given
         to segments are not given again in any case."""
         before = self._record
         try:
-            with self._transaction() as txn:
+            with self._transaction(size_bytes) as txn:
                 yield txn
                 txn.put(item_key(LOG_ITEM), pack_words(*self._record))
         except BaseException:
@@ -143,10 +145,12 @@ class Log:
         moved = self._cleaner.collect(self._view.snapshot, rows, segments, kept)
         dead = _some_dead(rows, self._view.snapshot)
         segments.reuse(self._view.oldest())
-        segments.require_room(len(each.keys) for each in (moved, new) if each is not None)
+        counts = [len(each.keys) for each in (moved, new) if each is not None]
+        rows.make_room(layout, counts)
         self._look_ahead()
         moved_to = put = np.empty(0, STORED)
-        with self._changing() as txn:
+        pages = sum(layout.pages_for(count, is_mixed=True) for count in counts)
+        with self._changing(pages * self._view.snapshot.page_bytes) as txn:
             self._delete_dead(txn, dead)
             if moved is not None:
                 moved_to = self._put(txn, segments, moved)
@@ -184,8 +188,8 @@ class Log:
     def take_turns(self, rows: RowMap) -> int:
         """How often to ``clean`` and ``delete_dead``, at most, for what was appended since the last call and what is
         dead by now: while others write there is always more."""
-        dead = sum(len(segments.dead) for segments in rows.segments.values())
-        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // _DELETED_TOGETHER, 0
+        dead = sum(segments.dead_pages for segments in rows.segments.values())
+        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // _DELETED_PAGES, 0
         return turns
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
@@ -199,7 +203,7 @@ class Log:
             return
         self._view.snapshot.file_map.require_in_place()  # an anchor is to be set beside it
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
-        with self._transaction() as txn:
+        with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))
         self._record, self._is_numbered = record, True
         reach("log: numbers taken")
@@ -234,8 +238,8 @@ class Log:
 
     def drop(self, stored: Stored) -> None:
         """Delete segments that no map leads to."""
-        for start in range(0, len(stored), _DELETED_TOGETHER):
-            part = stored[start : start + _DELETED_TOGETHER]
+        for start in range(0, len(stored), _DROPPED_TOGETHER):
+            part = stored[start : start + _DROPPED_TOGETHER]
             require_headers(self._view.snapshot, part)
             self._look_ahead()
             with self._changing() as txn:
@@ -248,17 +252,20 @@ class Log:
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
     """Some segments that are to be deleted, by layout. One that is damaged stays, until the file is opened anew."""
     found: Dead = []
-    room = _DELETED_TOGETHER
+    room = _DELETED_PAGES
     for segments in rows.segments.values():
-        slots = np.array(segments.dead[:room], np.int64)
+        slots = segments.next_dead(room)
         if len(slots):
             try:
                 require_headers(snapshot, segments.stored(slots))
             except DamagedError:
-                sound = [slot for slot in slots.tolist() if _can_be_deleted(segments, slot, snapshot)]
-                segments.dead[:room], slots = sound, np.array(sound, np.int64)
+                sound = np.array([s for s in slots.tolist() if _can_be_deleted(segments, s, snapshot)], np.int64)
+                segments.spare(slots, sound)
+                slots = sound
             found.append((segments, slots))
-            room -= len(slots)
+            room -= int(segments.arrays.pages[slots].sum())
+        if room <= 0:
+            break
     return [each for each in found if len(each[1])]
 
 
@@ -273,8 +280,7 @@ def _can_be_deleted(segments: Segments, slot: int, snapshot: Snapshot) -> bool:
 
 def _forget(dead: Dead, txn_id: int) -> None:
     for segments, slots in dead:
-        del segments.dead[: len(slots)]
-        segments.free(slots, txn_id)
+        segments.delete(slots, txn_id)
 
 
 def _find_pages(snapshot: Snapshot, put: Stored) -> None:

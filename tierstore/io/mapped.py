@@ -8,15 +8,15 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 import time
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from ..errors import StoreReplacedError
-from ..kernels.arrays import Words
-from ..kernels.jit import JIT_ENABLED, inline
+from ..kernels.arrays import Int64s, Words
+from ..kernels.jit import JIT_ENABLED, inline, kernel
 from ..system.oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
@@ -24,12 +24,16 @@ from .pins import Pins
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
+_MADV_DONTNEED: Final = 4
 WILL_NEED: Final = np.int32(3)
 """MADV_WILLNEED: start reading these pages from the device and return at once."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_COLLAPSE: Final = 25
+_LEAST_BYTES: Final = 1 << 30
+"""Of a map of a file that grows; a multiple of all page sizes."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -129,12 +133,22 @@ else:
         target[at : at + count] = source[start : start + count]
 
 
-def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones."""
+@kernel
+def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
+    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``; they begin with pages."""
+    for i in range(len(starts)):
+        queue_read(address + starts[i], stops[i] - starts[i])
+
+
+def zeros(length: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros that take memory only where written: by pages of 4 KiB, also where the system would take huge ones.
+
+    The system is asked for no promise that there will be memory: it refuses more than it has, whatever is written.
+    """
     size_bytes = length * np.dtype(dtype).itemsize
     if size_bytes < HUGE_PAGE_BYTES // 2:
         return np.zeros(length, dtype)
-    buffer = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = mmap.mmap(-1, size_bytes + 2 * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_NOHUGEPAGE)
@@ -172,26 +186,18 @@ def _map(descriptor: int, length_bytes: int, *, offset: int = 0, at: int | None 
     return address
 
 
-def hold_open(descriptor: int) -> int:
-    """Have an open file stay open in this process, not in forked ones, whoever closes the descriptor; returns what
-    ``let_go`` takes. On overlayfs the map is of the file below, and holds nothing.
-
-    Raises:
-        OSError: the file cannot be mapped.
-    """
-    return _map(descriptor, mmap.PAGESIZE)
-
-
-def let_go(address: int) -> None:
-    """Undo ``hold_open``."""
-    _libc.munmap(address, mmap.PAGESIZE)
+def map_length(size_bytes: int) -> int:
+    """Address space for a file that has so many bytes and grows: the next power of two, at least ``_LEAST_BYTES``."""
+    return max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
 class FileMap:
-    """A read-only shared map of a file, as long as the file may ever become.
+    """A read-only shared map of a file.
 
-    Addresses beyond the end of the file are mapped but must not be touched: whoever reads through ``words`` compares
-    with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
+    Addresses beyond the end of the file may be mapped but must not be touched: whoever reads through ``words`` compares
+    with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once. A file may outgrow its map:
+    ``reaching`` makes a longer one. This one stays for whoever reads through it; as each map is at least twice as
+    long as the one before, all of them together take at most twice the address space of the last.
 
     Attributes:
         pins: the open file, and which of its trees are read through the map.
@@ -206,6 +212,8 @@ class FileMap:
         self._owns_pins = pins is None
         self.pins = Pins(path) if pins is None else pins
         self.length_bytes = -(-length_bytes // 65536) * 65536
+        self._longer: FileMap | None = None
+        self._growing = threading.Lock()
         with contextlib.ExitStack() as stack:
             if self._owns_pins:
                 stack.callback(self.pins.close)
@@ -218,11 +226,44 @@ class FileMap:
             self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
             stack.pop_all()
 
+    @classmethod
+    def of_rows(cls, path: os.PathLike[str], size_bytes: int, pins: Pins) -> "FileMap":
+        """A map that so many bytes fit, with ``rows``, which several threads may come to ask for at once.
+
+        Raises:
+            OSError: no address space is left. ClosedError: somebody closed the descriptor.
+        """
+        made = cls(path, map_length(size_bytes), pins)
+        try:
+            made.rows.file_bytes()  # was it the open file that was mapped?
+        except BaseException:
+            made.close()
+            raise
+        return made
+
     @functools.cached_property
     def rows(self) -> "FileMap":
         """Another map of the open file, with a guard of its own, to read rows through: a page of theirs that the
         device refuses does not disturb whoever walks the tree meanwhile. Closed with this one."""
         return FileMap(self.path, self.length_bytes, self.pins)
+
+    def reaching(self, size_bytes: int) -> "FileMap":
+        """The map of the open file that so many bytes fit: this one, or a longer one that is closed with it.
+
+        Raises:
+            TierstoreError: no address space is left, or somebody closed the descriptor.
+        """
+        if size_bytes <= self.length_bytes:
+            return self
+        with self._growing:
+            if self._longer is None:
+                try:
+                    self._longer = FileMap.of_rows(self.path, size_bytes, self.pins)
+                except OSError as error:
+                    raise translate_os_error(error, self.path) from error
+                for old in (self, self.rows):  # their page tables are of no more use
+                    _libc.madvise(old.address, old.length_bytes, _MADV_DONTNEED)
+        return self._longer.reaching(size_bytes)
 
     def _map(self, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
         try:
@@ -237,23 +278,12 @@ class FileMap:
         self._map(length_bytes, offset=offset, at=address)
 
     def file_bytes(self) -> int:
-        """Length of the file now; ClosedError if somebody closed the descriptor."""
-        return self.pins.size_bytes()
+        """Length of the file now, as far as it is mapped; ClosedError if somebody closed the descriptor."""
+        return min(self.pins.size_bytes(), self.length_bytes)
 
     def require_in_place(self) -> None:
-        """StoreReplacedError unless the path still names this file; ClosedError if somebody closed the descriptor."""
-        self.pins.size_bytes()
-        try:
-            found: os.stat_result | None = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
-        except OSError as error:
-            raise translate_os_error(error, self.path) from error
-        if found is None or (found.st_dev, found.st_ino) != self.pins.identity:
-            what = "was deleted" if found is None else "is another file than when the store was opened"
-            raise StoreReplacedError(
-                f"{self.path} {what}: the store was replaced, and what is open is the old one; open the store again"
-            )
+        """See ``Pins.require_in_place``."""
+        self.pins.require_in_place()
 
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
@@ -265,8 +295,9 @@ class FileMap:
         if len(self.words):
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
-            if "rows" in vars(self):
-                self.rows.close()
+            for other in (vars(self).get("rows"), self._longer):
+                if other is not None:
+                    other.close()
             self.guard.close()
             _libc.munmap(self.address, self.length_bytes)
             if self._owns_pins:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class MemoryColdTier:
         size_bytes, seconds = len(keys) * layout.row_bytes, time.perf_counter() - started
         self._counting.add(rows_written=len(keys), bytes_written=size_bytes, write_seconds=seconds)
 
-    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+    def commit(self, payload: bytes, version: int, *, keep: int = 1, dropped: Collection[int] = ()) -> None:
         """See ``ColdTier.commit``; durable until the process ends."""
         with self._lock:
             self._check_open()
@@ -101,7 +101,8 @@ class MemoryColdTier:
                 raise ValueError(f"version={version} must be above {self._last_version}, and keep={keep} at least 1")
             self._last_version = version
             self._payloads[version] = bytes(payload)
-            self._payloads = {kept: self._payloads[kept] for kept in self.versions[-keep:]}
+            kept_versions = [kept for kept in self.versions if kept not in dropped][-keep:]
+            self._payloads = {kept: self._payloads[kept] for kept in kept_versions}
             for key, epochs in self._rows.items():
                 shown = {max((each for each in epochs if each <= kept), default=0) for kept in self._payloads}
                 self._rows[key] = {each: row for each, row in epochs.items() if each in shown or each > version}
@@ -148,6 +149,10 @@ class MemoryColdTier:
 
     def counters(self) -> ColdCounters:
         return self._counting.totals
+
+    @property
+    def held_bytes(self) -> int:
+        return 0
 
     @property
     def map_bytes(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..errors import StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
-from .indexes import read_indexes, stored_segments
+from .indexes import stored_segments
 from .opened import OpenFile
 from .records import CommitRecord, Head
 from .row_map import RowMap, RowPlaces
@@ -133,7 +133,7 @@ class Follower:
         if tail is not None:
             return NewerCommit(self, snapshot, head, record, tail, tail.changed)
         rows = RowMap(before.shapes)
-        rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
+        rows.enter(snapshot, stored, record.version, ())
         return NewerCommit(self, snapshot, head, record, rows, rows.differing(before))
 
     def close(self) -> None:

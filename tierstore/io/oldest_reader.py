@@ -47,14 +47,30 @@ class Floor:
         self._pins = pins
         with contextlib.ExitStack() as stack:
             self._txn = environment.begin(write=False)
-            stack.callback(self._txn.abort)
+            stack.callback(lambda: self._txn.abort())  # the one of the end
             # Kept open: closing a descriptor of this file drops the locks of this process on it.
             self._table = OwnDescriptor(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_NOFOLLOW)
             stack.callback(self._table.close)
-            self._place = self._find()
-            self._number = _NOBODY
-            self._write(_NOBODY)
+            self._take_place()
             self._held = stack.pop_all()
+
+    def _take_place(self) -> None:
+        self._place = self._find()
+        self._number = _NOBODY
+        self._write(_NOBODY)
+
+    def set_map_length(self, length_bytes: int) -> None:
+        """Have LMDB map so much. That ends all transactions, so the place is taken anew; none may be open but ours.
+
+        Raises:
+            TierstoreError: the system refuses, and the environment is of no more use.
+        """
+        try:
+            self._environment.set_mapsize(length_bytes)
+            self._txn = self._environment.begin(write=False)
+        except lmdb.Error as error:
+            raise translate(error, self._path) from error
+        self._take_place()
 
     def _find(self) -> int:
         """Where the number of our transaction is."""

@@ -9,13 +9,14 @@ from typing import Final
 from ..errors import ClosedError, StoreNotFoundError, TierstoreError
 from ..kernels.arrays import Int64s
 from ..rows import KEY_ROW_BITS, RowLayout
-from ..system.durable import sync_directory
+from ..system.durable import directory_locked, sync_directory
 from ..system.forks import disown_in_forks
-from ..system.oserrors import RESTORE
+from ..system.oserrors import RESTORE, translate_os_error
 from .anchor import require_sound
-from .files import check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
-from .indexes import read_indexes, stored_segments
+from .files import check_rows_file, create_rows_file, require_plain_files, rows_path
+from .indexes import stored_segments
 from .mapped import FileMap
+from .pins import Pins
 from .records import MAX_VERSION, CommitRecord, Head, first_records
 from .recovery import recover
 from .row_map import RowMap, RowPlaces
@@ -88,16 +89,35 @@ class View:
             self._idle.wait_for(lambda: not self._leased)
 
 
+def _create(path: Path, store_id: bytes) -> None:
+    """Create the row file unless it is there."""
+    if not path.exists():
+        with directory_locked(path.parent):
+            if not path.exists():
+                create_rows_file(path, first_records(store_id), store_id)
+
+
+def _open(path: Path, *, writable: bool) -> Pins:
+    try:
+        return Pins(path, writable=writable)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"{path}: no such file. {RESTORE}") from None
+    except OSError as error:
+        raise translate_os_error(error, path) from error
+
+
 class OpenFile:
     """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
 
     Attributes:
         lock: held by whoever writes, or changes what readers are shown.
-        map: the file as memory.
+        map: the file as memory; another when it outgrows that.
         view: what readers are shown.
         head: which versions there are.
         record: of the version that is shown.
         logged: the record of the log, as it was found.
+        has_loose: for a writer: there may be segments of versions that are not current and will not be. The map leaves
+            them out.
         tables: layout and number of rows, by index.
     """
 
@@ -106,20 +126,22 @@ class OpenFile:
         self.readonly: Final = readonly
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}
+        self.has_loose = True
         self._state = "open"
         disown_in_forks(self)
         require_plain_files(directory)
         with ExitStack() as stack:
-            if not readonly:
-                stack.callback(WriterLock(directory).release)
+            if create and not readonly:
+                _create(self.path, store_id)
+            stack.callback((pins := _open(self.path, writable=not readonly)).close)
+            if readonly:
+                require_sound(self.path, store_id)
+            else:
+                stack.callback(WriterLock(directory, pins).release)
                 sync_directory(directory)  # a process that ended may have left names that the device does not hold
-            if not self.path.exists():
-                if readonly or not create:
-                    raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
-                create_rows_file(self.path, first_records(store_id), store_id)
-            (require_sound if readonly else recover)(self.path, store_id)
+                recover(self.path, store_id, pins)
             self.page_bytes: Final = check_rows_file(self.path).page_bytes
-            self.map: Final = FileMap(self.path, map_bytes(directory))
+            self.map = FileMap.of_rows(self.path, pins.size_bytes(), pins)
             stack.callback(self.map.close)
             self.view: Final = View(snapshot := self.new_snapshot())
             stack.callback(self.view.close)
@@ -187,9 +209,9 @@ class OpenFile:
             if (rows := self.view.rows) is None:
                 self.require_open()
                 rows = RowMap(self.tables)
-                indexes = read_indexes(self.snapshot, stored_segments(self.snapshot))
-                shown = (self.record.version, ()) if self.readonly else (MAX_VERSION, self.head.kept)
-                rows.enter(self.snapshot, indexes, *shown)
+                current, kept = (self.record.version, ()) if self.readonly else (self.head.current, self.head.kept)
+                last = current if self.readonly or self.has_loose else MAX_VERSION
+                rows.enter(self.snapshot, stored_segments(self.snapshot), last, kept)
                 self.view.rows = rows
             return rows
 

@@ -1,10 +1,11 @@
-"""Which trees of a row file are being read: a reader locks the byte whose offset is its tree's transaction number.
+"""Who uses a row file. A reader locks the byte whose offset is its tree's transaction number, a writer its own byte.
 
-The lock is a shared one of the open file (an open-file-description lock, ``fcntl(2)``) on ``rows.lmdb`` itself. No
-process id is involved, and no other descriptor of the file matters. The bytes need not exist, and nothing is written.
-The kernel drops the lock when nothing refers to the open file any more; as the file's map refers to it, what is in the
-map is locked whoever closes the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and
-the lock ends with the descriptor.)
+The locks are of the open file (open-file-description locks, ``fcntl(2)``), on ``rows.lmdb`` itself: shared by readers,
+exclusive for the writer. So no file can be removed that keeps a second writer out. No process id is involved, and no
+other descriptor of the file matters. The bytes need not exist, and nothing is written. The kernel drops the lock when
+nothing refers to the open file any more; as the file's map refers to it, what is in the map is locked whoever closes
+the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and the lock ends with the
+descriptor.)
 
 Why no page is reused that a reader can see:
 
@@ -20,20 +21,28 @@ sees the lock and tells LMDB (``oldest_reader.py``).
 import contextlib
 import errno
 import fcntl
+import glob
 import os
+import re
 import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
-from ..errors import StoreLockedError, TierstoreError
+from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor
 from ..system.oserrors import translate_os_error
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The system's ``struct flock``: type, whence, start, length, process id."""
+_OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\d+) (\d+)$", re.MULTILINE)
+"""First and last byte of each lock of an open file, as /proc tells of its descriptor."""
 _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+WRITER_BYTE: Final = 2**62
+"""Above all transaction numbers."""
 _PATIENCE_SECONDS: Final = 60.0
 """For a writer that puts meta pages back meanwhile."""
 _PAUSE_SECONDS: Final = 0.01
@@ -56,15 +65,18 @@ def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
 class Pins:
     """An open row file, and the trees that are read through it.
 
+    Args:
+        writable: open it for writing. An overlay then copies a file of a lower layer, before anything is read of it.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: "str | os.PathLike[str]") -> None:
+    def __init__(self, path: "str | os.PathLike[str]", *, writable: bool = False) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
-        self._file = OwnDescriptor(path, os.O_RDONLY)
+        self._file = OwnDescriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         self.identity: Final = self._file.identity
         self.is_held: Final = self._file.is_held
 
@@ -81,6 +93,21 @@ class Pins:
         self._require_held()
         return size_bytes
 
+    def require_in_place(self) -> None:
+        """StoreReplacedError unless the path still names this file; ClosedError if somebody closed the descriptor."""
+        self.size_bytes()
+        try:
+            found: os.stat_result | None = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except OSError as error:
+            raise translate_os_error(error, self._path) from error
+        if found is None or (found.st_dev, found.st_ino) != self.identity:
+            what = "was deleted" if found is None else "is another file than when the store was opened"
+            raise StoreReplacedError(
+                f"{self._path} {what}: the store was replaced, and what is open is the old one; open the store again"
+            )
+
     def _require_held(self) -> None:
         if not self.is_held():
             raise self._file.lost()
@@ -94,6 +121,28 @@ class Pins:
                 f"({error.strerror}); put the store on a local file system"
             )
         return translate_os_error(error, self._path)
+
+    def lock_for_writer(self, *, shared: bool = False) -> bool:
+        """Take the writer's lock, until ``close``; False if a writer has it. ``shared``: keep writers out, no more.
+
+        Raises:
+            TierstoreError: the file system has no locks.
+        """
+        try:
+            return lock_range(self.descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, WRITER_BYTE, 1)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    @contextlib.contextmanager
+    def readers_kept_out(self) -> Iterator[bool]:
+        """Whether nobody reads the file through another open file; if so nobody begins to until the end of the block.
+        It must be ``writable``."""
+        is_alone = lock_range(self.descriptor, fcntl.F_WRLCK, 0, WRITER_BYTE)
+        try:
+            yield is_alone
+        finally:
+            if is_alone and self.is_held():
+                lock_range(self.descriptor, fcntl.F_UNLCK, 0, WRITER_BYTE)
 
     def hold(self, txn_id: int) -> None:
         """Lock a tree, once more if it is locked already.
@@ -144,8 +193,13 @@ class Pins:
             ClosedError: somebody closed the descriptor, and it is no answer.
         """
         with self._lock:
-            found = min((txn_id for txn_id in self._users if txn_id < below), default=None)
-        end = below if found is None else found
+            own = min((txn_id for txn_id in self._users if txn_id < below), default=None)
+        found = self.oldest_elsewhere(below if own is None else own)
+        return own if found is None else found
+
+    def oldest_elsewhere(self, below: int) -> int | None:
+        """``oldest`` of those that are read through other open files, in this process or another."""
+        found, end = None, below
         try:
             while end > 0:
                 asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)
@@ -158,8 +212,22 @@ class Pins:
         self._require_held()
         return found
 
+    def holders(self, txn_id: int) -> list[int]:
+        """Ids of the processes that read a tree, as far as /proc shows them: the lock itself does not name any."""
+        found = set()
+        for path in glob.iglob("/proc/[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                status = os.stat(path)
+                if (status.st_dev, status.st_ino) == self.identity:
+                    process, number = path.split("/")[2::2]
+                    told = Path(f"/proc/{process}/fdinfo/{number}").read_text()
+                    if any(int(first) <= txn_id <= int(last) for first, last in _OWN_LOCKS.findall(told)):
+                        found.add(int(process))
+        return sorted(found)
+
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""
         if self.is_held():
-            lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
         self._file.close()

@@ -1,15 +1,18 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
+import os
 import queue
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..system.forks import disown_in_forks
+from ..system.dropped import finish, hand_over
+from ..system.forks import disown_in_forks, require_own
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any] | BaseException
@@ -194,8 +197,7 @@ def _plain(
         while (item := reader.next()) is not None:
             yield item.batch
     finally:
-        reader.close()
-        reader.release()
+        finish(reader.end)
 
 
 class _Ahead(NamedTuple):
@@ -226,17 +228,28 @@ class _Reader:
         self._waiting: list[_Ahead] = []  # read, but there was no room to announce it
         self._error: BaseException | None = None
         self._ended = False
-        self._gate = threading.RLock()  # the garbage collector may close it anywhere, in this very thread
+        self._gate = threading.Lock()
         self._is_outside = False
+        self._process_id = os.getpid()
         disown_in_forks(self)
 
     def disown(self) -> None:
         """In a forked process, where the thread that may have the gate is not."""
-        self._gate = threading.RLock()
+        self._gate = threading.Lock()
         self.is_closed = True
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it, and is no fork of that one."""
+        return self._process_id == os.getpid()
+
+    def require_own(self) -> None:
+        """ClosedError if it is not."""
+        require_own(self._process_id, "the pipeline", "open the store here, and call tierstore.prefetch here")
+
     def next(self) -> _Ahead | None:
-        """The next batch, or None at the end. The one before is retired: it is in use."""
+        """The next batch, or None at the end. The one before is retired: it is in use. ClosedError in a fork."""
+        self.require_own()
         _pop_all(self._window, _retire, limit=1)
         while not self._ended and len(self._window) <= self._lookahead and self._add(must=not self._window):
             pass
@@ -289,6 +302,11 @@ class _Reader:
             self.is_closed = True
             return self._is_outside
 
+    def end(self) -> None:
+        """Close and release it, where no thread is at work in it."""
+        self.close()
+        self.release()
+
     def release(self) -> None:
         """Retire what was announced and forget the caches; for whoever closed it, unless a thread is at work in it
         outside the caller's code."""
@@ -315,8 +333,9 @@ def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.ma
 def _pipeline(
     batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    worker = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth)
+    worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
     try:
+        worker.start(consumer)
         while True:
             item = worker.take()
             if not item:
@@ -326,72 +345,101 @@ def _pipeline(
             yield item[0]
             worker.forget(1)
     finally:
-        worker.stop()
+        finish(worker.stop)
+
+
+class _Consumer:
+    """Lives as long as the generator that takes batches."""
 
 
 class _Worker:
-    """A thread that reads batches and brings their rows in.
+    """Reads batches and brings their rows in, in a thread.
 
-    While it waits for the source no variable of its frames refers to a batch, a ticket or the store.
+    While the thread waits for the source, no variable of its frames refers to a batch, a ticket or the store; while it
+    waits for a place, it does not refer to the worker either: who drops a pipeline drops all of it.
     """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
         self._reader = reader
         self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may yet be brought in
+        # One for each batch that may yet be brought in; a dead reference once nobody refers to this.
+        self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
+        self._next: tuple[Any, Any] | None = None  # a batch that waits for room, and its ticket
+        self._borrowed = 0  # places that were taken while it waited
         self._is_in = True  # the last batch that was handed over
-        self._thread = threading.Thread(target=self._run, name="tierstore-prefetch", daemon=True)
+        self._has_ended = False
+        self._consumer: weakref.ref[_Consumer] | None = None
+        known = weakref.ref(self, self._places.put)
+        self._thread = threading.Thread(
+            target=_work, args=(known, self._places), name="tierstore-prefetch", daemon=True
+        )
+
+    def start(self, consumer: _Consumer) -> None:
+        """Begin. However the consumer ends, the thread ends too, and what was not used is released."""
+        self._consumer = weakref.ref(consumer, lambda _: hand_over(self.stop))
         self._thread.start()
 
-    def _run(self) -> None:
+    def step(self) -> bool:
+        """With a place: go on with the next batch; False at the end."""
         try:
-            while self._bring_next():
-                pass
+            if self._go_on():
+                return True
             self._ready.put(())
         except BaseException as error:
             self._ready.put(error)
-        finally:
-            module = self._reader.module
-            try:
-                if module is not None:
-                    module.end()
-            finally:
-                if self._reader.is_closed:
-                    self._release()
+        self._end()
+        return False
 
-    def _bring_next(self) -> bool:
-        """When there is a place, read a batch, bring its rows in and hand it over; False at the end."""
-        self._places.get()
-        item = self._reader.next()
+    def _end(self) -> None:
+        self._has_ended = True
         module = self._reader.module
-        if item is None or module is None:
-            return False
-        ticket = module.prepare(item.features)
-        self._tickets.append(ticket)
-        self._wait_for_room(module, ticket)
-        if self._reader.is_closed:
+        try:
+            if module is not None:
+                module.end()
+        finally:
+            if self._reader.is_closed:
+                self._release()
+
+    def _go_on(self) -> bool:
+        """Read a batch, unless one waits for room, and if there is room bring its rows in and hand it over."""
+        if self._next is None:
+            item = self._reader.next()
+            module = self._reader.module
+            if item is None or module is None:
+                return False
+            self._next = item.batch, module.prepare(item.features)
+            self._tickets.append(self._next[1])
+        else:
+            module = self._reader.module
+            self._borrowed += 1  # in the end one that a batch has left
+        if self._must_wait(module):
+            return True
+        (batch, ticket), self._next = self._next, None
+        for _ in range(self._borrowed):
+            self._places.put(None)
+        self._borrowed = 0
+        if self._reader.is_closed or module is None:
             return False
         self._is_in = module.bring_in(ticket)
-        self._ready.put((item.batch,))
+        self._ready.put((batch,))
         return not self._reader.is_closed
 
-    def _wait_for_room(self, module: Preparable, ticket: Any) -> None:
-        """Wait until the rows would stay, or the batch is the next one that is asked for, or closed.
+    def _must_wait(self, module: Preparable | None) -> bool:
+        """Whether the rows would not stay, and the batch is not the next one that is asked for, or closed.
 
         While a batch that is not in is in use, there is room that it needs itself.
         """
-        places = 0
-        while len(self._tickets) > 1 and not self._reader.is_closed and not (self._is_in and module.has_room(ticket)):
-            self._places.get()  # in the end one that a batch has left
-            places += 1
-        for _ in range(places):
-            self._places.put(None)
+        if len(self._tickets) <= 1 or self._reader.is_closed or module is None:
+            return False
+        assert self._next is not None
+        return not (self._is_in and module.has_room(self._next[1]))
 
     def take(self) -> _Item:
-        """The next batch, or how it ended; waits for it."""
+        """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
+        self._reader.require_own()
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
@@ -410,15 +458,30 @@ class _Worker:
 
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing
-        to release, and ends when that code returns."""
+        to release, and ends when that code returns. Nor has a forked process anything to end."""
+        if not self._reader.is_own:
+            return
         is_outside = self._reader.close()
         self._places.put(None)
-        if not is_outside and threading.get_ident() != self._thread.ident:
-            # A bound, for a generator that the garbage collector ends in the middle of anything.
+        if not is_outside and self._thread.ident not in (None, threading.get_ident()):
             self._thread.join(_JOIN_SECONDS)
+            if not (self._has_ended or self._thread.is_alive()):
+                self._end()
         if is_outside or not self._thread.is_alive():
             self._release()
+        self._consumer = None
 
     def _release(self) -> None:
         self.forget()
+        self._next = None
         self._reader.release()
+
+
+def _work(known: "weakref.ref[_Worker]", places: "queue.SimpleQueue[weakref.ref[_Worker] | None]") -> None:
+    """A worker's thread, until the worker has ended or nobody refers to it."""
+    goes_on = True
+    while goes_on:
+        places.get()
+        worker = known()
+        goes_on = worker is not None and worker.step()
+        del worker

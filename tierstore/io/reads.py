@@ -8,7 +8,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, RowLayout
 from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
-from .mapped import FileMap
+from .guard import Guard
 from .row_map import RowMap, RowPlaces
 from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
@@ -39,23 +39,20 @@ class RowReader:
     """Gathers rows from a file, and remembers whether its pages were in memory the last time.
 
     Args:
-        file_map: rows are read through; a map of its own, so that pages of rows that cannot be read are nobody else's
-            trouble.
         verify: compare each row with its checksum.
 
     Attributes:
         is_cold: pages were not in memory the last time.
     """
 
-    def __init__(self, file_map: FileMap, *, verify: bool) -> None:
-        self._file_map = file_map
+    def __init__(self, *, verify: bool) -> None:
         self._verify = verify
         self.is_cold = False
-        self._can_sample = file_map.tells_residency()
+        self._can_sample: bool | None = None
 
     def unverified(self) -> "RowReader":
         """The same without looking at checksums, for a benchmark of what they cost."""
-        return RowReader(self._file_map, verify=False)
+        return RowReader(verify=False)
 
     def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> Rows:
         """Rows of one layout that were written; at least one.
@@ -77,13 +74,16 @@ class RowReader:
         state: Words, present: Bools,
     ) -> Int64s:  # fmt: skip
         """Copy rows of one layout as ``ColdTier.read`` does; the result of ``gather.gather``."""
-        file_map, segments = self._file_map, rows.segments[layout]
+        whole_map, segments = snapshot.file_map, rows.segments[layout]
+        if self._can_sample is None:
+            self._can_sample = whole_map.tells_residency()
         positions, places = rows.find(layout, keys)
         wanted = Wanted(keys, positions)
         target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
         geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()
-        since = file_map.guard.begin()
         while True:
+            file_map = whole_map.rows  # a map of its own: pages of rows that cannot be read are nobody else's trouble
+            since = file_map.guard.begin()
             source = Source(file_map.words, file_map.address, limit)
             how = How(self._verify, self.is_cold, self._can_sample)
             scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(4, np.int64)
@@ -91,23 +91,25 @@ class RowReader:
             if result[0] != SegmentStatus.OUT_OF_FILE:
                 self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since):
-                    self._look_for_refused(since, geo, scratch, result)
+                    _look_for_refused(file_map.guard, since, geo, scratch, result)
                 return result
             # A place entered while we read may lie in what the file, or the list of segments, grew by meanwhile.
-            known, limit, arrays = (limit, len(arrays.numbers)), snapshot.limit_pages(), segments.arrays
+            whole_map = whole_map.reaching(whole_map.pins.size_bytes())
+            known, arrays = (limit, len(arrays.numbers)), segments.arrays
+            limit = whole_map.file_bytes() // snapshot.page_bytes
             if (limit, len(arrays.numbers)) == known:
                 return result
 
-    def _look_for_refused(self, since: int, geo: Geometry, scratch: Scratch, result: Int64s) -> None:
-        """Have the result say so if a row lies on a page that was refused since, whatever was found there."""
-        guard = self._file_map.guard
-        refused = guard.refused(since)
-        starts, stops = scratch.pairs * 8, (scratch.offsets + geo.row_words) * 8
-        met = refused.meet(starts, stops) & (scratch.offsets != 0)
-        if met.any():
-            is_cut = guard.is_cut_short(refused)
-            result[0] = SegmentStatus.OUT_OF_FILE if is_cut else SegmentStatus.UNREADABLE
-            result[1] = int(np.argmax(met))
+
+def _look_for_refused(guard: Guard, since: int, geo: Geometry, scratch: Scratch, result: Int64s) -> None:
+    """Have the result say so if a row lies on a page that was refused since, whatever was found there."""
+    refused = guard.refused(since)
+    starts, stops = scratch.pairs * 8, (scratch.offsets + geo.row_words) * 8
+    met = refused.meet(starts, stops) & (scratch.offsets != 0)
+    if met.any():
+        is_cut = guard.is_cut_short(refused)
+        result[0] = SegmentStatus.OUT_OF_FILE if is_cut else SegmentStatus.UNREADABLE
+        result[1] = int(np.argmax(met))
 
 
 # Rows of one file are appended to another in batches that fill whole segments.
@@ -117,10 +119,8 @@ def by_key(rows: RowMap, tables: Iterable[int], since: int = 0) -> Iterator[Int6
     """Keys of the stored rows of some tables, table by table, ascending, in parts; ``since`` as for
     ``RowMap.stored_rows``."""
     for table in tables:
-        _, num_rows = rows.shapes[table]
-        for first in range(0, num_rows, _LIST_STEP):
-            stop = min(first + _LIST_STEP, num_rows)
-            yield rows.stored_rows(table, first, stop, since) | (table << KEY_ROW_BITS)
+        for part in rows.stored_rows(table, since):
+            yield part | (table << KEY_ROW_BITS)
 
 
 def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0) -> Iterator[Int64s]:
@@ -144,7 +144,7 @@ def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], si
     Raises:
         ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it.
     """
-    reader = RowReader(snapshot.file_map.rows, verify=True)
+    reader = RowReader(verify=True)
     for keys in _batches(parts, size):
         yield reader.stored(snapshot, rows, keys)
 

@@ -6,10 +6,7 @@ pages that the anchored ones take the place of are saved first, in ``rows.before
 been leaves all that there was; and whatever step it is cut short at, the next one does the same again.
 """
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import DamagedError, StoreLockedError
@@ -20,13 +17,16 @@ from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew
 from .btree import Meta, parse_meta
 from .files import are_successive
 from .mapped import FileMap
-from .pins import lock_range
+from .pins import Pins
 from .snapshot import Tree
 from .stored_records import check_store, read_head, read_payload, read_record
 
 
-def recover(path: Path, store_id: bytes) -> None:
+def recover(path: Path, store_id: bytes, pins: Pins) -> None:
     """Have the device hold the anchor, and put the anchored meta pages back.
+
+    Args:
+        pins: of the row file, open for writing; no tree is read through it.
 
     Raises:
         ChecksumError, FormatError: the anchor is damaged, or the row file older than it.
@@ -40,20 +40,16 @@ def recover(path: Path, store_id: bytes) -> None:
     if read_metas(path, anchor.page_bytes) == anchor.metas:
         renew_anchor(path, anchor)
         return
-    _require_whole(path, store_id, anchor)
+    _require_whole(path, store_id, anchor, pins)
     renew_anchor(path, anchor)
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        with _readers_kept_out(descriptor) as is_alone:
-            if is_alone:
-                _put_back(path, descriptor, anchor)
-            elif not is_sound(path, anchor):
-                raise StoreLockedError(
-                    f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
-                    "open it again."
-                )
-    finally:
-        os.close(descriptor)
+    with pins.readers_kept_out() as is_alone:
+        if is_alone:
+            _put_back(path, pins.descriptor, anchor)
+        elif not is_sound(path, anchor):
+            raise StoreLockedError(
+                f"{path}: a write failed while the store was open for writing, and others read it; end them, then "
+                "open it again."
+            )
 
 
 def _put_back(path: Path, descriptor: int, anchor: Anchor) -> None:
@@ -65,21 +61,10 @@ def _put_back(path: Path, descriptor: int, anchor: Anchor) -> None:
     os.fdatasync(descriptor)
 
 
-@contextlib.contextmanager
-def _readers_kept_out(descriptor: int) -> Iterator[bool]:
-    """Whether nobody reads the row file; if so nobody begins to until the end of the block (``pins.py``)."""
-    is_alone = lock_range(descriptor, fcntl.F_WRLCK, 0, 0)
-    try:
-        yield is_alone
-    finally:
-        if is_alone:
-            lock_range(descriptor, fcntl.F_UNLCK, 0, 0)
-
-
-def _require_whole(path: Path, store_id: bytes, anchor: Anchor) -> None:
+def _require_whole(path: Path, store_id: bytes, anchor: Anchor, pins: Pins) -> None:
     """DamagedError unless the anchored tree holds all that an open looks at: both trees, records and payload."""
     found = [meta for meta in map(parse_meta, anchor.metas) if isinstance(meta, Meta)]
-    file_map = FileMap(path, path.stat().st_size)
+    file_map = FileMap(path, path.stat().st_size, pins)
     try:
         sizes = [meta.page_bytes for meta in found]
         if sizes != [anchor.page_bytes] * 2 or not are_successive(*(meta.txn_id for meta in found)):

@@ -2,7 +2,8 @@
 
 A place is ``slot << place_bits | index``: the segment's slot, a small number that is used again when the segment is
 gone, and the row's number in the segment. 0 stands for a row that was never written; slot 0 is never used. The map is
-made from the indexes of the segments, and kept up to date by the writer.
+made from the indexes of the segments, and kept up to date by the writer. Places are of 4 bytes until a layout needs
+more segments than these can name; then the map is copied once, to places of 8 bytes.
 
 **Versions.** A row may lie in several segments: once as it is now, and as kept versions show it. Rows of a segment are
 *live* if the map leads to them, *held* if only kept versions need them, else dead. Of a row's entries the newest is the
@@ -19,240 +20,49 @@ that tree, and of any later one, stay as they are (``pins.py``). The writer ente
 wrote it is visible and before the next snapshot is shown. So a reader at t finds an old place or a new one, and both
 stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
 when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
+That is as right for a reader that goes on with the 4-byte places of a map that has been copied since.
 A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.advance``).
 
 **Memory.** The map takes pages of 4 KiB where rows are stored. A *region* of it, 2 MiB or more, goes to huge pages
 once one row in 256 is stored: of random rows, nearly all of its pages are touched by then.
 """
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BudgetError, DamagedError
-from ..kernels.arrays import Int32s, Int64s, Words
-from ..kernels.jit import inline, kernel
+from ..errors import DamagedError
+from ..kernels.arrays import Int64s, Words
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
-from ..system.sizes import format_size
-from .indexes import STORED, Stored, byte_ranges, read_indexes
-from .mapped import HUGE_PAGE_BYTES, prefetch_word, use_huge_pages, zeros
-from .segments import KEYS, NEWEST, Geometry, rows_listed
-from .slots import SegmentArrays, Segments
+from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
+from .mapped import HUGE_PAGE_BYTES, use_huge_pages
+from .places import (
+    Places,
+    Regions,
+    TableArrays,
+    copy_used,
+    enter,
+    find_positions,
+    list_differing,
+    list_live,
+    new_places,
+    place_type,
+    publish,
+)
+from .slots import Segments
 from .snapshot import Tree
 
 if TYPE_CHECKING:
     from .tail import Tail
 
-Places = NDArray[np.uint32]
-
-_COPY_STEP: Final = 1024
 _LIST_STEP: Final = 1 << 20
-_AHEAD: Final = 16
 _SPARSE_ROWS: Final = 256
 """A region with a stored row among so many is to be in huge pages."""
-_MOST_REGIONS: Final = 1024
+_MOST_REGIONS: Final = 8192
 """Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
-
-
-class TableArrays(NamedTuple):
-    """What kernels know of each table, by table index; a table not added has base -1."""
-
-    bases: Int64s
-    """Position of row 0 in the flat array of places."""
-    num_rows: Int64s
-    layout_ids: Int64s
-
-
-class Regions(NamedTuple):
-    """How many rows are stored, by region of ``1 << row_bits`` rows."""
-
-    stored: Int64s
-    row_bits: int
-
-
-@kernel
-def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions: Int64s) -> int:
-    """Where rows have their entries in the flat array; -1, or the position in ``keys`` of what is no such row."""
-    for i in range(len(keys)):
-        table = keys[i] >> KEY_ROW_BITS
-        row = keys[i] & ROW_MASK
-        known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == layout_id
-        if not known or row >= tables.num_rows[table]:
-            return i
-        positions[i] = tables.bases[table] + row
-    return -1
-
-
-@inline
-def is_known(table: int | np.int64, tables: TableArrays) -> bool:
-    """Whether there is a table with this index, which may be any number."""
-    return 0 <= table < len(tables.bases) and tables.bases[table] >= 0  # type: ignore[return-value]
-
-
-@inline
-def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
-    """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
-    table = key >> KEY_ROW_BITS
-    if not is_known(table, tables):
-        return bool(table >= 0)
-    return bool(tables.layout_ids[table] == layout_id and (key & ROW_MASK) < tables.num_rows[table])
-
-
-@kernel
-def _publish(
-    positions: Int64s, slot: int, epoch: int, is_moved: bool, place_bits: int, places: Places, regions: Regions,
-    segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
-) -> tuple[int, int]:  # fmt: skip
-    """Enter the rows of a segment just written: all of one epoch, or moved by cleaning.
-
-    A row that has a version of a later epoch already, while that for ``epoch`` was under way, is held.
-
-    Args:
-        held_for: int32 [slots]: rows of the epochs before, by segment, that a version before ``epoch`` needs.
-        late_for: the same, for ``epoch`` itself.
-        emptied: int64 [rows], receives the slots without live and held rows.
-
-    Returns:
-        How many rows died, and how many segments were emptied.
-    """
-    dead, count = 0, 0
-    for index in range(len(positions)):
-        if index + _AHEAD < len(positions):
-            prefetch_word(places, positions[index + _AHEAD])
-        at = positions[index]
-        old = np.int64(places[at])
-        before = old >> place_bits
-        if old != 0 and not is_moved and segments.newest[before] > epoch:
-            segments.held[slot] += 1
-            late_for[slot] += 1
-            continue
-        places[at] = np.uint32(slot << place_bits | index)
-        segments.live[slot] += 1
-        if old == 0:
-            regions.stored[at >> regions.row_bits] += 1
-            continue
-        segments.live[before] -= 1
-        if not is_moved and segments.newest[before] < epoch:
-            segments.held[before] += 1
-            held_for[before] += 1
-            continue
-        dead += 1
-        if segments.live[before] == 0 and segments.held[before] == 0:
-            emptied[count] = before
-            count += 1
-    return dead, count
-
-
-@kernel
-def _enter(
-    words: Words, indexes: Int64s, slots: Int64s, last: int, kept: Int64s, geo: Geometry, tables: TableArrays,
-    places: Places, regions: Regions, segments: SegmentArrays, held: NDArray[np.int32],
-) -> tuple[int, int, int]:  # fmt: skip
-    """Enter the rows of stored segments, in ascending order of (newest epoch, number).
-
-    Args:
-        indexes: word offset of each one's index, which was checked.
-        last: rows of later epochs are left out.
-        kept: int64, versions that are kept, ascending.
-        held: int32 [kept, slots]: receives the rows that have a newer version, under the last one that shows them.
-
-    Returns:
-        -1 or the position of a segment that holds what cannot be; rows of tables that are not known; rows that died.
-    """
-    unknown, dead = 0, 0
-    for s in range(len(indexes)):
-        at = indexes[s]
-        slot = slots[s]
-        num, is_mixed = rows_listed(words, at)
-        for i in range(num):
-            if i + _AHEAD < num:
-                ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                if is_known(ahead >> KEY_ROW_BITS, tables):
-                    prefetch_word(places, tables.bases[ahead >> KEY_ROW_BITS] + (ahead & ROW_MASK))
-            key = np.int64(words[at + KEYS + i])
-            table = key >> KEY_ROW_BITS
-            if not can_be_stored(key, geo.layout_id, tables):
-                return s, unknown, dead
-            epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
-            if epoch > last:
-                continue
-            if not is_known(table, tables):
-                segments.held[slot] += 1
-                unknown += 1
-                continue
-            position = tables.bases[table] + (key & ROW_MASK)
-            old = np.int64(places[position])
-            if old == 0:
-                regions.stored[position >> regions.row_bits] += 1
-            else:
-                before = old >> geo.place_bits
-                segments.live[before] -= 1
-                which = len(kept) - 1
-                while which >= 0 and kept[which] >= epoch:
-                    which -= 1
-                if which >= 0 and kept[which] >= segments.oldest[before]:
-                    segments.held[before] += 1
-                    held[which, before] += 1
-                else:
-                    dead += 1
-            places[position] = np.uint32(slot << geo.place_bits | i)
-            segments.live[slot] += 1
-    return -1, unknown, dead
-
-
-@kernel
-def _list_live(
-    words: Words, indexes: Int64s, slots: Int64s, since: int, place_bits: int, tables: TableArrays, places: Places,
-    keys: Int64s, epochs: Words,
-) -> int:  # fmt: skip
-    """List the live rows of segments that are of epochs after ``since``, and the epochs; returns how many."""
-    count = 0
-    for s in range(len(slots)):
-        at = indexes[s]
-        num, is_mixed = rows_listed(words, at)
-        for i in range(num):
-            key = np.int64(words[at + KEYS + i])
-            table = key >> KEY_ROW_BITS
-            epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
-            if epoch <= np.uint64(since) or not is_known(table, tables):
-                continue
-            if places[tables.bases[table] + (key & ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
-                keys[count] = key
-                epochs[count] = epoch
-                count += 1
-    return count
-
-
-@kernel
-def _copy_used(source: Places, target: Places, first: int, regions: Regions) -> None:
-    """Copy what is not zero to ``target[first:]``, so that untouched memory stays untouched."""
-    for start in range(0, len(source), _COPY_STEP):
-        end = min(start + _COPY_STEP, len(source))
-        used = False
-        for i in range(start, end):
-            used = used or source[i] != 0
-        if used:
-            for i in range(start, end):
-                target[first + i] = source[i]
-                regions.stored[(first + i) >> regions.row_bits] += source[i] != 0
-
-
-def new_places(total: int) -> Places:
-    """Of so many rows, without segments.
-
-    Raises:
-        BudgetError: the system refuses memory for them.
-    """
-    try:
-        return zeros(total, np.uint32)
-    except (MemoryError, OSError) as error:
-        raise BudgetError(
-            f"the system refuses {format_size(4 * total)} of address space for the map of {total:,} rows ({error}); "
-            "make the tables smaller, raise `ulimit -v`, or let the system overcommit memory"
-        ) from error
 
 
 class RowPlaces(Protocol):
@@ -275,22 +85,6 @@ class RowPlaces(Protocol):
         """Positions (int64 [n]) of rows of one layout in places; ValueError as ``RowMap.positions``."""
 
 
-@kernel
-def _list_differing(
-    now: Places, numbers_now: Words, then: Places, numbers_then: Words, place_bits: int, rows: Int64s
-) -> int:
-    """List the positions that differ in two maps' places; returns how many. Maps give slots to segments as they like,
-    and a segment's number is the same in all."""
-    mask = (1 << place_bits) - 1
-    count = 0
-    for i in range(len(now)):
-        a, b = np.int64(now[i]), np.int64(then[i])
-        if (a & mask) != (b & mask) or numbers_now[a >> place_bits] != numbers_then[b >> place_bits]:
-            rows[count] = i
-            count += 1
-    return count
-
-
 _NONE: Final[Mapping[RowLayout, Segments]] = {}
 
 
@@ -300,7 +94,7 @@ class RowMap:
     One thread at a time may change it, while any number read it: see the module's docstring.
 
     Attributes:
-        places: uint32 [rows of all tables].
+        places: uint32 [rows of all tables], or int64 once they must be wider; replaced then.
         tables: by table index.
         layouts: by table index.
         segments: by layout.
@@ -344,8 +138,7 @@ class RowMap:
         other.unknown, other.later = self.unknown, self.later
         for index in self.shapes:
             source, target = (int(tables.bases[index]) for tables in (self.tables, other.tables))
-            count = int(self.tables.num_rows[index])
-            _copy_used(self.places[source : source + count], other.places, target, other._regions)
+            self._copy(source, source + int(self.tables.num_rows[index]), other, target - source)
         other._settle()
         return other
 
@@ -353,9 +146,45 @@ class RowMap:
         """Another map of the same, which may be changed while readers use this one."""
         other = RowMap(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
         other.unknown, other.later = self.unknown, self.later
-        _copy_used(self.places, other.places, 0, other._regions)
+        self._copy(0, len(self.places), other, 0)
         other._settle()
         return other
+
+    def _copy(self, first: int, stop: int, other: "RowMap", shift: int) -> None:
+        """Copy the entries ``[first, stop)`` to another map, where they are ``shift`` further behind."""
+        other._widen(self.places.dtype)
+        for start, end in self._used(first, stop):
+            copy_used(self.places[start:end], other.places, start + shift, other._regions)
+
+    def _used(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The parts of ``[first, stop)`` of the flat array in which rows may be stored, some at a time."""
+        bits = self._regions.row_bits
+        begin = first >> bits
+        for region in (begin + np.flatnonzero(self._regions.stored[begin : -(-stop >> bits)])).tolist():
+            end = min(stop, (region + 1) << bits)
+            for start in range(max(first, region << bits), end, _LIST_STEP):
+                yield start, min(start + _LIST_STEP, end)
+
+    def make_room(self, layout: RowLayout, runs: Iterable[int]) -> None:
+        """Have places lead to all slots that runs of so many rows of a layout may take as segments.
+
+        Raises:
+            BudgetError: the system refuses memory for wider places.
+        """
+        segments = self.segments[layout]
+        count = sum(-(-num_rows // segments.geo.rows_per_segment) for num_rows in runs)
+        self._widen(place_type(segments.geo, [segments.last_slot(count)], self.places.dtype))
+
+    def _widen(self, dtype: "np.dtype[Any]") -> None:
+        """Have places at least as wide as those of a type. Readers may go on using the old ones."""
+        if dtype.itemsize <= self.places.itemsize:
+            return
+        wide, stored = new_places(len(self.places), dtype), np.zeros_like(self._regions.stored)
+        for start, end in self._used(0, len(self.places)):
+            copy_used(self.places[start:end], wide, start, Regions(stored, self._regions.row_bits))
+        self.places = wide
+        self._is_huge[:] = False
+        self._settle()
 
     def _settle(self) -> None:
         """Have the regions that have become dense in huge pages."""
@@ -374,19 +203,26 @@ class RowMap:
         Raises:
             DamagedError: a segment holds what cannot be a row of its tables.
         """
-        layout_ids = self.layout_ids(stored)
-        shown = stored["oldest"] <= last
-        self.later = stored[~shown]
-        self.unknown += int(stored["rows"][(layout_ids < 0) & shown].sum())
-        for segments in self.segments.values():
-            own = stored[(layout_ids == segments.geo.layout_id) & shown]
-            self._enter_own(tree, segments, own, last, np.array(sorted(kept), np.int64))
+        shown, later = np.array(sorted(kept), np.int64), [self.later[:0]]
+        entering = [_Entering(segments) for segments in self.segments.values()]
+        for part in read_parts(tree, stored):
+            layout_ids, is_shown = self.layout_ids(part), part["oldest"] <= last
+            later.append(part[~is_shown])
+            self.unknown += int(part["rows"][(layout_ids < 0) & is_shown].sum())
+            for each in entering:
+                own = part[(layout_ids == each.segments.geo.layout_id) & is_shown]
+                if len(own):
+                    self._enter_own(tree, each, own, last, shown)
+        self.later = np.sort(np.concatenate(later), order="number")
+        for each in entering:
+            each.finish(self.places, shown)
 
     def advance(self, tail: "Tail") -> None:
         """For a reader: enter the tail of the log. Rows may be read through the map meanwhile if the tail is of the
         same version, and has the map's own segments; show readers the tree next."""
         self.segments, self.unknown, self.later = dict(tail.segments), tail.unknown, tail.later
         for layout, (keys, places) in tail.rows.items():
+            self._widen(places.dtype)
             positions = self.positions(layout, keys)
             is_first = self.places[positions] == 0
             self.places[positions] = places
@@ -398,15 +234,13 @@ class RowMap:
         parts = [np.empty(0, np.int64)]
         for table, (layout, num_rows) in self.shapes.items():
             base, now, then = int(self.tables.bases[table]), self.segments[layout], before.segments[layout]
-            for first in range(0, num_rows, _LIST_STEP):
-                count = min(_LIST_STEP, num_rows - first)
-                own = slice(base + first, base + first + count)
-                rows = np.empty(count, np.int64)
-                count = _list_differing(
-                    self.places[own], now.arrays.numbers, before.places[own], then.arrays.numbers,
+            for first, stop in sorted({*self._used(base, base + num_rows), *before._used(base, base + num_rows)}):
+                rows = np.empty(stop - first, np.int64)
+                count = list_differing(
+                    self.places[first:stop], now.arrays.numbers, before.places[first:stop], then.arrays.numbers,
                     now.geo.place_bits, rows,
                 )  # fmt: skip
-                parts.append(rows[:count] + (first | table << KEY_ROW_BITS))
+                parts.append(rows[:count] + (first - base + (table << KEY_ROW_BITS)))
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
@@ -419,25 +253,23 @@ class RowMap:
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
 
-    def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> None:
-        stored = stored[np.lexsort((stored["number"], stored["newest"]))]
+    def _enter_own(self, tree: Tree, entering: "_Entering", stored: Stored, last: int, kept: Int64s) -> None:
+        segments = entering.segments
         slots, at = take_slots(tree, segments, stored)
-        held = np.zeros((len(kept), len(segments.arrays.rows)), np.int32)
+        self._widen(place_type(segments.geo, slots.tolist(), self.places.dtype))
+        beaten, beaten_slots = np.empty((2, int(stored["rows"].sum()) if len(kept) else 0), np.int64)
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
-        bad, unknown, dead = _enter(
+        bad, unknown, dead, count = enter(
             file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places, self._regions,
-            segments.arrays, held,
+            segments.arrays, beaten, beaten_slots,
         )  # fmt: skip
         require_entered(tree, segments, stored, since, bad)
         self.unknown += unknown
         self._settle()
-        arrays = segments.arrays
         segments.rows -= dead
-        for version, counts in zip(kept.tolist(), held, strict=True):
-            if counts.any():
-                segments.held(version)[:] += counts
-        segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
+        entering.slots.append(slots)
+        entering.beaten.append((beaten[:count].copy(), beaten_slots[:count].copy()))
 
     def publish(
         self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
@@ -453,14 +285,16 @@ class RowMap:
         segments, positions = self.segments[layout], self.positions(layout, keys)
         slots, epoch, stop = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0]), 0
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
+        all_emptied = []
         for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
             stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)
-            dead, num_emptied = _publish(
+            dead, num_emptied = publish(
                 part, slot, epoch, is_moved, segments.geo.place_bits, self.places, self._regions, segments.arrays,
                 held_for, late_for, emptied,
             )  # fmt: skip
             segments.rows -= dead
-            segments.dead += emptied[:num_emptied].tolist()
+            all_emptied.append(emptied[:num_emptied])
+        segments.bury(np.concatenate(all_emptied))
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
@@ -492,7 +326,7 @@ class RowMap:
         keys, epochs = np.empty(count, np.int64), np.empty(count, np.uint64)
         file_map = tree.file_map.rows
         since_fault = file_map.guard.begin()
-        count = _list_live(
+        count = list_live(
             file_map.words, starts // 8 + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables,
             self.places, keys, epochs,
         )  # fmt: skip
@@ -510,20 +344,20 @@ class RowMap:
 
     def counts(self) -> list[int]:
         """How many rows of each table were ever written, in the order of ``shapes``."""
-        bases = self.tables.bases
-        parts = (self.places[bases[index] : bases[index] + num_rows] for index, (_, num_rows) in self.shapes.items())
-        return [int(np.count_nonzero(part)) for part in parts]
+        bases = self.tables.bases.tolist()
+        tables = (self._used(bases[index], bases[index] + num_rows) for index, (_, num_rows) in self.shapes.items())
+        return [sum(int(np.count_nonzero(self.places[start:end])) for start, end in parts) for parts in tables]
 
-    def stored_rows(self, table: int, first: int, stop: int, since: int = 0) -> Int64s:
-        """Which of the rows ``[first, stop)`` of a table were written for versions after ``since``, ascending.
+    def stored_rows(self, table: int, since: int = 0) -> Iterator[Int64s]:
+        """Which rows of a table were written for versions after ``since``, ascending, in parts.
 
         Args:
             since: a version that is kept; 0 for all rows that were ever written.
         """
         base, segments = int(self.tables.bases[table]), self.segments[self.layouts[table]]
-        slots = self.places[base + first : base + stop] >> segments.geo.place_bits
-        rows: Int64s = np.flatnonzero(segments.arrays.newest[slots] > since) + first
-        return rows
+        for start, end in self._used(base, base + int(self.tables.num_rows[table])):
+            slots = self.places[start:end] >> segments.geo.place_bits
+            yield np.flatnonzero(segments.arrays.newest[slots] > since) + (start - base)
 
     def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> NDArray[np.bool_]:
         """bool [n]: which rows of one layout ``stored_rows`` would list."""
@@ -531,6 +365,42 @@ class RowMap:
         slots = self.places[self.positions(layout, keys)] >> segments.geo.place_bits
         stored: NDArray[np.bool_] = segments.arrays.newest[slots] > since
         return stored
+
+
+class _Entering:
+    """What is entered of one layout.
+
+    Attributes:
+        slots: of the segments, in parts.
+        beaten: of rows that may be held, in parts: positions, and slots.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        self.slots = [np.zeros(0, np.int64)]
+        self.beaten = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+
+    def finish(self, places: Places, kept: Int64s) -> None:
+        """Count which of the rows that were beaten are held: each under the last version before its successor.
+
+        No segment has rows of before and after a kept version, so a row's epoch may be taken for any of its segment.
+        """
+        segments, arrays = self.segments, self.segments.arrays
+        positions, slots = (np.concatenate(parts) for parts in zip(*self.beaten, strict=True))
+        order = np.lexsort((arrays.numbers[slots], arrays.newest[slots], positions))
+        positions, slots = positions[order], slots[order]
+        successors = (places[positions] >> segments.geo.place_bits).astype(np.int64)
+        has_next = np.flatnonzero(positions[1:] == positions[:-1])
+        successors[has_next] = slots[has_next + 1]
+        which = np.searchsorted(kept, arrays.newest[successors]) - 1
+        is_held = which >= 0
+        is_held[is_held] = kept[which[is_held]] >= arrays.oldest[slots[is_held]]
+        np.add.at(arrays.held, slots[is_held], 1)
+        for nth in np.unique(which[is_held]).tolist():
+            np.add.at(segments.held(int(kept[nth])), slots[is_held & (which == nth)], 1)
+        segments.rows -= int(np.count_nonzero(~is_held))
+        entered = np.sort(np.concatenate(self.slots))
+        segments.bury(entered[(arrays.live[entered] == 0) & (arrays.held[entered] == 0)])
 
 
 def take_slots(tree: Tree, segments: Segments, stored: Stored) -> tuple[Int64s, Int64s]:

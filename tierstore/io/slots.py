@@ -1,12 +1,11 @@
 """What is known of the segments of one layout, by slot, and which slots are free: see ``row_map.py``."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TierstoreError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
 from .indexes import STORED, Stored
@@ -31,6 +30,11 @@ class SegmentArrays(NamedTuple):
 
 _DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
 
+WAITING_SHARE: Final = 1 / 32
+SMALL_PAGES: Final = 1 << 14
+"""Of the pages of all segments, the share that dead ones may have before they are deleted together. Below so many pages
+none wait: LMDB's tree is small there."""
+
 
 def _grown(column: Any, length: int) -> Any:
     grown = np.zeros(length, column.dtype)
@@ -45,7 +49,7 @@ class Segments:
         arrays: by slot; replaced by longer ones when slots run out.
         pages: of all segments.
         rows: live and held ones of all segments.
-        dead: slots of segments without such rows, to be deleted.
+        dead: int64, slots of segments without such rows, to be deleted.
     """
 
     def __init__(self, layout: RowLayout, layout_id: int) -> None:
@@ -54,7 +58,8 @@ class Segments:
         self.arrays = SegmentArrays._make(np.zeros(1, dtype) for dtype in _DTYPES)
         self.pages = 0
         self.rows = 0
-        self.dead: list[int] = []
+        self.dead: Int64s = np.empty(0, np.int64)
+        self._in_order = 0  # of the dead, so many at the front ascend by number and go next
         self.held_under: dict[int, Int32s] = {}
         self._free: list[int] = []
         self._waiting: list[tuple[int, list[int]]] = []
@@ -62,13 +67,9 @@ class Segments:
     def copied(self) -> "Segments":
         other = Segments(self.layout, self.geo.layout_id)
         other.arrays = SegmentArrays._make(column.copy() for column in self.arrays)
-        other.pages, other.rows, other.dead = self.pages, self.rows, list(self.dead)
+        other.pages, other.rows, other.dead = self.pages, self.rows, self.dead
         other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
         return other
-
-    @property
-    def max_slots(self) -> int:
-        return 1 << (32 - self.geo.place_bits)
 
     @property
     def in_use(self) -> Int64s:
@@ -113,25 +114,51 @@ class Segments:
         self.rows += int(stored["rows"].sum())
         return slots
 
-    def require_room(self, runs: Iterable[int]) -> None:
-        """TierstoreError if segments of runs of so many rows would be too many."""
-        count = sum(-(-num_rows // self.geo.rows_per_segment) for num_rows in runs)
-        length = len(self.arrays.numbers)
-        if count > max(len(self._free), self.max_slots - length):
-            raise TierstoreError(
-                f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
-                "compact, or spread the rows over tables of another dimension or optimizer"
-            )
+    def last_slot(self, count: int) -> int:
+        """The largest of the slots that so many segments may take."""
+        if count > len(self._free):
+            return len(self.arrays.numbers) + count - 1
+        return max(self._free[len(self._free) - count :], default=0)
 
     def _free_slots(self, count: int, txn_id: int) -> Int64s:
         if len(self._free) < count:
             length = len(self.arrays.numbers)
-            grown = min(self.max_slots, length + max(count, length // 2))
-            assert grown >= length + count, "more segments than there are slots for"
+            grown = length + max(count, length // 2)
             self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
             self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
             self._free = list(range(grown - 1, length - 1, -1))
         return np.array([self._free.pop() for _ in range(count)], np.int64)
+
+    def bury(self, slots: Int64s) -> None:
+        """These segments have no live or held row any more."""
+        self.dead = np.concatenate([self.dead, slots])
+
+    @property
+    def dead_pages(self) -> int:
+        return int(self.arrays.pages[self.dead].sum())
+
+    def next_dead(self, most_pages: int) -> Int64s:
+        """Slots of the segments to delete next: some pages of them, or none, while few are dead.
+
+        They wait until there are many, and go by number: neighbours in LMDB's tree share its pages, each of which is
+        written once a transaction.
+        """
+        if not self._in_order and self.dead_pages > max(0, self.pages - SMALL_PAGES) * WAITING_SHARE:
+            self.dead = self.dead[np.argsort(self.arrays.numbers[self.dead])]
+            self._in_order = len(self.dead)
+        slots = self.dead[: min(self._in_order, most_pages)]
+        count = 1 + int(np.searchsorted(np.cumsum(self.arrays.pages[slots]), most_pages))
+        return slots[:count]
+
+    def spare(self, slots: Int64s, sound: Int64s) -> None:
+        """Of these, which ``next_dead`` gave, only some can be deleted; the others stay for good."""
+        self.dead = np.concatenate([sound, self.dead[len(slots) :]])
+        self._in_order -= len(slots) - len(sound)
+
+    def delete(self, slots: Int64s, txn_id: int) -> None:
+        """These, which ``next_dead`` gave or ``spare`` left, were deleted by a transaction."""
+        self.spare(slots, slots[:0])
+        self.free(slots, txn_id)
 
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
@@ -156,15 +183,17 @@ class Segments:
         for version in sorted(self.held_under.keys() - set(kept)):
             if version > last:
                 continue
-            counts = self.held_under.pop(version)
-            if older := [each for each in kept if each < version]:
-                self.held(max(older))[: len(counts)] += counts
-                continue
-            arrays, slots = self.arrays, np.flatnonzero(counts)
+            counts, arrays = self.held_under.pop(version), self.arrays
+            older = max((each for each in kept if each < version), default=0)
+            is_older = arrays.oldest[: len(counts)] <= older  # no segment has rows of before and after a kept version
+            if older:
+                self.held(older)[: len(counts)] += np.where(is_older, counts, 0)
+                counts = np.where(is_older, 0, counts)
+            slots = np.flatnonzero(counts)
             arrays.held[slots] -= counts[slots]
             self.rows -= int(counts.sum())
             gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
-            self.dead += slots[gone].tolist()
+            self.bury(slots[gone])
 
     @property
     def size_bytes(self) -> int:

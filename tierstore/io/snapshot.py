@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from ..errors import DamagedError, TruncatedError, UnreadableError
+from ..errors import DamagedError, StoreReplacedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Words
 from ..system.oserrors import RESTORE
 from . import btree
 from .btree import Entries, Meta, Pages, Walk, WalkStatus, sound_metas
-from .free_list import check_page_use, pages_freed
+from .free_list import check_page_use, pages_freed, pages_freed_since
 from .guard import ASK_AGAIN
 from .mapped import FileMap
 
@@ -66,6 +66,11 @@ class Tree:
         with self.file_map.guard.watching():
             return pages_freed(self.file_map.words, self.meta) * self.page_bytes
 
+    def freed_since(self, txn_id: int) -> int:
+        """Bytes that transactions after this one took out of use, and that are not in use again."""
+        with self.file_map.guard.watching():
+            return pages_freed_since(self.pages(), self.meta, txn_id) * self.page_bytes
+
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
         with self.file_map.guard.watching():
@@ -96,7 +101,12 @@ class Snapshot(Tree):
     """The newest tree, kept from being written to by a lock on the file (``pins.py``) until it is closed."""
 
     def __init__(self, path: Path, file_map: FileMap, page_bytes: int) -> None:
-        super().__init__(path, file_map, _pin(path, file_map, page_bytes))
+        meta = _pin(path, file_map, page_bytes)
+        try:
+            super().__init__(path, file_map.reaching(file_map.pins.size_bytes()), meta)
+        except BaseException:
+            file_map.pins.release(meta.txn_id)
+            raise
 
     def close(self) -> None:
         self.file_map.pins.release(self.txn_id)
@@ -121,9 +131,16 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
 def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
-    both = [_meta_page(file_map, start) for start in (0, page_bytes)]
-    if both != [_meta_page(file_map, start) for start in (0, page_bytes)]:
+    starts = (0, page_bytes)
+    both = [_meta_page(file_map, start) for start in starts]
+    seen = [file_map.words[start // 8 : (start + btree.META_READ_BYTES) // 8].tobytes() for start in starts]
+    if both != [_meta_page(file_map, start) for start in starts]:
         return None
+    if seen != both and all(len(page) == btree.META_READ_BYTES for page in both):
+        raise StoreReplacedError(
+            f"{file_map.path}: what is mapped is not what is read. Another process was the first to write to this file "
+            "of a lower layer, and the overlay copied it; open the store again"
+        )
     return next(iter(sound_metas(*both)), None)
 
 

@@ -20,7 +20,8 @@ from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from .checksum import row_checksum
 from .indexes import Stored, look_at_indexes
 from .mapped import FileMap, copy_words
-from .row_map import Places, RowMap, TableArrays
+from .places import Places, TableArrays
+from .row_map import RowMap
 from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_block_word
 from .slots import Segments
 from .sound_tree import Remains

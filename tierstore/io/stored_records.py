@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,9 +105,10 @@ def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:
     Raises:
         ChecksumError: it is not what was written.
     """
-    numbers = range(record.num_payload_chunks)
-    chunks = (snapshot.get(records.item_key(records.payload_item(record.version, number))) for number in numbers)
-    payload = b"".join(chunk or b"" for chunk in chunks)
+    buffer = BytesIO()  # gives what it holds without a copy
+    for number in range(record.num_payload_chunks):
+        buffer.write(snapshot.get(records.item_key(records.payload_item(record.version, number))) or b"")
+    payload = buffer.getvalue()
     if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
         raise ChecksumError(f"{snapshot.path}: the payload of version {record.version} is damaged. {RESTORE}")
     return payload

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..kernels.jit import kernel
+from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
-from .row_map import Places, RowMap, TableArrays, can_be_stored, is_known, require_entered, take_slots
+from .places import Places, TableArrays, can_be_stored, is_known, place_type
+from .row_map import RowMap, require_entered, take_slots
 from .segments import KEYS, Geometry, rows_listed
 from .slots import Segments
 from .snapshot import Tree
@@ -51,7 +52,7 @@ def _list_rows(
                 unknown += 1
                 continue
             keys[count] = key
-            places[count] = np.uint32(slot << geo.place_bits | i)
+            places[count] = slot << geo.place_bits | i
             epochs[count] = epoch
             count += 1
     return -1, count, unknown
@@ -62,7 +63,7 @@ class TailRows(NamedTuple):
 
     Attributes:
         keys: int64 [n], ascending, distinct.
-        places: uint32 [n].
+        places: [n], of the type of the map's or wider.
     """
 
     keys: Int64s
@@ -125,7 +126,7 @@ class Tail:
             if own.arrays.live[slots].any():
                 return None
             own.free(slots, tree.txn_id)
-            own.dead.clear()
+            own.dead = np.empty(0, np.int64)
         return tail
 
     def _enter(self, tree: Tree, came: Stored, shown: int, last: int) -> None:
@@ -168,7 +169,8 @@ class Tail:
         """Keys, places and epochs of all rows of segments, which take slots."""
         slots, at = take_slots(tree, segments, stored)
         num = int(stored["rows"].sum())
-        keys, places, epochs = np.empty(num, np.int64), np.empty(num, np.uint32), np.empty(num, np.int64)
+        dtype = place_type(segments.geo, slots.tolist(), self.base.places.dtype)
+        keys, places, epochs = np.empty(num, np.int64), np.empty(num, dtype), np.empty(num, np.int64)
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
         bad, count, unknown = _list_rows(
@@ -181,7 +183,9 @@ class Tail:
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
         """See ``RowPlaces``."""
-        own, places = self.rows[layout], self.base.places[self.base.positions(layout, keys)]
+        own = self.rows[layout]
+        places = self.base.places[self.base.positions(layout, keys)]
+        places = places.astype(np.promote_types(places.dtype, own.places.dtype), copy=False)
         at = np.searchsorted(own.keys, keys)
         is_own = _are_at(own.keys, at, keys)
         places[is_own] = own.places[at[is_own]]

@@ -4,9 +4,7 @@ In a file that has been in use, segments that follow one another by number lie a
 in which they lie, a slice of them at a time, the slices that follow being read meanwhile.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -16,17 +14,19 @@ from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
 from .base import VerifyReport
 from .checksum import two_row_checksums
-from .gather import queue_parts
 from .indexes import (
     Stored,
     byte_ranges,
     damage_error,
     damage_words,
     look_at_indexes,
+    read_ahead,
     refused_status,
     stored_segments,
 )
-from .row_map import RowMap, TableArrays, can_be_stored
+from .mapped import queue_parts
+from .places import TableArrays, can_be_stored
+from .row_map import RowMap
 from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
 from .slots import Segments
 from .snapshot import Snapshot
@@ -34,8 +34,6 @@ from .stored_records import read_head, read_payload, read_record, require_logged
 
 SLICE_SEGMENTS: Final = 128
 """8 MiB, if they are full and of rows that fit a page."""
-_SLICES_AHEAD: Final = 4
-"""Slices queued for reading while one is checked."""
 _MERGED_PAGES: Final = 16
 """Pages between two segments up to which reading them too is cheaper than another request."""
 _LISTED: Final = 10_000
@@ -61,7 +59,7 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
     stored = stored_segments(snapshot)
     require_logged(snapshot, stored)
     check, total = _Check(snapshot, rows), snapshot.limit_pages() * snapshot.page_bytes
-    for part in _read_ahead(snapshot, stored[np.argsort(stored["first_page"])]):
+    for part in _slices(snapshot, stored[np.argsort(stored["first_page"])]):
         check.look_at(part)
         if progress is not None:
             progress(int(byte_ranges(part[-1:], snapshot.page_bytes)[1][0]), total)
@@ -77,31 +75,15 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
     )
 
 
-def _read_ahead(snapshot: Snapshot, stored: Stored) -> Iterator[Stored]:
-    """Slices of the segments, in order, those that follow being read meanwhile.
+def _slices(snapshot: Snapshot, stored: Stored) -> Iterator[Stored]:
+    """Slices of the segments, in order, those that follow being read meanwhile."""
 
-    In a thread of its own: the system takes about as long to queue pages as we take to check them.
-    """
-
-    def queue(start: int) -> Stored:
-        part = stored[start : start + SLICE_SEGMENTS]
-        starts, stops = byte_ranges(part, snapshot.page_bytes)
+    def queue(part: slice) -> None:
+        starts, stops = byte_ranges(stored[part], snapshot.page_bytes)
         is_first = np.append(True, starts[1:] > stops[:-1] + _MERGED_PAGES * snapshot.page_bytes)
         queue_parts(snapshot.file_map.rows.address, starts[is_first], stops[np.roll(is_first, -1)])
-        return part
 
-    starts = range(0, len(stored), SLICE_SEGMENTS)
-    if len(starts) < 2:  # a thread would take longer to start
-        yield from map(queue, starts)
-        return
-    with ThreadPoolExecutor(1, "tierstore-verify") as executor:
-        queued = deque(executor.submit(queue, start) for start in starts[:_SLICES_AHEAD])
-        try:
-            for number in range(len(starts)):
-                queued.extend(executor.submit(queue, later) for later in starts[number + _SLICES_AHEAD :][:1])
-                yield queued.popleft().result()
-        finally:
-            executor.shutdown(cancel_futures=True)
+    return (stored[part] for part in read_ahead(len(stored), SLICE_SEGMENTS, queue))
 
 
 class _Check:

@@ -4,41 +4,53 @@
 little at a time.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
 import lmdb
 
-from ..errors import DiskFullError
+from ..errors import DiskFullError, TierstoreError
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
 from . import records
 from .anchor import AnchorKeeper
+from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
-from .indexes import read_indexes, stored_segments
 from .log import Log, Written
+from .old_readers import OldReaders
 from .oldest_reader import Floor
 from .opened import OpenFile
 from .reads import Rows
 from .records import CommitRecord, Head
+from .row_map import RowMap
 from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
+_SPARE_BYTES: Final = 64 << 20
+"""For a transaction's records and pages of the trees."""
+_LISTED_PART: Final = 256
+"""LMDB's list of free pages takes at most this part of the file."""
+_CHUNKS_TOGETHER: Final = 16
+"""Of a payload, in a transaction."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 
 
 class Writer:
-    """Writes to a row file that is open for it. What an earlier process left behind is deleted first.
+    """Writes to a row file that is open for it. What an earlier process left behind is deleted before the first write.
 
     Args:
         slack: see ``LmdbColdTier``.
         cleaned: told what cleaning has moved.
+
+    Attributes:
+        old_readers: what they keep from being reused.
     """
 
     def __init__(self, file: OpenFile, store_id: bytes, slack: float, cleaned: Callable[[Written], None]) -> None:
@@ -46,15 +58,17 @@ class Writer:
         self._cleaned = cleaned
         disown_in_forks(self)
         with ExitStack() as stack:
-            self._environment = open_environment(file.path, file.map.length_bytes)
+            self._mapped_bytes = file.map.length_bytes
+            self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
+            file.map.require_in_place()
             self._floor = Floor(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
             self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
             self._anchors.set()
+            self.old_readers = OldReaders(file)
             self._log = Log(file, self._anchors, slack, self._transaction)
-            self._drop_loose()
             self._parts = stack.pop_all()
 
     def disown(self) -> None:
@@ -79,30 +93,54 @@ class Writer:
         except lmdb.Error as error:
             raise translate(error, self._file.path) from error
 
-    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
-        """A write transaction, committed at the end of the block, with LMDB's errors translated."""
+    def _transaction(self, size_bytes: int = 0) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
+        """A write transaction, committed at the end of the block, with LMDB's errors translated.
+
+        Args:
+            size_bytes: what it may put, records and pages of the tree apart.
+        """
         self._file.map.guard.require_whole()
+        self._make_room(size_bytes)
         return self._floor.transaction()
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Have LMDB's map, and ours, be as long as the file may become by a transaction."""
+        now = self._file.map.pins.size_bytes()
+        needed = now + now // _LISTED_PART + 2 * size_bytes + _SPARE_BYTES
+        self._file.map = self._file.map.reaching(min(needed, MAX_PAGES * self._file.page_bytes))
+        if self._file.map.length_bytes == self._mapped_bytes:
+            return
+        with self._file.must_succeed():  # LMDB gives its map up before it makes another
+            self._floor.set_map_length(self._file.map.length_bytes)
+        self._mapped_bytes = self._file.map.length_bytes
 
     def append(self, layout: RowLayout, new: Rows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
-        rows = self._file.make_map()
+        rows = self._rows()
         return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
 
     # -- versions
 
-    def commit(self, payload: bytes, version: int, keep: int) -> None:
+    def commit(self, payload: bytes, version: int, keep: int, dropped: Collection[int]) -> None:
         """See ``ColdTier.commit``."""
         file = self._file
         with file.lock:
             file.require_open()
             file.map.require_in_place()
-            if version <= file.head.last or keep < 1:
-                raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
-            head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
+            if not file.head.last < version <= records.MAX_VERSION or keep < 1:
+                raise ValueError(
+                    f"version={version} must be above {file.head.last} and at most {records.MAX_VERSION}, and "
+                    f"keep={keep} at least 1"
+                )
+            before = (kept for kept in file.head.kept if kept not in dropped)
+            head = Head(last=version, kept=(*before, version)[-keep:])
+            record = CommitRecord(version, len(payload), bytes_checksum(payload))
+            self._rows()
+        self._put_payload(record, payload)
+        with file.lock:
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
             with self._transaction() as txn:
-                record = _put_version(txn, version, payload)
+                txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
                 txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
                 reach("commit: record put")
             reach("commit: transaction committed")
@@ -111,6 +149,27 @@ class Writer:
             self._adopt(head, record)
         reach("commit: durable")
         self._prune()
+
+    def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
+        """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
+        shown has it before the version is: whoever drops what such do not have drops it."""
+        view, step = memoryview(payload), records.PAYLOAD_CHUNK_BYTES
+        try:
+            for first in range(0, record.num_payload_chunks, _CHUNKS_TOGETHER):
+                with self._file.lock:
+                    self._file.require_open()
+                    read_head(self._file.snapshot)
+                    with self._transaction(_CHUNKS_TOGETHER * step) as txn:
+                        for chunk in range(first, min(first + _CHUNKS_TOGETHER, record.num_payload_chunks)):
+                            key = records.item_key(records.payload_item(record.version, chunk))
+                            txn.put(key, view[chunk * step : (chunk + 1) * step])
+                    with self._file.must_succeed():
+                        self._file.view.move(self._file.new_snapshot())
+                reach("commit: payload put")
+        except DiskFullError:
+            with self._file.lock, contextlib.suppress(TierstoreError):
+                self._delete_items()  # room for a smaller one
+            raise
 
     def _adopt(self, head: Head, record: CommitRecord) -> None:
         """Show a version that became current."""
@@ -123,7 +182,7 @@ class Writer:
         disk leaves that to later commits."""
         file = self._file
         with file.lock:
-            rows = file.make_map()
+            rows = self._rows()
             for segments in rows.segments.values():
                 segments.release(file.head.kept, file.head.last)
             turns = self._log.take_turns(rows)
@@ -140,12 +199,13 @@ class Writer:
         with file.lock:
             file.view.move(file.new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
+        self.old_readers.look(sum(segments.pages for segments in rows.segments.values()) * file.page_bytes)
         reach("prune: done")
 
     def _clean(self) -> bool:
         with self._file.lock:
             self._file.require_open()
-            written = self._log.clean(self._file.make_map(), self._file.head.kept)
+            written = self._log.clean(self._rows(), self._file.head.kept)
             if written is not None:
                 self._cleaned(written)
             return written is not None
@@ -154,7 +214,7 @@ class Writer:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
         with self._file.lock:
             self._file.require_open()
-            return self._log.delete_dead(self._file.make_map())
+            return self._log.delete_dead(self._rows())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
@@ -190,25 +250,17 @@ class Writer:
                 self._anchors.set()
                 self._adopt(head, record)
                 reach("rollback: durable")
-                file.view.rows = None
-                self._drop_loose()
+                file.view.rows, file.has_loose = None, True
+                self._rows()
 
-    def _drop_loose(self) -> None:
-        """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
+    def _rows(self) -> RowMap:
+        """The map. Segments of versions that are not current, which a process that ended, or a rollback, left behind,
+        are deleted first: a version to come would show them."""
         file = self._file
-        stored = read_indexes(file.snapshot, stored_segments(file.snapshot))
-        self._log.drop(stored[stored["oldest"] > file.head.current])
-        if self._delete_items():
-            file.view.move(file.new_snapshot())
-
-
-def _put_version(txn: "lmdb.Transaction[bytes]", version: int, payload: bytes) -> CommitRecord:
-    """Put the record of a version and its payload; returns the record."""
-    record = CommitRecord(version, len(payload), bytes_checksum(payload))
-    view = memoryview(payload)
-    for chunk in range(record.num_payload_chunks):
-        start = chunk * records.PAYLOAD_CHUNK_BYTES
-        key = records.item_key(records.payload_item(version, chunk))
-        txn.put(key, view[start : start + records.PAYLOAD_CHUNK_BYTES])
-    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
-    return record
+        rows = file.make_map()
+        if file.has_loose:
+            self._log.drop(rows.later)
+            if self._delete_items():
+                file.view.move(file.new_snapshot())
+            file.has_loose = False
+        return rows

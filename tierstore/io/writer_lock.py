@@ -1,6 +1,9 @@
-"""``writer.lock``: who may write to a store's directory."""
+"""Who may write to a store: whoever has the writer's lock on its row file (``pins.py``).
 
-import fcntl
+``writer.lock`` beside it only says who that is, for the message that another gets. No lock depends on it.
+"""
+
+import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -9,9 +12,8 @@ from typing import Final
 import psutil
 
 from ..errors import StoreLockedError
-from ..system.forks import OwnDescriptor, disown_in_forks
-from ..system.oserrors import translate_os_error
-from .mapped import hold_open, let_go
+from ..system.forks import disown_in_forks
+from .pins import Pins
 
 LOCK_NAME: Final = "writer.lock"
 _NAMESPACE: Final = Path("/proc/self/ns/pid")
@@ -20,57 +22,33 @@ _OR_READ: Final = 'or open with mode="r"'
 
 
 class WriterLock:
-    """The directory is locked for this process until ``release``, or until the process ends.
+    """The store is this process's to write to, until its pins are closed or the process ends.
 
-    A map keeps the lock if somebody closes the descriptor; not on overlayfs, see ``hold_open``.
+    Args:
+        pins: of the row file, open for writing.
 
     Raises:
         StoreLockedError: says what is known of the process that holds it.
-        TierstoreError: the lock cannot be opened.
+        StoreReplacedError: another file was put in the place of this one.
+        TierstoreError: the file system has no locks.
     """
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / LOCK_NAME
-        self._map = 0
-        disown_in_forks(self)
-        try:
-            self._file = OwnDescriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise translate_os_error(error, path) from error
-        self.identity: Final = self._file.identity
-        try:
-            self._take(directory)
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, OSError):
-                raise translate_os_error(error, path) from error
-            raise
+    def __init__(self, directory: Path, pins: Pins) -> None:
+        self.identity: Final = pins.identity
+        if not pins.lock_for_writer():
+            raise StoreLockedError(f"{directory}: {_holder(self.identity, _read(directory / LOCK_NAME))}")
+        pins.require_in_place()
+        _write(directory / LOCK_NAME, f"{os.getpid()}\n{_namespace()}\n".encode())
         _HELD.add(self)
-
-    def _take(self, directory: Path) -> None:
-        try:
-            fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            said = _holder(self.identity, os.pread(self._file.number, _MAX_BYTES, 0))
-            raise StoreLockedError(f"{directory}: {said}") from None
-        os.ftruncate(self._file.number, 0)
-        os.pwrite(self._file.number, f"{os.getpid()}\n{_namespace()}\n".encode(), 0)
-        self._map = hold_open(self._file.number)
+        disown_in_forks(self)
 
     def release(self) -> None:
-        """Unlock, also where a child that was forked without Python's knowledge has a copy of the descriptor."""
+        """Forget that this process has the store open: its pins are about to be closed."""
         _HELD.discard(self)
-        if self._file.is_held():
-            fcntl.flock(self._file.number, fcntl.LOCK_UN)
-        self._file.close()
-        if self._map:
-            let_go(self._map)
-            self._map = 0
 
     def disown(self) -> None:
         """See ``forks.Inherited``."""
         _HELD.discard(self)
-        self._map = 0
 
 
 _HELD: Final["weakref.WeakSet[WriterLock]"] = weakref.WeakSet()
@@ -82,6 +60,27 @@ def _namespace() -> str:
         return str(os.stat(_NAMESPACE).st_ino)
     except OSError:
         return ""
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A full disk, or a file of another user's, leaves the message less exact."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
+        finally:
+            os.close(descriptor)
+
+
+def _read(path: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.pread(descriptor, _MAX_BYTES, 0)
+        finally:
+            os.close(descriptor)
+    return b""
 
 
 def _holder(identity: tuple[int, int], content: bytes) -> str:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import numpy as np
 from numba import types
 from numba.core import event
 
+from ..system.signals import shielded
 from . import enums as enums  # has kernels take them as indexes
 from .first_use import FirstUse
 
@@ -55,19 +57,21 @@ def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
-    keeps = from_python and FOLDER is not None
-    compiled: Any = numba.njit(nogil=True, cache=keeps, error_model="numpy", **wrappers, **options)(function)
-    _stamp(compiled)
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", **wrappers, **options)(function)
+    if from_python and FOLDER is not None:
+        _keep(compiled)
     result: F = compiled
     return result
 
 
-def _stamp(compiled: Any) -> None:
-    # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were compiled
-    # into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
-    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(cache_file, "_source_stamp"):
-        cache_file._source_stamp = _STAMP
+def _keep(compiled: Any) -> None:
+    """Have its machine code kept on disk, if there is a folder that this user can write to."""
+    with contextlib.suppress(RuntimeError, OSError):
+        compiled.enable_caching()
+        compiled._cache.__class__ = _Cache
+        # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were
+        # compiled into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
+        compiled._cache._cache_file._source_stamp = _STAMP
 
 
 def kernel(function: F) -> F:
@@ -144,11 +148,42 @@ def uncounted_template(function: F) -> F:
 if JIT_ENABLED:
     from llvmlite import ir
     from numba.core import errors
+    from numba.core.caching import FunctionCache
     from numba.core.ccallback import CFunc
     from numba.core.registry import CPUDispatcher
     from numba.extending import intrinsic
 
+    class _Cache(FunctionCache):  # type: ignore[misc, unused-ignore]
+        """Whatever becomes of the folder, a kernel that was compiled is used; what cannot be loaded is compiled."""
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception as error:
+                _tell_not_kept(self.cache_path, error)
+                with contextlib.suppress(Exception):
+                    self.flush()  # an index that cannot be read would never be written again
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            try:
+                super().save_overload(sig, data)
+            except Exception as error:
+                _tell_not_kept(self.cache_path, error)
+
+    @functools.cache
+    def _tell_once(folder: str, reason: str) -> None:
+        _LOG.warning(
+            "%s: machine code cannot be kept there (%s), so later processes compile their kernels again; nothing else "
+            "depends on it. Make room there, or set NUMBA_CACHE_DIR to a folder that this user can write to",
+            folder, reason,
+        )  # fmt: skip
+
+    def _tell_not_kept(folder: str, error: Exception) -> None:
+        _tell_once(folder, getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
     class _Kernel(CPUDispatcher):  # type: ignore[misc, unused-ignore]
+        @shielded  # numba's lock would stay taken where a signal's handler raised
         def compile(self, sig: Any) -> Any:
             with FIRST_USE.claimed(f"{self.py_func.__module__}.{self.py_func.__name__}"):
                 return super().compile(sig)
@@ -165,10 +200,9 @@ if JIT_ENABLED:
     def callback(function: Callable[..., None], *arguments: Any) -> Any:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""
         made = CFunc(function, (arguments, types.void), locals={}, options={"error_model": "numpy"})
-        with contextlib.suppress(RuntimeError):  # there may be no folder that this user can write to
-            made.enable_caching()
-        _stamp(made)
-        made.compile()
+        if FOLDER is not None:
+            _keep(made)
+        shielded(made.compile)()
         return made
 
     def require_contiguous(array: Any) -> None:

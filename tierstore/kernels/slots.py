@@ -28,16 +28,20 @@ ABSENT: Final = -2
 
 AHEAD: Final = 16
 """Positions: rows are fetched from memory so long before they are used."""
-CHECKED_BAGS: Final = 64
+BLOCK_POSITIONS: Final = 1024
+"""``look_up`` checks so many, at most, before it pools them: their slots are still in the innermost cache then."""
+SCRATCH_SLOTS: Final = BLOCK_POSITIONS + AHEAD
+"""Of ``look_up``."""
 
 
 @uncounted_kernel
 def row_keys(ids: Ids, first: int, stop: int, table_key: int, keys: Int64s) -> int:
     """``keys[i]`` = ids[i] | table_key, of ids in [first, stop): -1. Or the position of the first id that is not."""
     for i in range(ids.size):
-        if not first <= ids[i] < stop:
+        row = np.int64(ids[i])
+        if not first <= row < stop:
             return i
-        keys[i] = ids[i] | table_key
+        keys[i] = row | table_key
     return -1
 
 
@@ -46,7 +50,7 @@ def join_ids(
     begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Ids,
     joined: Ids,
 ) -> Any:  # fmt: skip
-    """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``.
+    """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``. Each id is read once.
 
     Args:
         ids: int64 or int32, the ids of all features.
@@ -58,7 +62,7 @@ def join_ids(
         joined: int64 or int32 [N], out.
 
     Returns:
-        -1, or the position in ``ids`` of the first id outside its table.
+        -1, or the position in ``ids`` of the first id outside its table; of the feature's first, if none is any more.
     """
     if begin == end:
         return np.int64(-1)
@@ -72,28 +76,36 @@ def join_ids(
             is_outside |= (row < 0) | (row >= limit)
             put(joined, position, first + row)
         if is_outside:
-            for position in range(low, high):
-                row = np.int64(item(ids, position + shift))
-                if row < 0 or row >= limit:
-                    return position + shift
+            return _first_outside(ids, low + shift, high + shift, limit)
     return np.int64(-1)
+
+
+@inline
+def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
+    """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``. One was not: if none is now,
+    as somebody changed it, ``begin``."""
+    for position in range(begin, end):
+        row = np.int64(item(ids, position))
+        if row < 0 or row >= num_rows:
+            return np.int64(position)
+    return np.int64(begin)
 
 
 @template
 def _pool_columns(
-    lanes: int, low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats,
+    lanes: int, low: int, high: int, known: int, shift: int, fresh: bool, slots: Int32s, scale: Floats,
     weights: Weights, half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
-    """The columns ``[column, column + lanes)`` of one bag, whose positions are ``[low, high)``; those of the call end
-    at ``last``."""
+    """The columns ``[column, column + lanes)`` of one bag, whose positions are ``[low, high)``; slots are known up to
+    position ``known``."""
     pooled = fill(np.float32(0), lanes) if fresh else load(out, sample, target, FLOAT32, lanes)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
-        if lanes > 1 and position + AHEAD < last:  # a single column's cache line was fetched with those before
-            ahead = base + np.int64(item(slots, position + AHEAD + shift))
+        if lanes > 1 and position + AHEAD < known:  # a single column's cache line was fetched with those before
+            ahead = np.int64(item(slots, position + AHEAD + shift))
             for line in range(0, lanes, WIDE):
                 prefetch_line(weights, ahead, column + line)
-        row = load(weights, base + np.int64(item(slots, position + shift)), column, half, lanes)
+        row = load(weights, np.int64(item(slots, position + shift)), column, half, lanes)
         pooled = pooled + (item(scale, position) * row if is_scaled else row)
     store(out, sample, target, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)
 
@@ -123,7 +135,7 @@ def pool_rows(
         feature = bag // batch
         stop = min(end, (feature + 1) * batch)
         _pool_feature(
-            bag, stop, bag - feature * batch, np.int64(columns[feature]), first, last, -first, 0, bag_starts, slots,
+            bag, stop, bag - feature * batch, np.int64(columns[feature]), first, last, last, -first, bag_starts, slots,
             scale, mode, weights, dim, half, out, arg_max,
         )  # fmt: skip
         bag = stop
@@ -131,12 +143,12 @@ def pool_rows(
 
 @inline
 def _pool_feature(
-    begin: int, end: int, sample: int, target: Any, first: int, last: int, shift: int, base: int, bag_starts: Int64s,
-    slots: Ids, scale: Floats, mode: int, weights: Weights, dim: int, half: int, out: Floats, arg_max: Int32s,
+    begin: int, end: int, sample: int, target: Any, first: int, last: int, known: int, shift: int, bag_starts: Int64s,
+    slots: Int32s, scale: Floats, mode: int, weights: Weights, dim: int, half: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
 
-    The slot of a position is ``base + slots[position + shift]``.
+    The slot of a position is ``slots[position + shift]``, known up to position ``known``.
     """
     for bag in range(begin, end):
         fresh = bag_starts[bag] >= first
@@ -146,26 +158,26 @@ def _pool_feature(
             if fresh:
                 pooled[:] = np.float32(0)
                 arg_max[bag, :] = -1
-            _pool_max(low, high, shift, base, slots, weights, half, pooled, arg_max[bag])
+            _pool_max(low, high, shift, slots, weights, half, pooled, arg_max[bag])
         elif fresh or low < high:
             divisor = np.float32(0)
             if mode == MEAN and low < high and high == bag_starts[bag + 1]:
                 divisor = np.float32(high - bag_starts[bag])
             column = 0
             while column + 64 <= dim:
-                _pool_columns(64, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(64, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 64
             while column + 16 <= dim:
-                _pool_columns(16, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(16, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 16
             while column + 4 <= dim:
-                _pool_columns(4, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(4, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 4
             while column < dim:
-                _pool_columns(1, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(1, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 1
         sample += 1
@@ -175,103 +187,114 @@ def _pool_feature(
 def look_up(
     begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
     flags: Bytes, asked: int, wanted: int, scale: Floats, mode: int, weights: Weights, dim: int, half: int,
-    columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s,
+    columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s, scratch: Int32s,
 ) -> Any:  # fmt: skip
     """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
+
+    Each id is read once: its slot is checked, kept and used, whatever becomes of the id.
 
     Args:
         flags: uint8 [S], or empty: every row must have ``flags[slot] & asked == wanted``.
         slots: int32 [N], or empty: receives the slot of each position.
+        scratch: int32 [``SCRATCH_SLOTS``].
 
     Returns:
-        ``DONE``; or, and then ``out`` holds anything, the position in ``ids`` of the first id outside its table, or
-        ``ABSENT`` if the flags of a row are others.
+        ``DONE``; or, and then ``out`` holds anything, a position as ``join_ids``, or ``ABSENT`` if the flags of a row
+        are others.
     """
-    bag = begin
+    known_slots = slots if slots.shape[0] else scratch
+    bag, known = begin, bag_starts[begin]
+    origin: Any = np.int64(0)
     while bag < end:
         feature = bag // batch
         stop = min(end, (feature + 1) * batch)
         shift, base = starts[feature] - bag_starts[feature * batch], firsts[feature]
-        last = bag_starts[stop]
-        # So few that their ids are still in the innermost cache when they are read again.
-        stop = min(stop, bag + CHECKED_BAGS)
-        low, high = bag_starts[bag] + shift, bag_starts[stop] + shift
-        bad = _first_outside(ids, low, high, num_rows[feature])
-        if bad >= 0:
-            return bad
-        if flags.shape[0] and not _all_flagged(ids, low, high, base, flags, asked, wanted):
-            return np.int64(ABSENT)
-        if slots.shape[0]:
-            for position in range(low, high):
-                slots[position - shift] = base + np.int64(item(ids, position))
-        _pool_feature(
-            bag, stop, bag - feature * batch, np.int64(columns[feature]), bag_starts[bag], last, shift, base,
-            bag_starts, ids, scale, mode, weights, dim, half, out, arg_max,
-        )  # fmt: skip
+        first, last = bag_starts[bag], bag_starts[stop]
+        stop = _block_end(bag_starts, bag, min(stop, bag + BLOCK_POSITIONS))
+        is_over = False
+        while not is_over:  # again only within a bag that is longer than a block
+            high = min(bag_starts[stop], first + BLOCK_POSITIONS)
+            if not slots.shape[0]:
+                for position in range(first, known):
+                    put(scratch, position - first, item(scratch, position - origin))
+                origin = first
+            goal = min(high + AHEAD, last)
+            if not _take_slots(ids, known + shift, goal + shift, base, num_rows[feature], known_slots, known - origin):
+                return _first_outside(ids, known + shift, goal + shift, num_rows[feature])
+            if flags.shape[0] and not _all_flagged(known_slots, known - origin, goal - origin, flags, asked, wanted):
+                return np.int64(ABSENT)
+            known = goal
+            _pool_feature(
+                bag, stop, bag - feature * batch, np.int64(columns[feature]), first, high, known, -origin, bag_starts,
+                known_slots, scale, mode, weights, dim, half, out, arg_max,
+            )  # fmt: skip
+            first = high
+            is_over = first >= bag_starts[stop]
         bag = stop
     return np.int64(DONE)
 
 
 @inline
-def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
-    """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``, or -1."""
-    signs = np.int64(0)
-    for position in range(begin, end):  # without a way out, so that it is done in vectors
-        row = np.int64(item(ids, position))
-        signs |= row | (num_rows - 1 - row)
-    if signs < 0:
-        for position in range(begin, end):
-            if ids[position] < 0 or ids[position] >= num_rows:
-                return position
-    return np.int64(-1)
+def _block_end(bag_starts: Int64s, begin: int, end: int) -> Any:
+    """Where the bags from ``begin`` on, but not behind ``end``, have ``BLOCK_POSITIONS`` together; at least one bag."""
+    low, high = begin + 1, end
+    if bag_starts[high] - bag_starts[begin] <= BLOCK_POSITIONS:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if bag_starts[middle] - bag_starts[begin] <= BLOCK_POSITIONS:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @inline
-def _all_flagged(ids: Ids, begin: int, end: int, base: int, flags: Bytes, asked: int, wanted: int) -> bool:
-    """Whether ``flags[base + id] & asked == wanted`` for all ids at positions ``[begin, end)``."""
+def _take_slots(ids: Ids, begin: int, end: int, base: int, num_rows: int, slots: Int32s, place: int) -> bool:
+    """Put ``base + id`` of the ids at ``[begin, end)`` into ``slots`` from ``place`` on; whether all are in [0,
+    num_rows)."""
+    signs = np.int64(0)
+    for i in range(end - begin):  # without a way out, so that it is done in vectors
+        row = np.int64(item(ids, begin + i))
+        signs |= row | (num_rows - 1 - row)
+        put(slots, place + i, base + row)
+    return bool(signs >= 0)
+
+
+@inline
+def _all_flagged(slots: Int32s, begin: int, end: int, flags: Bytes, asked: int, wanted: int) -> bool:
+    """Whether ``flags[slot] & asked == wanted`` for all slots at ``[begin, end)``."""
     for position in range(begin, end):
         if position + AHEAD < end:
-            prefetch_item(flags, base + np.int64(item(ids, position + AHEAD)))
-        if item(flags, base + np.int64(item(ids, position))) & asked != wanted:
+            prefetch_item(flags, np.int64(item(slots, position + AHEAD)))
+        if item(flags, np.int64(item(slots, position))) & asked != wanted:
             return False
     return True
 
 
 @uncounted_kernel
-def are_offsets(offsets: Int64s, num_ids: int) -> bool:
-    """Whether they start at 0, never descend and end at ``num_ids``.
-
-    Args:
-        offsets: int64 [n], n > 0.
-    """
-    last = offsets.shape[0] - 1
-    descends = False
-    for bag in range(last):
-        descends |= offsets[bag + 1] < offsets[bag]
-    return offsets[0] == 0 and offsets[last] == num_ids and not descends
-
-
-@uncounted_kernel
 def copy_offsets(offsets: Ids, num_ids: int, out: Ids) -> bool:
-    """``are_offsets`` of int64 or int32 offsets, which are copied to ``out`` on the way; right ones must fit there."""
-    last = offsets.shape[0] - 1
-    before: Any = np.int64(0)
+    """Whether int64 or int32 offsets [n], n > 0, start at 0, never descend and end at ``num_ids``. They are copied to
+    ``out``, each read once; right ones must fit there."""
+    first: Any = np.int64(item(offsets, 0))
+    put(out, 0, first)
+    before = first
     descends: Any = False
-    for bag in range(last + 1):
+    for bag in range(1, offsets.shape[0]):
         start = np.int64(item(offsets, bag))
         descends |= start < before
         before = start
         put(out, bag, start)
-    return offsets[0] == 0 and before == num_ids and not descends
+    return first == 0 and before == num_ids and not descends
 
 
 @inline
 def _pool_max(
-    low: int, high: int, shift: int, base: int, slots: Ids, weights: Weights, half: int, pooled: Floats, best: Int32s
+    low: int, high: int, shift: int, slots: Int32s, weights: Weights, half: int, pooled: Floats, best: Int32s
 ) -> None:
     """Maxima of one bag, and their positions."""
     for position in range(low, high):
-        slot = base + np.int64(item(slots, position + shift))
+        slot = np.int64(item(slots, position + shift))
         for column in range(pooled.shape[0]):
             value = load(weights, slot, column, half, 1)
             if best[column] < 0 or value > pooled[column]:
@@ -363,9 +386,10 @@ def copy_rows_of_ids(
     """``out[i] = weights[first + ids[i], :dim]``, bits unchanged: DONE. ABSENT if an id is not in [0, num_rows), or, of
     flags that are not empty, ``flags[first + ids[i]] & asked`` is not ``wanted``; ``out`` is then undefined."""
     for i in range(ids.size):
-        if not 0 <= ids[i] < num_rows:
+        row = ids[i]
+        if not 0 <= row < num_rows:
             return ABSENT
-        slot = first + ids[i]
+        slot = first + row
         if flags.size and flags[slot] & asked != wanted:
             return ABSENT
         for column in range(dim):

@@ -33,6 +33,19 @@ Range = tuple[int, int]
 _BODY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+def _nothing(_begin: int, _end: int) -> None:
+    """No work."""
+
+
+def _settled(futures: Sequence[Future[Any]]) -> list[BaseException | None]:
+    """Wait until all are done, even where an exception interrupts that; the error of each."""
+    try:
+        return [future.exception() for future in futures]
+    except BaseException:
+        _settled(futures)
+        raise
+
+
 class _TorchTeam:
     """The threads of GNU's OpenMP that this process has loaded, which are torch's; for the main thread.
 
@@ -50,7 +63,7 @@ class _TorchTeam:
         self.address = ctypes.cast(self._parallel, ctypes.c_void_p).value or 0
         self._body = _BODY(self._work_off)
         self._ranges: Iterator[Range] = iter(())
-        self._work: Callable[[int, int], Any] = lambda _begin, _end: None
+        self._work: Callable[[int, int], Any] = _nothing
         self._errors: list[BaseException] = []
         self._is_busy = False
 
@@ -58,15 +71,15 @@ class _TorchTeam:
         """As ``Workers.run``; False, and nothing done, if it is at work already or this is not the main thread."""
         if self._is_busy or threading.current_thread() is not threading.main_thread():
             return False
-        self._is_busy = True
         try:
+            self._is_busy = True
             self._ranges, self._work, self._errors = iter(ranges), work, []
             self._parallel(self._body, None, len(ranges), 0)
+            self._work_off(None)  # what is left where a thread could not begin, as for want of memory
             if self._errors:
                 raise self._errors[0]
         finally:
-            self._is_busy = False
-            del self._work, self._errors
+            self._work, self._errors, self._is_busy = _nothing, [], False
         return True
 
     def _work_off(self, _: int | None) -> None:
@@ -78,11 +91,27 @@ class _TorchTeam:
             self._errors.append(error)
 
 
+class _Fork:
+    """Notes in a forked process that it is one: GNU's OpenMP waits there for threads that only the parent has."""
+
+    is_noted = False
+
+    def note(self) -> None:
+        self.is_noted = True
+        _torch_team.cache_clear()
+
+
+_FORK: Final = _Fork()
+os.register_at_fork(after_in_child=_FORK.note)
+
+
 @functools.cache
 def _torch_team() -> _TorchTeam | None:
-    """None where another OpenMP, or another system, is in use."""
+    """None where another OpenMP, or another system, is in use, and in a forked process."""
+    if _FORK.is_noted:
+        return None
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
         libraries = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}
         return _TorchTeam(Path(libraries.pop())) if len(libraries) == 1 else None
     except (AttributeError, OSError):
@@ -108,10 +137,10 @@ class Workers:
             return
         futures: list[Future[Any]] = []
         try:
-            futures += [self._executor.submit(work, begin, end) for begin, end in pairs[1:]]
+            futures.extend(map(self._executor.submit, itertools.repeat(work), *zip(*pairs[1:], strict=True)))
             work(*pairs[0])
         finally:
-            errors = [future.exception() for future in futures]
+            errors = _settled(futures)
         for error in errors:
             if error is not None:
                 raise error

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..system.signals import shielded
 from .contract import AnyLookup
+from .training import train
 
 _NUMBERS: Final = itertools.count()
 _LOCK: Final = threading.Lock()
@@ -147,12 +148,22 @@ def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor
 
 
 def _update_all(collected: Sequence[_Collected]) -> None:
-    """One update of each table, of gradients in the order of forward calls."""
+    """One update of each table, of gradients in the order of forward calls; all of them, or none: see ``train``."""
     together: dict[Any, list[_Collected]] = {}
     for each in collected:  # a table has one layout and one pooling, so all its positions come together
         together.setdefault(each.lookup.group, []).append(each)
+    updates = []
+    for lookup, gradient in map(_merged, together.values()):
+        optimizer = lookup.tables[0].store.optimizer_in_use
+        if optimizer is None:
+            updates.append((lookup, gradient))
+        else:
+            optimizer.collect(lookup, gradient)
+    train(updates)
     for group in together.values():
-        _update(group)
+        if len(group) > 1:
+            for each in group:
+                each.lookup.release()
 
 
 def _follow(collected: _Collected) -> Tensor:
@@ -166,19 +177,12 @@ def _follow(collected: _Collected) -> Tensor:
     return gradient
 
 
-def _update(collected: Sequence[_Collected]) -> None:
-    """One update of the tables of lookups that are of one pool and mode."""
+def _merged(collected: Sequence[_Collected]) -> tuple[Any, Tensor]:
+    """Of lookups of one pool and mode, one lookup and its gradient."""
     lookups: list[Any] = [each.lookup for each in collected]
     gradients = [_follow(each) for each in collected]
     lookup, gradient = lookups[0], gradients[0]
     if len(lookups) > 1:
         lookup = lookup.merged(lookups, [gradient.shape[1] for gradient in gradients])
         gradient = torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)
-    optimizer = lookup.tables[0].store.optimizer_in_use
-    if optimizer is None:
-        lookup.update(gradient)
-    else:
-        optimizer.collect(lookup, gradient)
-    if len(lookups) > 1:
-        for each in lookups:
-            each.release()
+    return lookup, gradient

@@ -7,6 +7,7 @@ run on the caller's current stream.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
 from .on_device import OnDevice
-from .tables import RowGradients, by_table
+from .tables import Ready, RowGradients, by_table
 
 
 class HbmLookup(OverJoined):
@@ -174,6 +175,14 @@ class HbmLookup(OverJoined):
         self.joined.scatter(own.cpu().numpy(), grad_scale)
 
     @shielded
+    def readied(self, grad_out: Tensor) -> Ready:
+        """See ``TrainsRows``."""
+        if not self._is_empty:
+            with self._on_device() as (rows, batch):
+                self._lease = rows.whole(batch, self._lease)
+        return Ready(partial(self.update, grad_out), self._is_empty or self._lease is not None)
+
+    @shielded
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""
         joined = self.joined
@@ -191,15 +200,14 @@ class HbmLookup(OverJoined):
             held, self._lease = self._lease, None
             for part in rows.row_parts(batch, held):
                 try:
-                    with part.lease.in_use():
+                    with part.lease.in_use(changes=True):
                         rows.kernels.update_rows(
                             batch.bags, groups, part.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
                             mean=self._mode == kernels.MEAN, **rules._asdict(), weights=rows.weights,
                             state=rows.state, dim=rows.layout.dim, dirty=rows.dirty,
                         )  # fmt: skip
                 finally:
-                    # Also where it failed half way: some rows may have changed.
-                    part.lease.release(changed=True)
+                    part.lease.release()
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:

@@ -53,7 +53,7 @@ class Sources(NamedTuple):
     Attributes:
         ids: int64 or int32 [N].
         starts: int64 [features], where each feature's begin in ``ids``.
-        firsts: int64 [features], the key of row 0 of each feature's table.
+        firsts: int64 [features], the key of row 0 of each feature's table; num_rows: int64 [features], of it.
         batch: bags of each feature.
         bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
     """
@@ -61,6 +61,7 @@ class Sources(NamedTuple):
     ids: Ids
     starts: Int64s
     firsts: Int64s
+    num_rows: Int64s
     batch: int
     bag_starts: Ids
 
@@ -233,7 +234,9 @@ class Joined:
     @property
     def sources(self) -> "Sources":
         """Where its rows' keys come from."""
-        return Sources(self._ids, self._starts, self._firsts(None), self.batch, self.bag_starts)
+        return Sources(
+            self._ids, self._starts, self._firsts(None), self._features.num_rows, self.batch, self.bag_starts
+        )
 
     def _firsts(self, numbering: Numbering | None) -> Int64s:
         """int64 [features], the slot, or without a numbering the key, of row 0 of each feature's table."""

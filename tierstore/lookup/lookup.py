@@ -5,6 +5,7 @@ ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ..rows import ROW_MASK
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import RowGradients, in_pool_of
+from .tables import Ready, RowGradients, in_pool_of
 
 
 class Lookup(OverJoined):
@@ -127,6 +128,13 @@ class Lookup(OverJoined):
             with pool.arena.rows_lock:
                 dot_part(pool.arena, joined, grad_out.numpy(), first, part.position_slots, own)
         joined.scatter(own, grad_scale)
+
+    @shielded
+    def readied(self, grad_out: Tensor) -> Ready:
+        """See ``TrainsRows``."""
+        pool = self._pool
+        self._lease = pool.rows.whole(self.joined, self._lease_in(pool))
+        return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
 
     @shielded
     def update(self, grad_out: Tensor) -> None:

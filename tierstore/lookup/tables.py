@@ -30,6 +30,18 @@ class RowGradients(NamedTuple):
     values: Tensor
 
 
+class Ready(NamedTuple):
+    """An update whose rows are in.
+
+    Attributes:
+        train: makes it; the rows are released.
+        is_whole: all rows are pinned; else it brings them in part by part.
+    """
+
+    train: Callable[[], None]
+    is_whole: bool
+
+
 class Replayed(Protocol):
     """A lookup in a CUDA graph."""
 
@@ -47,12 +59,13 @@ class TrainsRows(Protocol):
         """Those whose rows it trains, in order."""
         ...
 
-    def update(self, grad_out: Tensor) -> None:
-        """Train its rows. Given float32 [batch, columns], C-contiguous."""
+    def readied(self, grad_out: Tensor) -> "Ready":
+        """Bring its rows in, for an update, if they fit in memory together. Given float32 [batch, columns],
+        C-contiguous."""
         ...
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """What ``update`` would apply, of each table in order; rows stay as they are, and are released."""
+        """What an update would apply, of each table in order; rows stay as they are, and are released."""
         ...
 
     def release(self) -> None:
@@ -64,7 +77,7 @@ class CollectsGradients(Protocol):
     """A store's optimizer, to whoever runs backward."""
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
-        """Keep what ``lookup.update(grad_out)`` would apply, until the optimizer's step."""
+        """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
         ...
 
 
@@ -88,6 +101,14 @@ class LookupStore(Protocol):
 
     @property
     def workers(self) -> Workers: ...
+
+    def note_partly_trained(self, error: BaseException) -> None:
+        """A step failed after some of its rows were, or may have been, trained."""
+        ...
+
+    def require_whole_steps(self) -> None:
+        """Raises PartlyTrainedError after that."""
+        ...
 
 
 class LookupTable(Protocol):
@@ -134,6 +155,21 @@ class LookupTable(Protocol):
     def require_float(self) -> None:
         """Raises ReadOnlyError if its rows are quantized."""
         ...
+
+
+def id_error(name: str, row: int, rows: range, whose: str = "") -> ValueError:
+    """The error for an id that is no row of the table of that name, or was none when it was read.
+
+    Args:
+        rows: the table's.
+        whose: why there are no others.
+    """
+    if row in rows:
+        return ValueError(
+            f"an id was no row of table {name!r} when it was read, and is {row} now: its memory changed during the "
+            "lookup; give each batch memory of its own"
+        )
+    return ValueError(f"id {row} is not a row of table {name!r}: ids are in [{rows.start}, {rows.stop}){whose}")
 
 
 def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> list[RowGradients]:

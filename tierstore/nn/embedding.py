@@ -7,7 +7,7 @@ from ..config import require_int
 from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.hints import hinting
-from .function import Prepared
+from .function import Padding, Prepared
 from .module import NO_COUNTERPART, TieredModule, checked_table
 
 
@@ -20,7 +20,8 @@ class TieredEmbedding(TieredModule):
 
     Args:
         table: a table of an open store.
-        padding_idx: an id that gives zeros and trains nothing, at whichever place; negative counts from the end.
+        padding_idx: an id whose row is not trained, at whichever place; negative counts from the end. While the row was
+            never written it gives zeros, as that of a new ``torch.nn.Embedding``.
 
     Raises:
         ValueError, TypeError: ``padding_idx`` is no row.
@@ -35,6 +36,7 @@ class TieredEmbedding(TieredModule):
         if padding_idx is not None:
             rows = self.num_embeddings
             self.padding_idx = require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
+            self._empty = table.first_values(torch.tensor([self.padding_idx])).to(table.store.device)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch.nn.Embedding's name
         """Rows of ids.
@@ -57,15 +59,20 @@ class TieredEmbedding(TieredModule):
 
     def _prepare(self, ids: Tensor) -> Prepared:
         flat = require_tensor(ids, "input").reshape(-1)
+        padding = None
         if self.padding_idx is None:
             offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device=flat.device)
         else:
             is_used = flat != self.padding_idx
             flat = flat[is_used]
             offsets = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+            if len(flat) < len(is_used):
+                row = self.table.jagged(torch.tensor([self.padding_idx]), torch.tensor([0, 1]), mode="sum")
+                places = (~is_used).to(self.table.store.device)
+                padding = Padding(self.table.lookup(row, mode="sum"), places, self._empty)
         jagged = self.table.jagged(flat, offsets, mode="sum")
         lookup = self.table.lookup(jagged, mode="sum")
-        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store)
+        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store, padding)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,26 @@ _NOT_TAKEN: Final = (
 RowsRead = list[tuple[LookupTable, int]]
 
 
+class Padding(NamedTuple):
+    """Places of the output that are one row, which is not trained there.
+
+    Attributes:
+        lookup: of the row.
+        places: bool [n], on the store's device.
+        empty: float32 [1, dim]: a row of these bits was never written, and gives zeros.
+    """
+
+    lookup: AnyLookup
+    places: Tensor
+    empty: Tensor
+
+    def fill(self, out: Tensor) -> None:
+        """Set the places of float32 [n, dim]."""
+        row = torch.empty((1, out.shape[1]), dtype=torch.float32, device=out.device)
+        self.lookup.forward(row, keep=False)
+        out[self.places] = torch.where((row == self.empty).all(), torch.zeros_like(row), row)
+
+
 class Prepared:
     """Lookups ready to run, and the tensors they were made from.
 
@@ -34,6 +54,7 @@ class Prepared:
         scale: per-sample weights, or None.
         sources: tensors whose contents the lookups depend on.
         store: whose rows they are; the output goes to its device.
+        padding: what is not trained of the one lookup.
     """
 
     def __init__(
@@ -43,11 +64,14 @@ class Prepared:
         scale: Tensor | None,
         sources: Sequence[Tensor | None],
         store: Store,
+        padding: Padding | None = None,
     ) -> None:
         self.lookups = lookups
         self.shape = shape
         self.scale = scale
         self.store = store
+        self.padding = padding
+        self._all = lookups if padding is None else [*lookups, padding.lookup]
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
         self._copies: list[Tensor] = []
 
@@ -90,12 +114,12 @@ class Prepared:
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
-        return all(lookup.has_room() for lookup in self.lookups)
+        return all(lookup.has_room() for lookup in self._all)
 
     def stage(self) -> bool:
         """Bring in and pin the rows of each lookup that there is room for; returns whether there was for all."""
         try:
-            are_in = [lookup.stage() for lookup in self.lookups]
+            are_in = [lookup.stage() for lookup in self._all]
         except BaseException:
             self.release()
             raise
@@ -103,14 +127,14 @@ class Prepared:
 
     def announce(self) -> "Announced | None":
         """Tell the pools of the rows it will use; None, and nothing is told, if a pool has no room for it yet."""
-        demands = [lookup.demand for lookup in self.lookups]
+        demands = [lookup.demand for lookup in self._all]
         if not all(pool.can_announce(len(keys)) for pool, keys in demands):
             return None
         return Announced([(pool, pool.announce(keys)) for pool, keys in demands])
 
     def release(self) -> None:
         """Unpin whatever is pinned."""
-        for lookup in self.lookups:
+        for lookup in self._all:
             lookup.release()
 
 
@@ -213,9 +237,15 @@ def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tenso
 def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
     lookups, store = prepared.lookups, prepared.store
     out = torch.empty(prepared.shape, dtype=torch.float32, device=store.device)
-    try:
+
+    def look_up() -> None:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
             lookup.forward(part, keep=keep)
+        if prepared.padding is not None:
+            prepared.padding.fill(out)
+
+    try:
+        store.shown.at_one(look_up, prepared.release)
     except BaseException:
         prepared.release()
         raise
@@ -261,6 +291,17 @@ def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -
     Raises:
         RuntimeError: the rows are not those that forward read.
     """
+    _require_unchanged(rows_read)
+    scale = prepared.scale
+    assert scale is not None, "only weights that there are require a gradient"
+    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
+    for lookup in prepared.lookups:
+        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
+    _require_unchanged(rows_read)
+    return grad_scale.to(scale.device)
+
+
+def _require_unchanged(rows_read: RowsRead) -> None:
     for table, num_changes in rows_read:
         if table.num_changes != num_changes:
             raise RuntimeError(
@@ -268,9 +309,3 @@ def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -
                 f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
                 "backward before you write, train or roll back the table, or give weights that require no gradient"
             )
-    scale = prepared.scale
-    assert scale is not None, "only weights that there are require a gradient"
-    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
-    for lookup in prepared.lookups:
-        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
-    return grad_scale.to(scale.device)

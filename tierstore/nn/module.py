@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..store import Store, Table
+from ..store.arguments import NOT_TRACED, refuse_traces
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .replicas import require_one_process
 
@@ -59,12 +60,17 @@ class TieredModule(nn.Module, ABC):
     def _look_up(
         self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
     ) -> Tensor:
+        refuse_traces(sources)
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
         trainable = self.rows.requires_grad and not self._store.readonly
         if trainable:
             self._require_one_process()
         out = run_lookups(prepared, self.rows, trainable=trainable)
         return out if shape is None else out.view(*shape)
+
+    def __prepare_scriptable__(self) -> None:
+        """Called by ``torch.jit.script``."""
+        raise RuntimeError(NOT_TRACED)
 
     def _require_one_process(self) -> None:
         require_one_process(self, self._store)
@@ -150,7 +156,9 @@ def _run(module: TieredModule, *arguments: Any) -> Tensor:
     return module._look_up(*arguments)
 
 
-_run_eagerly: Final = torch._compile._disable_dynamo(_run)
+_run_eagerly: Final[Any] = torch._compile._disable_dynamo(_run)
+_run_eagerly._torchdynamo_disable = True  # already so before its first call, with what it says where no break may be
+_run_eagerly._torchdynamo_disable_msg = NOT_TRACED
 
 
 def _arguments(features: Any) -> tuple[Any, ...]:

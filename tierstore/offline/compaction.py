@@ -162,8 +162,7 @@ def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]
 
 def _size_bytes(layout: RowLayout, num_rows: int) -> int:
     """Of full segments of so many rows, rounded down."""
-    size = layout.rows_per_segment
-    return num_rows * layout.segment_pages(size) * layout.page_bytes // size
+    return int(num_rows * layout.stored_row_bytes)
 
 
 def _versions(snapshot: Snapshot, manifest: Manifest, stored: Stored, head: Head) -> Iterator[tuple[int, RowMap, int]]:

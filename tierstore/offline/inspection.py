@@ -32,10 +32,12 @@ def describe_store(directory: str | Path) -> str:
         earlier = ", ".join(map(str, store.versions[:-1]))
         version += f" (kept too: {earlier})" if earlier else ""
         lines = [f"{store.directory}: {version}, {format_count(len(store.tables), 'table')}", *tables]
+        old_reader = store.describe_old_reader()
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]
     # Row files are sparse: what counts is what they take on the device.
     lines += [f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files]
+    lines += [f"  {old_reader}"] if old_reader else []
     if tensors:
         size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         lines += ["dense state", f"  {format_count(len(tensors), 'tensor')}, {size}"]

@@ -6,7 +6,6 @@ new store keeps the version's number. A row that was lost has its first value th
 """
 
 import contextlib
-import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,22 +19,20 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError,
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
-from ..io.gather import queue_parts
-from ..io.mapped import FileMap
+from ..io.mapped import FileMap, queue_parts
+from ..io.pins import Pins
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.slots import Segments
 from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
 from ..io.sound_tree import Remains, choose_tree
-from ..io.writer_lock import LOCK_NAME
 from ..kernels.arrays import Bools
 from ..rows import RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
-from ..store.manifest import Manifest
+from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.target import Steps, new_store, require_outside
 from ..store.version import TableState, pack, repack, unpack
-from ..system.durable import flocked
 from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file
 from ..system.sizes import format_count
@@ -147,12 +144,12 @@ def salvage(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_not_written(source))
         require_outside(target, source)
-        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME)))
+        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
         steps = Steps(progress)
         _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, steps)
-        (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
+        (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()), encoding="utf-8")
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
             store.verify(progress=steps.verified)
@@ -161,21 +158,15 @@ def salvage(
 
 @contextlib.contextmanager
 def _not_written(source: Path) -> Iterator[None]:
-    """Hold the source's lock, shared, so that no writer opens it meanwhile."""
+    """Have no writer open the source meanwhile."""
     require_plain_files(source)
-    if not (source / ROW_FILE_NAME).exists():
-        raise StoreNotFoundError(f"{source / ROW_FILE_NAME}: no such file; there are no rows to save")
-    try:
-        descriptor = os.open(source / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    path = source / ROW_FILE_NAME
+    if not path.exists():
+        raise StoreNotFoundError(f"{path}: no such file; there are no rows to save")
+    with contextlib.closing(Pins(path)) as pins:
+        if not pins.lock_for_writer(shared=True):
+            raise StoreLockedError(f"{source}: a process has the store open for writing; end it first")
         yield
-        return
-    refusal = StoreLockedError(f"{source}: a process has the store open for writing; end it first")
-    try:
-        with flocked(descriptor, fcntl.LOCK_SH, refusal):
-            yield
-    finally:
-        os.close(descriptor)
 
 
 def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:

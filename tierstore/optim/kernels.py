@@ -226,7 +226,7 @@ def merge_and_update(
     unique_slots: Int32s, counts: Int64s, starts: Int64s, sources: Int64s, factors: Floats, positions: Int32s,
     bags: Int32s, arg_max: Int32s, grad_out: Floats, codes: Int64s, hyper: Floats, weights: Weights, state: Floats,
     dim: int, half: int, flags: Bytes, dirty: int, seeds: Words | None, keys: Any, work: Floats,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
 
     Disjoint ranges may be updated by different threads.
@@ -247,11 +247,7 @@ def merge_and_update(
             that rounds to nearest and is the faster one.
         keys: int64, of the rows, by place as ``unique_slots``; or None without ``seeds``.
         work: what ``scratch`` gave, for this thread; allocating it here, counting references would take half the time.
-
-    Returns:
-        how many flags did not have it.
     """
-    newly_dirty = 0
     for table in range(begin_table, min(end_table + 1, counts.shape[0])):
         first = table_firsts[table]
         low = begin_row if table == begin_table else 0
@@ -282,6 +278,4 @@ def merge_and_update(
                     keys[unique_firsts[table] + row],
                 )  # fmt: skip
             if flags.shape[0]:
-                newly_dirty += 0 if flags[slot] & dirty else 1
                 flags[slot] |= dirty
-    return newly_dirty

@@ -13,8 +13,6 @@ from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
 from .tiers import PoolLoad, file_of, pool_loads
 
-MAP_BYTES: Final = 4
-"""Of host memory, for each row on disk and each process that serves or trains, outside the budget: where it lies."""
 SEGMENT_BYTES: Final = 50
 """The same, for each segment."""
 
@@ -95,13 +93,8 @@ def misfit(setup: Setup, demand: Demand) -> str:
     if setup.hbm_bytes > least:
         return _too_little("memory of an accelerator", setup.hbm_bytes, least)
     files = [file_of(pool.layout, -(-pool.num_rows // setup.hosts), setup.workload) for pool in demand.pools]
-    for file in files:
-        if file.segments > file.segments_max:
-            return (
-                f"segments: {file.segments:,} of rows of one layout are wanted of a host, a store finds its rows in "
-                f"{file.segments_max:,}; use more hosts"
-            )
-    maps = sum(MAP_BYTES * file.rows + SEGMENT_BYTES * file.segments for file in files)
+    wide = max((file.place_bytes for file in files), default=0)
+    maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
     kept = setup.gradient_bytes if setup.is_deferred else 0.0
     memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps + kept
     if memory > host.ddr.capacity_bytes:

@@ -15,6 +15,7 @@ from ..errors import BudgetError
 from ..hbm.full import FullSize
 from ..hbm.pool import HbmSize
 from ..io.cleaning import DEFAULT_SLACK
+from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
@@ -30,7 +31,6 @@ _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
 """Of a file of segments, over their bytes: the tree above them, and free pages."""
-_PLACE_BITS: Final = 32
 
 
 class PoolLoad(NamedTuple):
@@ -154,12 +154,12 @@ class StoreFile(NamedTuple):
     """Rows of one layout in a store's file, at its largest.
 
     Attributes:
-        segments_max: that a store's map can lead to.
+        place_bytes: that the map takes for each row of the store's tables.
     """
 
     rows: int
     segments: int
-    segments_max: int
+    place_bytes: int
     bytes: float
 
 
@@ -169,8 +169,8 @@ def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
     In training all rows may be written again between two commits: then both versions are there, with their slack.
     """
     segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
-    most = 1 << (_PLACE_BITS - geometry(layout, 0).place_bits)
-    return StoreFile(num_rows, math.ceil(segments), most, _FILE_SHARE * segments * segment_bytes(layout))
+    width = place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize
+    return StoreFile(num_rows, math.ceil(segments), width, _FILE_SHARE * segments * segment_bytes(layout))
 
 
 class _Share(NamedTuple):

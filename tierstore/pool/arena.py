@@ -41,7 +41,8 @@ class Arena(Rows):
     """See the module's docstring.
 
     Attributes:
-        fill_lock, lock, rows_lock, plain_lock: see ``pool.pool``; ``plain_lock`` is ``lock`` without its condition.
+        fill_lock, lock, rows_lock: see ``pool.pool``.
+        changed: the condition of ``lock``: slots were released, or the outbox has room, or the pool was closed.
         is_disowned: this is a forked process, which may not use the rows.
     """
 
@@ -57,10 +58,10 @@ class Arena(Rows):
 
     def _make_locks(self, *, readonly: bool) -> None:
         self.fill_lock = threading.RLock()
-        # Ctrl-C can come when a Condition, which is Python, has its lock and has not told; not so with the lock itself.
-        self.plain_lock = threading.RLock()
-        self.lock = threading.Condition(self.plain_lock)
-        self.rows_lock: Any = contextlib.nullcontext() if readonly else self.plain_lock
+        # An exception can come when a Condition, which is Python, has its lock and has not told; not so with the lock.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
 
     def disown(self) -> None:
         """Refuse further use in a forked process. A thread that held one of these locks, or the lock of numba's
@@ -72,7 +73,7 @@ class Arena(Rows):
         """Refuse further use; waiters are told."""
         with self.lock:
             self.is_closed = True
-            self.lock.notify_all()
+            self.changed.notify_all()
 
     def require_open(self) -> None:
         """ClosedError after ``refuse``."""

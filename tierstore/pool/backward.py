@@ -109,7 +109,7 @@ class Groups:
     def update(
         self, rows: Rows, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
         flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
-    ) -> int:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
 
         Args:
@@ -119,16 +119,12 @@ class Groups:
             flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
             seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``rounding``.
             keys: int64, by number from ``first`` on; or None without ``seeds``.
-
-        Returns:
-            how many of the rows were not dirty before.
         """
         cuts = self._cuts(self._place(first), self._place(first + len(slots)))
-        newly_dirty = np.zeros(len(cuts), np.int64)
         firsts, gradients, bags = self._firsts - first, grad_out.reshape(1, -1), self._bags
 
         def work(begin: int, end: int) -> None:
-            newly_dirty[begin] = merge_and_update(
+            merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self.counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
                 rows.weights, rows.state, rows.layout.dim, rows.half, flags, dirty, seeds, keys,
@@ -136,7 +132,6 @@ class Groups:
             )  # fmt: skip
 
         self._workers.run(work, range(len(cuts)))
-        return int(newly_dirty.sum())
 
     def merged(
         self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats, places: Int32s | None = None

@@ -2,10 +2,10 @@
 
 The call splits itself over torch's threads, which need no GIL. Handing them ranges from Python takes 25 to 80 us, as
 long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes find
-the arguments of ``kernels.look_up`` in an array of words on the caller's stack. Ids and offsets are given by their
-addresses: making arrays of tensors takes as long as adding 100 rows.
+the arguments of ``kernels.look_up`` in an array of words on the caller's stack. A caller's ids and offsets are given by
+their addresses: making arrays of tensors takes as long as adding 100 rows.
 
-Ids and offsets must not change meanwhile: they are checked, then used.
+Callers may change ids and offsets meanwhile: each is read once, and what was read is checked and used.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ..kernels.jit import JIT_ENABLED, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
 NOT_OFFSETS: Final = -3
-"""What ``look_up_at`` returns beside what ``kernels.look_up`` does."""
+"""What ``pool_at`` returns beside what ``kernels.look_up`` does."""
 
 _FINDING: Final = 32
 """Columns: finding a row takes as long as adding so many."""
@@ -75,7 +75,7 @@ def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) ->
     Args:
         dim: columns of a row.
         plan: the arguments of ``kernels.look_up`` from ``starts`` to ``bag_starts``.
-        arguments: those behind.
+        arguments: those behind, up to ``slots``.
 
     Returns:
         the error, if any: what ranges of bags returned instead of ``DONE``.
@@ -85,11 +85,14 @@ def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) ->
     how = split(workers, num_ids, dim, id_type, arguments[_WEIGHTS].dtype.type) if JIT_ENABLED else None
     said: list[int] = []
     if how is not None:
-        ids_at, starts_at = ids.ctypes.data, bag_starts.ctypes.data
-        said.append(look_up_at(ids_at, num_ids, starts_at, len(bag_starts) - 1, *how, *before, *arguments))
+        said.append(look_up_at(ids.ctypes.data, num_ids, bag_starts, *how, *before, *arguments))
     else:
         run: Any = kernels.look_up
-        workers.share(lambda begin, end: said.append(run(begin, end, ids, *plan, *arguments)), bag_starts)
+
+        def work(begin: int, end: int) -> None:
+            said.append(run(begin, end, ids, *plan, *arguments, np.empty(kernels.SCRATCH_SLOTS, np.int32)))
+
+        workers.share(work, bag_starts)
     return [status for status in said if status != kernels.DONE]
 
 
@@ -119,14 +122,20 @@ if JIT_ENABLED:
 
     _WORD, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 
-    @intrinsic
-    def _stack_words(typing_context: Any) -> Any:  # noqa: ARG001
-        """The address of ``_NUM_WORDS`` words that last until the caller returns."""
+    def _on_stack(num_words: int) -> Any:
+        """What gives the address of so many words that last until the caller returns."""
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-            return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_WORD, _NUM_WORDS)), _WORD)
+        @intrinsic
+        def stack_words(typing_context: Any) -> Any:  # noqa: ARG001
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+                return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_WORD, num_words)), _WORD)
 
-        return types.int64(), generate
+            return types.int64(), generate
+
+        return stack_words
+
+    _stack_words = _on_stack(_NUM_WORDS)
+    _stack_scratch = _on_stack(-(-kernels.SCRATCH_SLOTS // 2))
 
     @intrinsic
     def _run_body(typing_context: Any, team: Any, body: Any, words: Any, threads: Any) -> Any:  # noqa: ARG001
@@ -177,28 +186,32 @@ if JIT_ENABLED:
 
     @kernel
     def look_up_at(
-        ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int,
+        ids: int, num_ids: int, bag_starts: Int64s, body: int, team: int, parts: int, threads: int,
         starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, flags: Bytes, asked: int, wanted: int,
         scale: Floats, mode: int, weights: Weights, dim: int, half: int, columns: Int32s, out: Floats, arg_max: Int32s,
         slots: Int32s,
     ) -> Any:  # fmt: skip
-        """``kernels.look_up`` of all bags, after a look at where they begin.
+        """``kernels.look_up`` of all bags.
 
         Args:
             ids: address of ids of the type that ``body`` is for; num_ids: how many.
-            bag_starts: address; bags: how many.
+            bag_starts: right ones, which nobody changes.
             body, team, parts, threads: a ``Split``.
             starts: and the arguments behind it, as for ``kernels.look_up``.
         """
-        if not kernels.are_offsets(carray(_pointer(bag_starts), (bags + 1,), np.int64), num_ids):
-            return np.int64(NOT_OFFSETS)
         place = _stack_words()
         words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
         words[_NEXT] = 0
         a = words[_ARGUMENTS:]
         a[0], a[1], a[2], a[3] = parts, ids, num_ids, _address(starts)
         a[4], a[5] = _address(firsts), _address(num_rows)
-        a[6], a[7], a[8], a[9], a[10] = starts.shape[0], batch, bag_starts, bags + 1, _address(flags)
+        a[6], a[7], a[8], a[9], a[10] = (
+            starts.shape[0],
+            batch,
+            _address(bag_starts),
+            bag_starts.shape[0],
+            _address(flags),
+        )
         a[11], a[12], a[13], a[14], a[15] = flags.shape[0], asked, wanted, _address(scale), scale.shape[0]
         a[16], a[17], a[18], a[19] = mode, _address(weights), weights.shape[0], weights.shape[1]
         a[20], a[21], a[22], a[23] = dim, half, _address(columns), _address(out)
@@ -209,6 +222,28 @@ if JIT_ENABLED:
             if words[_STATUS + part] != kernels.DONE:
                 return words[_STATUS + part]
         return np.int64(kernels.DONE)
+
+    @kernel
+    def pool_at(
+        ids: int, num_ids: int, offsets: int, bags: int, body: int, team: int, parts: int, threads: int,
+        starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
+        mode: int, weights: Weights, dim: int, half: int, columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s,
+    ) -> Any:  # fmt: skip
+        """``look_up_at`` of one feature, whose offsets are a caller's.
+
+        Args:
+            offsets: address of int64 [bags + 1].
+
+        Returns:
+            ``NOT_OFFSETS`` too, if they are none.
+        """
+        bag_starts = np.empty(bags + 1, np.int64)
+        if not kernels.copy_offsets(carray(_pointer(offsets), (bags + 1,), np.int64), num_ids, bag_starts):
+            return np.int64(NOT_OFFSETS)
+        return look_up_at(
+            ids, num_ids, bag_starts, body, team, parts, threads, starts, firsts, num_rows, bags, flags, asked, wanted,
+            scale, mode, weights, dim, half, columns, out, arg_max, slots,
+        )  # fmt: skip
 
     @functools.cache
     def _body(id_type: Any, weight_type: Any) -> Any:
@@ -230,12 +265,13 @@ if JIT_ENABLED:
             out = carray(_pointer(a[23]), (a[24], a[25]), np.float32)
             arg_max = carray(_pointer(a[26]), (a[27], dim), np.int32)
             slots = carray(_pointer(a[28]), (a[29],), np.int32)
+            scratch = carray(_pointer(_stack_scratch()), (kernels.SCRATCH_SLOTS,), np.int32)
             part = _take_next(words, _NEXT)
             while part < parts:
                 words[_STATUS + part] = kernels.look_up(
                     cut(bag_starts, part, parts), cut(bag_starts, part + 1, parts), ids, starts, firsts, num_rows,
                     batch, bag_starts, flags, a[12], a[13], scale, a[16], weights, dim, a[21], columns, out, arg_max,
-                    slots,
+                    slots, scratch,
                 )  # fmt: skip
                 part = _take_next(words, _NEXT)
 

@@ -50,30 +50,34 @@ class EvictingRows:
                 lease = part
         return lease
 
+    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
+        return self._leases.acquire_rows(*batch.distinct) if lease is None and len(batch) else lease
+
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
             inverse, keys = batch.distinct
-            parts = self._row_parts(keys)
         else:
             assert lease.inverse is not None, "slots of this cache are not the positions' own"
             inverse, keys = lease.inverse, np.empty(len(lease.slots), np.int64)
             if update.seeds is not None:
                 keys[inverse] = batch.keys
-            parts = iter([(0, lease.slots)])
         groups = update.groups
         groups.by_number(inverse, len(keys))
-        for first, slots in parts:
+        for first, slots in self._row_parts(keys, lease):
             with self._arena.lock:
                 self._writeback.begin_update(slots)
                 row_keys = None if update.seeds is None else keys[first:]
                 groups.update(self._arena, first, slots, update.codes, update.hyper, update.gradient,
                               seeds=update.seeds, keys=row_keys)  # fmt: skip
 
-    def _row_parts(self, keys: Int64s) -> Iterator[tuple[int, Int32s]]:
+    def _row_parts(self, keys: Int64s, lease: Lease | None) -> Iterator[tuple[int, Int32s]]:
         """(first number, int32 slot of each from there on): parts of the rows, pinned. Rows used last come first: they
         are the likeliest to be still resident."""
-        for passed, lease in self._leases.parts(keys[::-1].copy()):
-            yield len(keys) - passed - len(lease.slots), lease.slots[::-1].copy()
+        if lease is not None:
+            yield 0, lease.slots
+            return
+        for passed, part in self._leases.parts(keys[::-1].copy()):
+            yield len(keys) - passed - len(part.slots), part.slots[::-1].copy()
 
     def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002 - rows may not be in
         return None

@@ -40,7 +40,8 @@ class Filler:
         self._tables[table_index] = config
 
     def admit(self, admission: Admission, *, read: bool, whole: bool = False) -> None:
-        """Admit as many rows as there is room for (with ``whole`` all or nothing). With ``read``, read them too."""
+        """Admit as many rows as there is room for (with ``whole`` all or nothing). With ``read``, read them too. What
+        was pinned when it failed is the caller's to release."""
         arena = self._arena
         try:
             while True:
@@ -50,7 +51,8 @@ class Filler:
                     status = arena.cache.admit(admission)
                     if whole and status is AdmitStatus.ALL_PINNED:
                         self._note_no_lookup(admission)
-                        self._give_up(admission)
+                        arena.cache.release(admission)
+                        arena.changed.notify_all()
                         return
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
@@ -59,18 +61,9 @@ class Filler:
                 self.seconds += time.perf_counter() - started
             if read and admission.num_missing:
                 self._load(admission.missing_slots)
-        except BaseException:
-            with arena.lock:
-                if not read:
-                    self._note_no_lookup(admission)
-                self._give_up(admission)
-            raise
-        if not read:
-            self._note_no_lookup(admission)
-
-    def _give_up(self, admission: Admission) -> None:
-        self._arena.cache.abandon(admission)
-        self._arena.lock.notify_all()
+        finally:
+            if not read:
+                self._note_no_lookup(admission)
 
     def _note_no_lookup(self, admission: Admission) -> None:
         """Take an admission out of the lookup counts: its rows came from the tier above, or it was undone."""

@@ -16,7 +16,6 @@ from ..cache import FullCache
 from ..cache.flags import LOADING, RESIDENT
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32
-from ..system.signals import Shield
 from . import direct
 from .arena import Arena
 from .backward import NO_ARG_MAX, NO_FLOATS, NO_INTS
@@ -61,7 +60,7 @@ class InMemory:
         assert isinstance(cache, FullCache)
         rows = np.empty((len(ids), self._dim), weights.dtype)
         flags = _NO_FLAGS if cache.is_complete else cache.flags
-        with arena.plain_lock:
+        with arena.lock:
             if arena.is_closed:
                 return None
             status = kernels.copy_rows_of_ids(
@@ -100,12 +99,11 @@ class InMemory:
         id_type, weight_type = _NUMPY_TYPES.get(ids.dtype), arena.weights.dtype.type
         if id_type is None:
             return None
-        with Shield():  # while it is compiled
-            how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
-            if how is None:
-                return None
-            pooled = self._run(arena, how, ids, offsets, mode)
-            self._alone[ids.dtype] = direct.whole(id_type, weight_type)
+        how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
+        if how is None:
+            return None
+        pooled = self._run(arena, how, ids, offsets, mode)
+        self._alone[ids.dtype] = direct.whole(id_type, weight_type)
         return pooled
 
     def _run(self, arena: Arena, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
@@ -113,19 +111,19 @@ class InMemory:
         if num_ids and not address:
             return None
         pooled = np.empty((bags, self._dim), np.float32)
-        run: Any = direct.look_up_at
+        run: Any = direct.pool_at
         cache = arena.cache
         assert isinstance(cache, FullCache)
         with arena.rows_lock:
             if arena.is_closed:
                 return None
             status = run(
-                address, num_ids, offsets.data_ptr(), bags, *how, *self._plan, bags,
+                address, num_ids, offsets.data_ptr(), bags, *how, *self._plan,
                 _NO_FLAGS if cache.is_complete else cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, mode,
                 arena.weights, self._dim, arena.half, self._column, pooled, NO_ARG_MAX, NO_INTS,
             )  # fmt: skip
         if status != kernels.DONE:
             return None
-        with arena.plain_lock:
+        with arena.lock:
             cache.note_hits(num_ids)
         return torch.from_numpy(pooled)

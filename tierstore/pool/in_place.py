@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cache import FullCache
-from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..cache.flags import CHANGED, DIRTY, LOADING, RESIDENT
 from ..kernels.arrays import Int32s
 from ..kernels.jit import JIT_ENABLED
 from . import direct
@@ -56,7 +56,7 @@ class InPlaceRows:
 
     def _note_hits(self, count: int) -> None:
         """Count lookups of rows that were in."""
-        with self._arena.plain_lock:
+        with self._arena.lock:
             self._cache.note_hits(count)
 
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
@@ -93,6 +93,9 @@ class InPlaceRows:
             batch.note_slots(slots, cache)  # the caller may change the ids before backward
         return slots
 
+    def whole(self, batch: Batch, lease: Lease | None) -> Lease:
+        return self._leases.in_place(self._bring_in(batch)) if lease is None else lease
+
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         cache, groups = self._cache, update.groups
         slots = self._bring_in(batch) if lease is None else lease.slots
@@ -104,11 +107,10 @@ class InPlaceRows:
                 self._writeback.begin_update(groups.used(row_slots))
                 flags = flags[:0]
             keys = None if update.seeds is None else row_slots + batch.shifts(cache)
-            newly_dirty = groups.update(
-                self._arena, 0, row_slots, update.codes, update.hyper, update.gradient, flags=flags, dirty=DIRTY,
-                seeds=update.seeds, keys=keys,
+            groups.update(
+                self._arena, 0, row_slots, update.codes, update.hyper, update.gradient, flags=flags,
+                dirty=DIRTY | CHANGED, seeds=update.seeds, keys=keys,
             )  # fmt: skip
-            cache.note_dirty(newly_dirty)
 
     def one_table(self, table_index: int, num_rows: int) -> InMemory | None:
         if not JIT_ENABLED or self._arena.layout.is_quantized:

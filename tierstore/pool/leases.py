@@ -37,7 +37,7 @@ class Leases:
             BudgetError: every slot stayed pinned by others for a minute.
             DamagedError: a row on SSD failed its check; no row stays pinned.
         """
-        return self._of(self.admit_some(keys, read=True))
+        return self.admit_some(keys, read=True)
 
     def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
         """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
@@ -49,40 +49,63 @@ class Leases:
         Raises:
             DamagedError: a row on SSD failed its check; no row stays pinned.
         """
-        admission = Admission(keys if order is None else keys[order])
-        with self._arena.fill_lock:
-            self._filler.admit(admission, read=True, whole=True)
-        if not admission.consumed:
-            return None
-        if order is not None:
-            numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
-            slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
-            kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
-        return self._of(admission)
+        lease = self._admit(keys if order is None else keys[order], read=True, whole=True, order=order)
+        return lease if lease.num_positions else None
 
-    def _of(self, admission: Admission) -> Lease:
-        return Lease(self._pins, admission.slots, admission.inverse[: admission.consumed], pinned=admission.slots)
+    def _admit(
+        self,
+        keys: Int64s,
+        *,
+        read: bool,
+        whole: bool = False,
+        order: Int64s | None = None,
+        fill: Callable[[Admission], None] | None = None,
+    ) -> Lease:
+        """A lease of what was admitted. It owns the pins before there are any."""
+        admission = Admission(keys)
+        lease = self._pins.lease(admission)
+        try:
+            with self._arena.fill_lock:
+                self._filler.admit(admission, read=read, whole=whole)
+                if fill is not None and admission.consumed:
+                    fill(admission)
+            lease.slots, lease.inverse = admission.slots, admission.inverse[: admission.consumed]
+            if order is not None and admission.consumed:
+                slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
+                kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
+                lease.slots, lease.inverse = slots, inverse
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def acquire_rows(self, inverse: Int32s, keys: Int64s) -> Lease | None:
+        """Pin the rows of a whole batch, given as ``Distinct``; otherwise as ``acquire_whole``. Rows used last are
+        admitted first: they are the likeliest to be still resident."""
+        if len(keys) > self._arena.cache.capacity:
+            return None
+        lease = self._admit(keys[::-1].copy(), read=True, whole=True)
+        if not lease.num_positions:
+            return None
+        lease.slots, lease.inverse = lease.slots[::-1].copy(), inverse
+        return lease
 
     def in_place(self, slots: Int32s) -> Lease:
-        """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
-        return Lease(self._pins, slots, None, pinned=slots[:0])
+        """See ``Pins.in_place``."""
+        return self._pins.in_place(slots)
 
-    def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Admission:
-        """Admit leading positions of ``keys``, at least one. ``read`` reads their rows; ``fill`` fills them, with
+    def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Lease:
+        """Pin the rows of leading positions of ``keys``, at least one. ``read`` reads them; ``fill`` fills them, with
         ``fill_lock`` held."""
         arena = self._arena
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
-            admission = Admission(keys)
-            with arena.fill_lock:
-                self._filler.admit(admission, read=read)
-                if fill is not None and admission.consumed:
-                    fill(admission)
-            if admission.consumed:
-                return admission
+            lease = self._admit(keys, read=read, fill=fill)
+            if lease.num_positions:
+                return lease
             with arena.lock:
                 # In short waits: a dropped lease cannot wake anyone.
-                while not arena.lock.wait_for(self._pins.has_unpinned, timeout=PIN_POLL_SECONDS):
+                while not arena.changed.wait_for(self._pins.has_unpinned, timeout=PIN_POLL_SECONDS):
                     if time.monotonic() < deadline:
                         continue
                     raise BudgetError(

@@ -5,9 +5,11 @@ is to come). Held pins are at most three quarters of the slots, and no thread wa
 transient one. So a caller that finds every slot pinned waits for others and never deadlocks.
 """
 
+import weakref
 from collections import deque
 from typing import Final
 
+from ..cache import Pinned
 from ..kernels.arrays import Int32s
 from .arena import Arena
 
@@ -15,27 +17,30 @@ HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
 PIN_POLL_SECONDS: Final = 0.1
 
+_NOTHING: Final = Pinned(0)
+
 
 class Lease:
     """The rows of a batch's leading positions, kept in their slots.
 
     Args:
         keeper: who made it.
-        slots: int32 [n], of the rows.
-        inverse: int32 [positions]: each position's place in ``slots``; None if slot i is position i's.
-        pinned: int32, the slots that ``release`` unpins.
 
     Attributes:
+        slots: int32 [n], of the rows.
+        inverse: int32 [positions]: each position's place in ``slots``; None if slot i is position i's.
+        pinned: the slots that ``release`` unpins.
         held: it outlives the call that took it; set by ``Pins.hold``.
     """
 
-    __slots__ = ("_keeper", "held", "inverse", "pinned", "slots")
+    __slots__ = ("__weakref__", "_keeper", "claim", "held", "inverse", "pinned", "slots")
 
-    def __init__(self, keeper: "Pins", slots: Int32s, inverse: Int32s | None, pinned: Int32s) -> None:
+    def __init__(self, keeper: "Pins", pinned: Pinned, slots: Int32s) -> None:
         self._keeper: Pins | None = keeper
-        self.slots = slots
-        self.inverse = inverse
+        self.claim: _Claim | None = None
         self.pinned = pinned
+        self.slots = slots
+        self.inverse: Int32s | None = None
         self.held = False
 
     @property
@@ -55,12 +60,17 @@ class Lease:
     def release(self) -> None:
         """Let the rows go; a second call does nothing."""
         keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.release(self.pinned, held=self.held)
+        if keeper is not None and self.claim is not None:
+            keeper.release(self.claim)
+            self.claim = None
 
-    def __del__(self) -> None:
-        if self._keeper is not None:
-            self._keeper.release_later(self.pinned, held=self.held)
+
+class _Claim(weakref.ref[Lease]):
+    """What a lease has, for when it is gone. Nothing of Python runs where it is dropped: no exception can come then,
+    and the garbage collector may drop it in any thread, under any lock."""
+
+    __slots__ = ("pinned",)
+    pinned: Pinned
 
 
 class Pins:
@@ -68,8 +78,26 @@ class Pins:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._held_slots = self._num_held = 0
-        self._dropped: deque[tuple[Int32s, bool]] = deque()
+        self._claims: set[_Claim] = set()
+        self._held: dict[_Claim, int] = {}
+        self._dropped: deque[_Claim] = deque()
+
+    def lease(self, pinned: Pinned) -> Lease:
+        """A lease of what is pinned in ``pinned``, from now on: however its owner ends, that is unpinned."""
+        lease = Lease(self, pinned, pinned.slots)
+        self._claim(lease)
+        return lease
+
+    def in_place(self, slots: Int32s) -> Lease:
+        """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
+        return Lease(self, _NOTHING, slots)
+
+    def _claim(self, lease: Lease) -> _Claim:
+        claim = _Claim(lease, self._dropped.append)
+        claim.pinned = lease.pinned
+        lease.claim = claim
+        self._claims.add(claim)
+        return claim
 
     def has_unpinned(self) -> bool:
         """Whether a slot may be had, or waiting for one is over. The caller holds the lock."""
@@ -83,45 +111,37 @@ class Pins:
             return self._can_hold(num_slots)
 
     def _can_hold(self, num_slots: int) -> bool:
-        return self._held_slots + num_slots <= self._arena.cache.capacity * HELD_SHARE
+        return sum(self._held.values()) + num_slots <= self._arena.cache.capacity * HELD_SHARE
 
     def hold(self, lease: Lease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self._arena.lock:
             self.release_dropped()
-            if self._can_hold(len(lease.pinned)):
-                self._held_slots += len(lease.pinned)
-                self._num_held += 1
+            num_slots = lease.pinned.num_unique
+            if self._can_hold(num_slots):
+                self._held[lease.claim or self._claim(lease)] = num_slots
                 lease.held = True
             return lease.held
 
-    def release(self, pinned: Int32s, *, held: bool) -> None:
+    def release(self, claim: _Claim) -> None:
         """Unpin; called by ``Lease.release``."""
         with self._arena.lock:
-            self._release(pinned, held)
+            self._release(claim)
             self.release_dropped()
-            self._arena.lock.notify_all()
-
-    def release_later(self, pinned: Int32s, *, held: bool) -> None:
-        """Queue a dropped lease; the next thread that takes the lock releases it.
-
-        The garbage collector may run this in any thread, under any lock; it must not wait for one.
-        """
-        self._dropped.append((pinned, held))
+            self._arena.changed.notify_all()
 
     def release_dropped(self) -> None:
         """Unpin what leases had that were dropped. The caller holds the lock."""
         while self._dropped:
-            self._release(*self._dropped.popleft())
+            self._release(self._dropped[0])
+            self._dropped.popleft()
 
-    def _release(self, pinned: Int32s, held: bool) -> None:
-        if self._arena.is_disowned:
-            return
-        if len(pinned):
-            self._arena.cache.unpin(pinned)
-        if held:
-            self._held_slots -= len(pinned)
-            self._num_held -= 1
+    def _release(self, claim: _Claim) -> None:
+        """Again is fine."""
+        if claim.pinned.num_unique and not self._arena.is_disowned:
+            self._arena.cache.release(claim.pinned)
+        self._held.pop(claim, None)
+        self._claims.discard(claim)
 
     @property
     def num_pinned(self) -> int:
@@ -135,4 +155,4 @@ class Pins:
         """Leases held: of batches that were prefetched, or whose backward is to come."""
         with self._arena.lock:
             self.release_dropped()
-            return self._num_held
+            return len(self._held)

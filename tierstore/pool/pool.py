@@ -7,6 +7,9 @@ Locks, always taken in this order:
 - ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read or write.
   ``rows_lock`` is the same lock, or none in a read-only store.
 
+A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
+cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins anew.
+
 Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (brings rows in), ``leases``, ``transfers`` (rows in and
 out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
@@ -67,16 +70,10 @@ class Pool:
         self.layout = layout
         self.cache = cache
         self.arena = Arena(layout, cache, workers, readonly=readonly)
-        self.writeback = WriteBack(
-            layout,
-            cache,
-            cold,
-            self.arena.lock,
-            transaction_bytes=transaction_bytes,
-            outbox_rows=outbox_rows,
-            epoch=epoch,
-        )
         self.pins = Pins(self.arena)
+        self.writeback = WriteBack(
+            self.arena, self.pins, cold, transaction_bytes=transaction_bytes, outbox_rows=outbox_rows, epoch=epoch
+        )
         self.filler = Filler(self.arena, self.pins, self.writeback, read or cold.read)
         self.leases = Leases(self.arena, self.pins, self.filler)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
@@ -158,7 +155,7 @@ class Pool:
         """Wait until no call uses rows, a minute at most; False if one does still, or a batch does."""
         pins = self.pins
         with self.arena.lock:
-            self.arena.lock.wait_for(lambda: not pins.num_pinned or pins.num_held, timeout=PIN_WAIT_SECONDS)
+            self.arena.changed.wait_for(lambda: not pins.num_pinned or pins.num_held, timeout=PIN_WAIT_SECONDS)
             is_used = pins.num_pinned > 0 or pins.num_held > 0
         return not (is_used or self._is_used_above)
 

@@ -177,11 +177,14 @@ class ResidentRows(Protocol):
         """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
         ...
 
+    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
+        """The lease that was given, or one of all rows of the batch, for ``update``; None if they do not fit."""
+        ...
+
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         """Merge each row's gradients in their fixed order, mark it dirty, update it.
 
-        If a split batch fails while a later part is read, the rows of earlier parts are already updated. Go back to the
-        last commit (open the store again) rather than repeat the step.
+        Without a lease, if a later part of a split batch cannot be brought in, the rows of earlier parts are updated.
         """
         ...
 

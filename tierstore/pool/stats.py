@@ -46,6 +46,14 @@ class TierStats(NamedTuple):
     """Misses whose whole set was in use, so that the row took an overflow slot (hbm)."""
     waited_seconds: float = 0.0
     """Time for which threads that change or evict rows waited for the writer of a commit (ddr)."""
+    page_cache_bytes: int = 0
+    """Resident memory of the whole process that belongs to files: pages of row files that it looked at, in each map of
+    them, and code, 100 MiB or more of it torch's (ssd). Page cache is outside every budget: the system takes it back
+    when memory is short."""
+
+    held_bytes: int = 0
+    """Bytes of the row file that are out of use, but that the oldest reader elsewhere keeps from being reused, until
+    it refreshes or closes; as of the last commit of a store open for writing (ssd)."""
 
     @property
     def hit_rate(self) -> float:

@@ -26,7 +26,7 @@ class Transfers:
 
     def are_in(self, keys: Int64s) -> bool:
         """Whether all these rows are in the cache, and can be looked up now."""
-        with self._arena.plain_lock:
+        with self._arena.lock:
             self._arena.require_open()
             return self._are_in(self._arena.cache.find(keys))
 
@@ -39,7 +39,7 @@ class Transfers:
 
     def _use_in_memory(self, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
         """Call ``use(slots)`` if all these rows are in the cache; else False. Nothing is admitted or pinned."""
-        with self._arena.plain_lock:  # no bookkeeping is half done between two lines: nothing to shield
+        with self._arena.lock:  # no bookkeeping is half done between two lines: nothing to shield
             self._arena.require_open()
             slots = self._arena.cache.find(keys)
             if not self._are_in(slots):
@@ -110,7 +110,9 @@ class Transfers:
         start = 0
         while start < len(keys):
             fill = partial(self._put_admitted, weights=weights[start:], state=state[start:])
-            start += self._leases.admit_some(keys[start:], read=False, fill=fill).consumed
+            lease = self._leases.admit_some(keys[start:], read=False, fill=fill)
+            start += lease.num_positions
+            lease.release()
 
     def _put_admitted(self, admission: Admission, weights: Words, state: Words) -> None:
         """The caller holds ``fill_lock``."""
@@ -118,15 +120,11 @@ class Transfers:
         with self._arena.lock:
             is_missing = np.zeros(len(slots), np.bool_)
             is_missing[admission.missing[: admission.num_missing]] = True
-            try:
-                # Whole before anybody else can see them: waiting for the outbox lets others in.
-                self._put_some(is_missing, slots, weights, state)
-                cache.filled(slots[is_missing])
-                self._writeback.begin_update(slots)
-                self._put_some(~is_missing, slots, weights, state)
-            finally:
-                cache.unpin(slots)
-                self._arena.lock.notify_all()
+            # Whole before anybody else can see them: waiting for the outbox lets others in.
+            self._put_some(is_missing, slots, weights, state)
+            cache.filled(slots[is_missing])
+            self._writeback.begin_update(slots)
+            self._put_some(~is_missing, slots, weights, state)
 
     def _put_some(self, chosen: Bools, slots: Int32s, weights: Words, state: Words) -> None:
         """Copy the chosen rows (bool [n]) into their slots."""

@@ -13,6 +13,9 @@ together.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.
+
+A write that is cut short loses nothing: a row stays dirty, or frozen, until it was written. What a commit that was cut
+short leaves frozen, or in the outbox, is given up when the next one freezes rows.
 """
 
 import contextlib
@@ -24,11 +27,13 @@ from typing import Final
 
 import numpy as np
 
-from ..cache import RowCache
+from ..cache import Pinned, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
 from ..system.killpoints import reach
+from .arena import Arena
+from .pins import Pins
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
@@ -69,7 +74,7 @@ class _Outbox:
         return self._places[: self.count]
 
     def put(self, cache: RowCache, slots: Int32s) -> None:
-        """Copy the rows of these slots."""
+        """Copy the rows of these slots. A call cut short may leave a row in twice: its value is the same."""
         places = self._places[self.count : self.count + len(slots)]
         self.keys[places] = cache.keys_of(slots)
         self.weights[places] = cache.weights[slots]
@@ -81,15 +86,16 @@ class _Outbox:
         is_dropped = np.zeros(len(self.keys), np.bool_)
         is_dropped[places] = True
         kept = self.places[~is_dropped[self.places]]
-        self._places = np.concatenate([kept, places, self._places[self.count :]])
-        self.count = len(kept)
+        all_places, count = np.concatenate([kept, places, self._places[self.count :]]), len(kept)
+        self._places, self.count = all_places, count
 
 
 class WriteBack:
     """See the module's docstring.
 
     Args:
-        lock: the pool's.
+        arena: the rows, and the locks over them.
+        pins: keeps slots that are being written.
         transaction_bytes: of segments that a transaction of the cold tier may hold.
         outbox_rows: rows that the outbox holds.
         epoch: the version that rows are written for.
@@ -102,23 +108,24 @@ class WriteBack:
 
     def __init__(
         self,
-        layout: RowLayout,
-        cache: RowCache,
+        arena: Arena,
+        pins: Pins,
         cold: ColdTier,
-        lock: threading.Condition,
         *,
         transaction_bytes: int,
         outbox_rows: int,
         epoch: int,
     ) -> None:
         self.gate = threading.RLock()
-        self._layout = layout
-        self._cache = cache
+        self._layout = arena.layout
+        self._cache = arena.cache
+        self._pins = pins
         self._cold = cold
-        self._lock = lock
-        self.rows_a_write = rows_a_write(layout, transaction_bytes, cache.capacity)
+        self._lock = arena.lock
+        self._changed = arena.changed
+        self.rows_a_write = rows_a_write(arena.layout, transaction_bytes, arena.cache.capacity)
         self._epoch = epoch
-        self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
+        self._outbox = _Outbox(arena.layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
         self._is_busy = False
         self.waited_seconds = 0.0
@@ -128,19 +135,20 @@ class WriteBack:
     def begin_update(self, slots: Int32s) -> None:
         """The rows of these pinned slots are about to change: keep what a version under way needs of them, mark them
         dirty. The caller holds the lock, which is released while the outbox is full."""
-        first = 0
-        while first < len(slots) and self._cache.num_frozen:
-            room = self._outbox.room
+        first, cache = 0, self._cache
+        while first < len(slots):
+            room = self._outbox.room if cache.num_frozen else len(slots)
             if not room:
                 started = time.perf_counter()
-                self._lock.wait()
+                self._changed.wait()
                 self.waited_seconds += time.perf_counter() - started
                 first = 0  # others may have changed any of them meanwhile, and a commit may have frozen them again
                 continue
             part = slots[first : first + room]
-            self._outbox.put(self._cache, self._cache.thaw(part))
+            if cache.num_frozen:
+                self._outbox.put(cache, cache.frozen_of(part))
+            cache.mark_dirty(part)
             first += len(part)
-        self._cache.mark_dirty(slots)
 
     # Between commits
 
@@ -175,43 +183,47 @@ class WriteBack:
 
     def _write_dirty(self, keys: Int64s) -> None:
         """Write the dirty ones of these rows, in their order, for the version that is open."""
-        cache = self._cache
         with self._lock:
-            slots = cache.find(keys)
-            taken = cache.clean(slots[slots >= 0])
-            cache.pin(taken)
-            keys = cache.keys_of(taken)
-        written = 0
-        try:
-            for written in self._write_runs(keys, taken, cache, self._epoch):  # noqa: B007 - the last is what counts
-                pass
-        finally:
-            with self._lock:
-                cache.mark_dirty(taken[written:])
-                cache.unpin(taken)
-                self._lock.notify_all()
+            slots = self._cache.find(keys)
+        self._write_taken(slots[slots >= 0], self._epoch, frozen=False)
 
-    def _write_runs(self, keys: Int64s, slots: Int32s, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
-        """Write rows in transactions; yields how many are written after each."""
+    def _write_taken(self, slots: Int32s, epoch: int, *, frozen: bool) -> None:
+        """Write the dirty or the frozen ones of these rows, and make those clean that do not change meanwhile. The
+        caller holds the gate."""
+        cache, lease = self._cache, self._pins.lease(Pinned(len(slots)))
+        try:
+            with self._lock:
+                cache.take(slots, lease.pinned, frozen=frozen)
+                taken = lease.pinned.slots
+                keys = cache.keys_of(taken)
+            for part in self._write_runs(keys, taken, cache, epoch):
+                with self._lock:
+                    (cache.thaw if frozen else cache.settle)(taken[part])
+        finally:
+            lease.release()
+
+    def _write_runs(self, keys: Int64s, slots: Int32s, rows: "RowCache | _Outbox", epoch: int) -> Iterator[slice]:
+        """Write rows in transactions; yields after each which were written."""
         for first in range(0, len(keys), self.rows_a_write):
             if self._is_busy:
                 raise RuntimeError("a signal handler may not write while a write-back is under way")
             part = slice(first, first + self.rows_a_write)
-            self._is_busy = True
             try:
+                self._is_busy = True
                 self._cold.write(keys[part], slots[part], rows.weights, rows.state, epoch=epoch)
             finally:
                 self._is_busy = False
-            yield min(first + self.rows_a_write, len(keys))
+            yield part
 
     # Commits
 
-    def freeze(self) -> None:
-        """Freeze the dirty rows for the open version, and open the next one. The caller holds gate and lock, and the
-        version before was written or given up."""
+    def freeze(self, epoch: int) -> None:
+        """Freeze the dirty rows for the version before ``epoch``, for which rows are written from now on. The caller
+        holds gate and lock, and the version before was written or given up."""
+        self.abandon()
         self._error = None
+        self._epoch = epoch
         self._cache.freeze()
-        self._epoch += 1
 
     def write_frozen(self) -> None:
         """Write all rows of the frozen version; other writers may run in between.
@@ -248,31 +260,20 @@ class WriteBack:
     def _write_frozen(self, slots: Int32s) -> None:
         """Write the frozen ones of these rows. One that changes meanwhile has its copy in the outbox, which is written
         after it. The caller holds the gate."""
-        cache = self._cache
-        with self._lock:
-            taken = cache.frozen_of(slots)
-            cache.pin(taken)
-            keys = cache.keys_of(taken)
-        written = 0
-        try:
-            for written in self._write_runs(keys, taken, cache, self._epoch - 1):  # noqa: B007 - as above
-                pass
-        finally:
-            with self._lock:
-                cache.thaw(taken[:written])
-                cache.unpin(taken)
-                self._lock.notify_all()
+        self._write_taken(slots, self._epoch - 1, frozen=True)
 
     def _write_some_copies(self) -> None:
         """Write one turn's worth of the outbox, and forget it. The caller holds the gate."""
         outbox = self._outbox
         with self._lock:
             places = outbox.places[: self.rows_a_write]
-        for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
+            first = np.unique(outbox.keys[places], return_index=True)[1]
+            chosen = places[np.sort(first)]
+        for _ in self._write_runs(outbox.keys[chosen], chosen, outbox, self._epoch - 1):
             pass
         with self._lock:
             outbox.drop(places)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Give up the frozen version: its rows belong to the next one. A second call does nothing.
@@ -282,7 +283,7 @@ class WriteBack:
         with self.gate, self._lock:
             self._cache.unfreeze()
             self._outbox.drop(self._outbox.places)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     @property
     def size_bytes(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ..system.excerpt import excerpt
+from ..system.forks import disown_in_forks
 from .messages import NUMBERS, InferTensor, ServeError, Status
 from .tensors import JSON_LENGTH_HEADER, binary_data, objects, parse_binary_data, parse_head
 
@@ -53,6 +54,7 @@ class _Reply(NamedTuple):
 
 class Client:
     """Speaks to one server. For any number of threads: each call takes a connection for itself, and leaves it idle.
+    A forked process makes connections of its own.
 
     Every method raises ``ServeError`` if the server refuses or fails (HTTP 503 is UNAVAILABLE, also where a queue is
     full), ``TimeoutError`` if no answer comes in time, and ``ConnectionError`` if there is no server or it does not
@@ -80,6 +82,7 @@ class Client:
         self._timeout: Final = timeout
         self._headers: Final = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._idle: Final[list[http.client.HTTPConnection]] = []
+        disown_in_forks(self)
 
     @property
     def address(self) -> str:
@@ -96,6 +99,10 @@ class Client:
         """Close idle connections; a later call opens a new one."""
         while self._idle:
             self._idle.pop().close()
+
+    def disown(self) -> None:
+        """In a forked process: answers on these connections are the parent's. To close a copy does not end one."""
+        self.close()
 
     def ready(self) -> bool:
         """Whether the server takes requests; False also while it warms up or drains."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import StoreNotFoundError, StoreReplacedError, TierstoreError
+from ..io.files import take_from_lower_layer
 from ..pool.stats import Stats, TierStats
 from ..settings.names import nearest
 from ..store import Store, open_store
@@ -94,8 +95,10 @@ class StoreEngine:
 
     def _open(self) -> None:
         config = self._config
-        if config.updates and not Manifest.read(Path(config.store).absolute()).has_rows:
-            raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
+        if config.updates:
+            if not Manifest.read(Path(config.store).absolute()).has_rows:
+                raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
+            take_from_lower_layer(Path(config.store))
         store = open_store(
             config.store, mode="r", ddr=config.ddr, policy=config.policy, threads=config.num_threads, dtype=config.dtype
         )

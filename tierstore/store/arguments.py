@@ -1,9 +1,12 @@
 """The tensors that lookups are given, checked: ids, offsets and per-sample weights."""
 
+import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.fx
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,8 +37,9 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
 
 
 def require_tensor(value: object, name: str) -> Tensor:
-    """TypeError unless it is a tensor."""
+    """TypeError unless it is a tensor; RuntimeError as ``refuse_traces``."""
     if not isinstance(value, Tensor):
+        refuse_traces((value,))
         raise TypeError(f"{name} must be a Tensor, not {type(value).__name__}; torch.as_tensor({name}) makes one")
     return value
 
@@ -48,6 +52,29 @@ def require_ids(value: object, name: str) -> Tensor:
     if ids.dim() != 1:
         raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}; {name}.reshape(-1) flattens")
     return ids
+
+
+NOT_TRACED: Final = (
+    "a model that looks rows up is not traced, scripted or exported: its rows are in the store, and a trace would keep "
+    "those of its example. Instead export the dense part, a module that is given the looked-up rows (docs/torch.md). "
+    "torch.compile works, without fullgraph=True"
+)
+_IN_TRACES: Final = ("FakeTensor", "FunctionalTensor")
+"""Classes of tensors; to import them takes long."""
+
+
+def refuse_traces(given: Sequence[object]) -> None:
+    """RuntimeError while torch traces; ``given`` is what would be looked up."""
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # without it nothing makes proxies of tensors
+    if (
+        torch._C._get_tracing_state() is not None
+        or (tracing is not None and tracing.get_proxy_mode() is not None)
+        or any(
+            type(each) is not Tensor and (isinstance(each, torch.fx.Proxy) or type(each).__name__ in _IN_TRACES)
+            for each in given
+        )
+    ):
+        raise RuntimeError(NOT_TRACED)
 
 
 def refuse_transforms() -> None:

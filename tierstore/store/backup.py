@@ -13,7 +13,7 @@ from ..io.files import rows_path
 from ..io.snapshot import Snapshot
 from ..io.stored_records import read_head
 from ..system.output import require_room
-from ..system.signals import Shield
+from ..system.signals import shielded
 from .manifest import Manifest
 from .opened import open_files
 from .target import Steps, new_store, require_outside
@@ -69,8 +69,7 @@ def back_up(
     source, target = directory.resolve(), Path(target).resolve()
     require_outside(target, source)
     with contextlib.ExitStack() as stack:
-        with Shield():
-            snapshot = stack.enter_context(tier.lease_tree())
+        snapshot = shielded(stack.enter_context)(tier.lease_tree())
         work = stack.enter_context(new_store(target, WORK_NAME))
         steps = Steps(progress)
         path = rows_path(work)

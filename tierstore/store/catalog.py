@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -27,13 +27,25 @@ KeptAs = DtypeName | Literal["stored"] | None
 """What rows are kept in memory as; see ``open_store``."""
 
 
+@dataclass(slots=True)
+class ShownVersion:
+    """What a store shows beside rows.
+
+    Attributes:
+        version: the part of it that is not rows.
+        committed: ``num_changes`` of each table as of that version.
+    """
+
+    version: Version
+    committed: dict[str, int]
+
+
 class Catalog:
     """The tables of an open store. Each is in the manifest, in the cold tier, and a ``Table``, all in one order.
 
     Attributes:
         tables: by name, in order of creation.
-        version: the one that is shown: the part that is not rows.
-        committed: ``num_changes`` of each table as of that version.
+        shown: the version that is shown.
     """
 
     def __init__(
@@ -49,8 +61,7 @@ class Catalog:
         dtype: KeptAs,
     ) -> None:
         self.tables: dict[str, Table] = {}
-        self.committed: dict[str, int] = {}
-        self.version = unpack(cold.version, cold.payload)
+        self.shown = ShownVersion(unpack(cold.version, cold.payload), {})
         self._store = store
         self._directory = directory
         self._manifest = replace(manifest, tables=())
@@ -65,6 +76,11 @@ class Catalog:
         self.show(self.version)
 
     @property
+    def version(self) -> Version:
+        """The one that is shown."""
+        return self.shown.version
+
+    @property
     def states(self) -> dict[str, TableState]:
         """What a commit keeps of each table beside its rows."""
         return {name: table.state for name, table in self.tables.items()}
@@ -77,7 +93,7 @@ class Catalog:
     @property
     def changed_tables(self) -> tuple[str, ...]:
         """See ``Store.changed_tables``."""
-        return tuple(name for name, count in self.num_changes.items() if count != self.committed.get(name, 0))
+        return tuple(name for name, count in self.num_changes.items() if count != self.shown.committed.get(name, 0))
 
     def source(self, read: RowSource) -> RowSource:
         """Reads rows as they are kept in memory, by what reads them as they are stored."""
@@ -90,7 +106,7 @@ class Catalog:
         version.require_of(self._manifest)
         for name, table in self.tables.items():
             table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
-        self.version, self.committed = version, self.num_changes
+        self.shown.version, self.shown.committed = version, self.num_changes
 
     # One more table
 
@@ -119,7 +135,7 @@ class Catalog:
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = replace(self._manifest, tables=(*self._manifest.tables, config)), len(self.tables)
+        manifest, index = self._manifest.with_table(config), len(self.tables)
         try:
             layout = self._enter(config, index)
             if self._directory is not None:

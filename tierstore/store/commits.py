@@ -1,18 +1,22 @@
 """The commits of a store open for writing: written one after another by a thread, while training goes on."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from ..errors import TableError
 from ..io import ColdTier
 from ..pool import Pool
+from ..system.forks import require_own
 from ..system.killpoints import reach
-from .catalog import Catalog
+from .catalog import Catalog, ShownVersion
 from .pools import Pools
+from .shown import Shown
 from .version import pack, unpack
 
 
@@ -26,6 +30,7 @@ class PendingCommit(Future[int]):
         super().__init__()
         self.version = version
         self._was_seen = False
+        self._process_id = os.getpid()
 
     def result(self, timeout: float | None = None) -> int:
         """Wait until the version is durable; its number. TimeoutError: it is not, after ``timeout`` seconds.
@@ -34,7 +39,9 @@ class PendingCommit(Future[int]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the version is durable, or has failed; the error, if there was one."""
+        """Wait until the version is durable, or has failed; the error, if there was one. ClosedError in a forked
+        process, where no thread writes it."""
+        require_own(self._process_id, f"the commit of version {self.version}", "ask for its result there")
         error = super().exception(timeout)
         self._was_seen = True
         return error
@@ -44,72 +51,75 @@ class PendingCommit(Future[int]):
         seen, error = self._was_seen, self.exception()
         return None if seen else error
 
+    def cancel(self) -> bool:
+        """False: a version that has begun is written."""
+        return False
+
+    def drop(self) -> bool:
+        """Have it not begin; whether it had not."""
+        return super().cancel()
+
 
 class Commits:
-    """Makes versions and goes back to them. One thread at a time may call it."""
+    """Makes versions and goes back to them. One thread at a time may call it.
 
-    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
+    Attributes:
+        thread: writes them.
+    """
+
+    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
         self._directory = directory
+        self._shown = shown
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
         self._pending: PendingCommit | None = None
         self._checkpoint = 0
-        self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
+        self.thread: Final = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
 
-    def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int) -> PendingCommit:
-        """See ``Store.commit_async``. ``keep`` versions stay."""
+    def begin(
+        self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int, dropped: Collection[int]
+    ) -> PendingCommit:
+        """See ``Store.commit_async``. ``keep`` versions stay, and none of ``dropped``."""
         self.end_pending()
+        version = self._catalog.version
+        if version.has_checkpoint and version.number not in dropped:
+            self._checkpoint = version.number
         if tensors is None:
-            self._require_droppable(keep)
+            self._require_droppable(keep, dropped)
         lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
-        pending = PendingCommit(self._pools.epoch)
-        frozen = self._pools.freeze()
-        num_changes = self._catalog.num_changes
-        reach("commit: rows frozen")
-        self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload, keep, num_changes)
+        self._pending = pending = PendingCommit(self._pools.epoch)
+        try:
+            frozen = self._pools.freeze()
+            num_changes = self._catalog.num_changes
+            reach("commit: rows frozen")
+            shown = self._catalog.shown
+            work = self.thread.submit(_finish, pending, frozen, self._cold, shown, payload, keep, dropped, num_changes)
+            work.add_done_callback(partial(_end, pending, frozen))
+        except BaseException:
+            if pending.drop():
+                self._pending = None
+            raise
         return pending
 
-    def _require_droppable(self, keep: int) -> None:
+    def _require_droppable(self, keep: int, dropped: Collection[int]) -> None:
         """ValueError if a commit of rows alone would drop the newest checkpoint of dense weights."""
-        version = self._catalog.version
-        if version.has_checkpoint:
-            self._checkpoint = version.number
-        dropped = self._cold.versions[: len(self._cold.versions) + 1 - keep]
-        if self._checkpoint in dropped:
+        before = [version for version in self._cold.versions if version not in dropped]
+        if self._checkpoint in before[: len(before) + 1 - keep]:
             raise ValueError(
                 f"version {self._checkpoint} of {self._directory} has dense weights, which tierstore.checkpoint.save "
                 f"wrote, and a commit without any would drop it (keep={keep}): call tierstore.checkpoint.save again, "
                 f"open the store with keep={keep + 1} or more, or drop them by commit(tensors={{}})"
             )
 
-    def _finish(
-        self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int, num_changes: dict[str, int]
-    ) -> None:
-        """Write what was frozen and make it the current version; the commit thread's part."""
-        try:
-            for pool in pools:
-                pool.writeback.write_frozen()
-            reach("commit: frozen rows written")
-            try:
-                self._cold.commit(payload, pending.version, keep=keep)
-            finally:
-                if self._cold.version == pending.version:
-                    self._catalog.version = unpack(pending.version, payload)
-                    self._catalog.committed = num_changes
-        except BaseException as error:
-            for pool in pools:
-                pool.writeback.abandon()
-            pending.set_exception(error)
-        else:
-            pending.set_result(pending.version)
-
     def end_pending(self) -> None:
         """Wait for the commit under way; raise its error if nobody has seen it."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         error = None if pending is None else pending.unseen_error()
+        self._pending = None  # not before: the next commit may not begin while one is written
+        if self._catalog.version.number != self._cold.version:  # that commit was cut short where it told of itself
+            self._catalog.shown.version = unpack(self._cold.version, self._cold.payload)
         if error is not None:
             raise error
 
@@ -121,7 +131,7 @@ class Commits:
             raise ValueError(
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
-        with self._pools.lock:
+        with self._shown.changing(), self._pools.lock:
             try:
                 self._pools.require_unused("go back")
             except TableError as error:
@@ -135,4 +145,46 @@ class Commits:
 
     def close(self) -> None:
         """Let the thread end."""
-        self._thread.shutdown()
+        self.thread.shutdown()
+
+
+def _finish(
+    pending: PendingCommit,
+    pools: Sequence[Pool],
+    cold: ColdTier,
+    shown: ShownVersion,
+    payload: bytes,
+    keep: int,
+    dropped: Collection[int],
+    num_changes: dict[str, int],
+) -> None:
+    """Write what was frozen and make it the current version; the commit thread's part, which does not keep a store that
+    is dropped meanwhile."""
+    try:
+        if not pending.set_running_or_notify_cancel():
+            return
+        for pool in pools:
+            pool.writeback.write_frozen()
+        reach("commit: frozen rows written")
+        try:
+            cold.commit(payload, pending.version, keep=keep, dropped=dropped)
+        finally:
+            if cold.version == pending.version:
+                shown.version, shown.committed = unpack(pending.version, payload), num_changes
+        pending.set_result(pending.version)
+    except BaseException as error:
+        _give_up(pending, pools, error)
+
+
+def _end(pending: PendingCommit, pools: Sequence[Pool], work: Future[None]) -> None:
+    """The commit thread is done; if it could not say how it went, the version failed."""
+    if not pending.done():
+        _give_up(pending, pools, work.exception())
+
+
+def _give_up(pending: PendingCommit, pools: Sequence[Pool], error: BaseException | None) -> None:
+    try:
+        for pool in pools:
+            pool.writeback.abandon()
+    finally:
+        pending.set_exception(error)

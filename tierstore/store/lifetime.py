@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Final
 
 from ..errors import ClosedError, ReadOnlyError
 
@@ -11,10 +12,19 @@ class Lifetime:
     that nobody closed alive."""
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
-        self._directory = directory
-        self._readonly = readonly
+        self.directory = directory
+        self.readonly = readonly
         self._process_id = os.getpid()
         self.is_closed = False
+
+    def keep(self, *parts: object) -> None:
+        """Keep what closing a store needs until ``let_go``, also where the garbage collector finds the store: it clears
+        the weak references to what it finds, and an executor's threads know their executor by one."""
+        _KEPT[self] = parts
+
+    def let_go(self) -> None:
+        """Undo ``keep``."""
+        _KEPT.pop(self, None)
 
     @property
     def is_over(self) -> bool:
@@ -25,16 +35,26 @@ class Lifetime:
         """ClosedError after ``close``, and in a process forked since the store was opened."""
         if self._process_id != os.getpid():
             raise ClosedError(
-                f"the store at {self._directory} was opened by process {self._process_id}, of which this is a fork; "
+                f"the store at {self.directory} was opened by process {self._process_id}, of which this is a fork; "
                 'open it anew here, with mode="r" if the other goes on writing'
             )
         if self.is_closed:
-            raise ClosedError(f"the store at {self._directory} is closed; open it again with tierstore.open")
+            raise ClosedError(f"the store at {self.directory} is closed; open it again with tierstore.open")
 
     def require_writable(self) -> None:
         """ClosedError, or ReadOnlyError for mode="r"."""
         self.require_open()
-        if self._readonly:
+        if self.readonly:
             raise ReadOnlyError(
-                f'the store at {self._directory} was opened with mode="r"; open it with mode="w" to change it'
+                f'the store at {self.directory} was opened with mode="r"; open it with mode="w" to change it'
             )
+
+
+_KEPT: Final[dict[Lifetime, tuple[object, ...]]] = {}
+os.register_at_fork(after_in_child=_KEPT.clear)
+
+
+def is_open_here(directory: Path) -> bool:
+    """Whether this process has the store in ``directory`` open for writing, be it that nobody refers to it any more."""
+    found = directory.resolve()
+    return any(not each.readonly and each.directory.resolve() == found for each in list(_KEPT))

@@ -7,7 +7,8 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,7 @@ from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io import ColdTier
 from ..rows import MAX_TABLES, RowLayout
-from ..system.durable import sync_directory
+from ..system.durable import directory_locked, sync_directory
 from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
 from ..system.plainfile import read_plain_file
@@ -24,7 +25,7 @@ FORMAT_VERSION: Final = 4
 _OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
-"""Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
+"""Some 50,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
 _MAX_REASON: Final = 400
 _PAGE_BYTES: Final = frozenset(2**n for n in range(9, 17))
 _PART: Final = re.compile(r"(\d+)-of-(\d+)")
@@ -38,12 +39,17 @@ class Part(NamedTuple):
     rank: int
     path: Path
 
+    @classmethod
+    def named(cls, path: Path) -> "Part | None":
+        """The one that a folder's name says it is, or None."""
+        name = _PART.fullmatch(path.name)
+        return None if name is None else cls(int(name[2]), int(name[1]), path)
+
 
 def parts_in(directory: Path) -> list[Part]:
     """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
-    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*")]
-    found = sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
-    return [part for part in found if (part.path / MANIFEST_NAME).exists()]
+    named = [part for path in directory.glob("*-of-*") if (part := Part.named(path)) is not None]
+    return sorted(part for part in named if (part.path / MANIFEST_NAME).exists())
 
 
 def _require_not_sharded(directory: Path) -> None:
@@ -92,10 +98,9 @@ class Manifest:
         """Write the first manifest, unless another process was faster: then that one stands. StoreNotFoundError: ranks'
         stores are there. Others as of ``write``."""
         _require_not_sharded(directory)
-        with self._partial(directory) as partial:
-            with contextlib.suppress(FileExistsError):
-                os.link(partial, directory / MANIFEST_NAME)
-            partial.unlink()
+        with directory_locked(directory):
+            if not (directory / MANIFEST_NAME).exists():
+                self.write(directory)
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there
@@ -125,15 +130,27 @@ class Manifest:
                 raise translate_os_error(error, directory / MANIFEST_NAME) from error
             raise
 
+    def with_table(self, config: TableConfig) -> "Manifest":
+        """One with one table more. Of the others nothing is done anew, so many may be made one by one."""
+        other = replace(self, tables=(*self.tables, config))
+        other.__dict__["_texts"] = (*self._texts, _canonical(config.to_dict()))
+        return other
+
+    @cached_property
+    def _texts(self) -> tuple[str, ...]:
+        """JSON of each table, as it is in the digest and, a table a line, in the file."""
+        return tuple(_canonical(config.to_dict()) for config in self.tables)
+
     def _text(self) -> str:
-        body = {
+        head = {
             "format_version": FORMAT_VERSION,
-            "store_id": self.store_id,
-            "page_bytes": self.page_bytes,
             "has_rows": self.has_rows,
-            "tables": [config.to_dict() for config in self.tables],
+            "page_bytes": self.page_bytes,
+            "store_id": self.store_id,
         }
-        text = json.dumps({"body": body, "sha256": _digest(body)}, indent=1) + "\n"
+        digest = hashlib.sha256(f'{_canonical(head)[:-1]},"tables":[{",".join(self._texts)}]}}'.encode()).hexdigest()
+        tables = ",\n".join(self._texts)
+        text = f'{{"body": {json.dumps(head, indent=1)[:-2]},\n "tables": [\n{tables}\n]}},\n"sha256": "{digest}"}}\n'
         if len(text) > _MAX_BYTES:
             raise TableError(
                 f"{len(self.tables)} tables take a manifest of {len(text)} bytes; it holds at most {_MAX_BYTES}. "
@@ -211,5 +228,10 @@ class Manifest:
         return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
 
 
+def _canonical(value: Any) -> str:
+    """JSON that has one form for each value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(_canonical(body).encode()).hexdigest()

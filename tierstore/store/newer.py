@@ -1,5 +1,6 @@
 """Following a writer: a newer version is made ready while lookups go on, then shown all at once."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from .changed import CachedRows, changed_rows, rehearse
 from .lifetime import Lifetime
 from .manifest import Manifest
 from .pools import Pools
+from .shown import Shown
 from .version import Version, unpack, unpack_tensors
 
 
@@ -38,7 +40,7 @@ class Newer:
     def show(self) -> int:
         """Have the store show this version from now on; returns its number.
 
-        No lookup may be under way in the store: whoever calls this sees to it.
+        Lookups in other threads may go on: one that this meets is made again, and shows the newer version.
 
         Raises:
             TableError: a prefetched batch, or one whose backward is to come, holds rows. Nothing changed.
@@ -54,9 +56,10 @@ class Newer:
 class Follower:
     """Moves a store open for reading to newer versions."""
 
-    def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
+    def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools, shown: Shown) -> None:
         self.lock = threading.RLock()
         """Held while a version is made ready or shown, and the store is closed. Taken before that of the pools."""
+        self._shown = shown
         self._lifetime = lifetime
         self._cold = cold
         self._catalog = catalog
@@ -117,13 +120,17 @@ class Follower:
     @shielded
     def show(self, newer: Newer) -> int:
         """See ``Newer.show``."""
-        with self.lock, self._pools.lock:
+        with contextlib.ExitStack() as held:
+            for lock in (self.lock, self._shown.changing(), self._pools.lock):
+                held.enter_context(lock)
             self._lifetime.require_open()
             if newer.found is not self._found:
                 raise ClosedError(
                     f"version {newer.version.number} was shown or given up, or find_newer was called again; show what "
                     "the last call gave"
                 )
+            for rows in newer.rows or ():  # no row of the version before comes in, or is pinned, from here on
+                held.enter_context(rows.pool.arena.fill_lock)
             self._pools.require_unused("move to a newer version")
             try:
                 for rows in newer.rows or ():

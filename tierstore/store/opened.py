@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import FormatError, StoreNotFoundError, TruncatedError
+from ..errors import FormatError, StoreNotFoundError, TierstoreError, TruncatedError
 from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, require_plain_files
 from ..io.cleaning import DEFAULT_SLACK
 from ..system.durable import make_directory
-from .manifest import MANIFEST_NAME, Manifest, parts_in
-from .version import unpack
+from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
+from .version import RANK_KEY, Version, unpack
 
 if TYPE_CHECKING:
     from ..dist.whole import WholeTier
@@ -41,8 +41,9 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
     Raises:
         StoreNotFoundError: there is no store, and it may not be made, or a copy that was cut short; or a sharded one,
         and not ``readonly``.
-        FormatError, TruncatedError: the files do not belong together, or one is missing. Others as ``Manifest.read``
-        and ``LmdbColdTier``.
+        FormatError, TruncatedError: the files do not belong together, or one is missing.
+        TierstoreError: the folder has the name of one rank's part and holds another's. Others as ``Manifest.read`` and
+        ``LmdbColdTier``.
     """
     if readonly and is_sharded(directory):
         from ..dist.whole import open_whole
@@ -72,10 +73,24 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
         if readonly:
             manifest = shown.manifest_of(manifest)
         shown.require_of(manifest)
+        _require_own_part(directory, shown)
     except BaseException:
         cold.close()
         raise
     return Opened(manifest, cold, partial(Manifest.read, directory))
+
+
+def _require_own_part(directory: Path, shown: Version) -> None:
+    """TierstoreError if the folder's name is that of another part of a sharded store than the one that it holds."""
+    named, section = Part.named(directory.absolute()), shown.extra.get(RANK_KEY)
+    if named is None or not isinstance(section, dict) or "rank" not in section:  # an older release wrote no rank
+        return
+    own, held = f"{named.rank}-of-{named.size}", f"{section['rank']}-of-{section['ranks']}"
+    if own != held:
+        raise TierstoreError(
+            f"{directory} holds the part {held}, not {own}: parts of the sharded store were exchanged or copied over "
+            f"each other. Give it back the name {held}, and restore {own}"
+        )
 
 
 def is_sharded(directory: Path) -> bool:

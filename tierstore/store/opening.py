@@ -1,20 +1,32 @@
 """``tierstore.open``: checks its arguments and opens the store."""
 
+import gc
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from .. import cache
 from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
+from ..errors import StoreLockedError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..rows import FloatName, QuantizedName
 from ..system.device import resolve_device
+from ..system.dropped import settle
 from ..system.oserrors import translate_os_error
 from ..system.sizes import parse_size, require_memory
 from .catalog import KeptAs
+from .lifetime import is_open_here
 from .pools import Memory
 from .store import Store
+
+_PAUSES_SECONDS: Final = (0.0, 0.1, 0.4, 1.0)
+"""Before a store that this process has open is looked for again among what is garbage."""
+_DROPPED_SECONDS: Final = 60.0
+"""For such a store to be closed."""
 
 
 def open_store(
@@ -72,19 +84,37 @@ def open_store(
     keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
+    make = partial(
+        Store,
+        None if directory is None else Path(directory),
+        Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
+        readonly=mode == "r",
+        version=version,
+        keep=keep,
+        slack=slack,
+        threads=threads,
+        dtype=dtype,
+    )
     try:
-        return Store(
-            None if directory is None else Path(directory),
-            Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
-            readonly=mode == "r",
-            version=version,
-            keep=keep,
-            slack=slack,
-            threads=threads,
-            dtype=dtype,
-        )
+        return _made(make, directory) if directory is not None and mode == "w" else make()
     except OSError as error:
         raise translate_os_error(error, error.filename or str(directory)) from error
+
+
+def _made(make: Callable[[], Store], directory: str | os.PathLike[str]) -> Store:
+    """A store to write to. It may be open still, by one that was dropped, as by a function that raised: such a one is
+    looked for, perhaps until a thread at work lets it go."""
+    for pause in _PAUSES_SECONDS:
+        is_here = is_open_here(Path(directory))
+        try:
+            return make()
+        except StoreLockedError:
+            if not is_here:
+                raise
+        time.sleep(pause)
+        gc.collect()
+        settle(_DROPPED_SECONDS)
+    return make()
 
 
 def _require_cold(cold: str, directory: object, mode: str) -> None:

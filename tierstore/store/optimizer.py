@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..lookup.joined import OfKeys
 from ..lookup.tables import RowGradients, TrainsRows
+from ..lookup.training import train
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
@@ -41,9 +42,10 @@ class _Waiting:
         self._lookup = lookup
         self._grad_out = grad_out
 
-    def update(self) -> None:
-        """Apply them to the rows, which are released."""
-        self._lookup.update(self._grad_out)
+    @property
+    def update(self) -> tuple[TrainsRows, Tensor]:
+        """What ``train`` takes, to apply them to the rows."""
+        return self._lookup, self._grad_out
 
     def release(self) -> None:
         """Release the rows."""
@@ -165,7 +167,9 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, which is returned; or None.
 
         Raises:
-            ClosedError, DamagedError: a row could not be read; tables before it are updated.
+            DiskFullError, DamagedError, BudgetError, MemoryError: rows could not be brought in; none was trained, and
+                ``step`` can be called again.
+            PartlyTrainedError: so too, but rows that do not fit in memory together were trained in parts. ClosedError.
             RuntimeError: another optimizer of the store was made since.
         """
         if self._store.optimizer_in_use is not self:
@@ -182,11 +186,10 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for group in self.param_groups:
             for rows in group["params"]:
                 rows.table.learning_rate = group["lr"]
-        for one_pass in dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None):
-            one_pass.update()
+        passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
+        merged = [(rows.table, rows.grad) for rows in self._rows if rows.waiting is None and rows.grad is not None]
+        train([*(each.update for each in passes), *(_update(table, gradient) for table, gradient in merged)])
         for rows in self._rows:
-            if rows.waiting is None and rows.grad is not None:
-                _update(rows.table, rows.grad)
             rows.is_applied = True
 
     @torch.no_grad()
@@ -233,10 +236,8 @@ def _group(table: Table) -> dict[str, Any]:
     return {"params": [_Rows.of(table)], "lr": table.learning_rate, "name": table.name}
 
 
-def _update(table: Table, gradient: Tensor) -> None:
+def _update(table: Table, gradient: Tensor) -> tuple[TrainsRows, Tensor]:
+    """What ``train`` takes, to apply a merged gradient."""
     rows = gradient._indices()[0].cpu().numpy()
     lookup = make_lookup(OfKeys([table], rows | (table.index << KEY_ROW_BITS)), mode="sum")
-    try:
-        lookup.update(gradient._values().contiguous().view(1, -1))
-    finally:
-        lookup.release()
+    return lookup, gradient._values().contiguous().view(1, -1)

@@ -21,7 +21,7 @@ from ..pool import Pool
 from ..pool.stats import Stats, TierStats, of_counters
 from ..rows import RowLayout
 from ..system.device import memory_bytes
-from ..system.sizes import parse_size, require_memory
+from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
 from .table import Table
@@ -98,9 +98,9 @@ class Pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:
                 stack.enter_context(pool.arena.lock)
+            self.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
             for pool in pools:
-                pool.writeback.freeze()
-            self.epoch += 1
+                pool.writeback.freeze(self.epoch)
         return pools
 
     def retire(self) -> None:
@@ -223,6 +223,7 @@ def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
         misses=counters.rows_absent,
         capacity_rows=num_rows,
         bytes=cold.map_bytes,
+        held_bytes=cold.held_bytes,
         seconds=counters.read_seconds + counters.write_seconds,
         bytes_read=counters.pages_read * cold.page_bytes,
         bytes_written=counters.bytes_written,
@@ -230,4 +231,5 @@ def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
         bytes_moved=counters.bytes_moved,
         rows_moved=counters.rows_moved,
         pages_moved=counters.pages_moved,
+        page_cache_bytes=file_memory_bytes(),
     )

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..errors import TierstoreError
+from ..kernels import copy_offsets
 from ..kernels.arrays import Int32s, Int64s
 from ..lookup.joined import Joined, Sources
 from ..rows import KEY_ROW_BITS
+from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room
 from ..system.signals import shielded
@@ -38,6 +40,7 @@ _WRITE_SECONDS: Final = 60.0
 _REST: Final = 100
 """Times as long as writing the file took, until it is written again: one hundredth of a thread's time at most."""
 _ZERO: Final = np.zeros(1, np.int64)
+_ANY: Final = np.array([2**62], np.int64)
 
 
 def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64MiB") -> int:
@@ -79,6 +82,7 @@ class Recorder:
         self._store = weakref.ref(store)
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
+        self._process_id = os.getpid()
         self._over = threading.Event()
         _compile()
         self._write(force=False)
@@ -91,7 +95,8 @@ class Recorder:
         return self._recorded.rate
 
     def describe(self) -> str:
-        """What there is, in a line."""
+        """What there is, in a line. ClosedError in a forked process."""
+        require_own(self._process_id, "the recording", "ask for it there")
         with self._lock:
             found = self._recorded.contents()
         return (
@@ -117,17 +122,22 @@ class Recorder:
             self._add([each.sources for each in lookups], lookups[0].batch)
 
     @shielded
-    def note_bags(self, table_index: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
-        """A batch of bags of one table: int64 or int32 [n], int64 [bags + 1]."""
-        first, bags = np.array([table_index << KEY_ROW_BITS], np.int64), len(offsets) - 1
-        self._add([Sources(ids, _ZERO, first, bags, offsets)], bags)
+    def note_bags(self, table_index: int, num_rows: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
+        """A batch of bags of one table with so many rows: int64 or int32 [n], int64 [bags + 1]."""
+        first, bags, starts = (
+            np.array([table_index << KEY_ROW_BITS], np.int64),
+            len(offsets) - 1,
+            np.empty_like(offsets),
+        )
+        if copy_offsets(offsets, len(ids), starts):  # else the caller changed them since the lookup
+            self._add([Sources(ids, _ZERO, first, np.array([num_rows], np.int64), bags, starts)], bags)
 
     @shielded
     def note_rows(self, keys: Int64s) -> None:
         """Rows of one table read as they are, int64 [n]: as many samples."""
         count, by_sample = len(keys), self._recorded.last == ALL
         offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
-        self._add([Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets)], count)
+        self._add([Sources(keys, _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
 
     def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
@@ -164,7 +174,11 @@ class Recorder:
 
     def stop(self) -> None:
         """Record no more, and write the file. A second call does nothing, unless the first could not write it.
-        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again."""
+        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
+
+        In a forked process, too, it does nothing: the file is the parent's."""
+        if self._process_id != os.getpid():
+            return
         with self._lock:
             self._is_over = True
         store = self._store()
@@ -196,7 +210,7 @@ def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s,
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in ("int64", "int32"):
-        sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64))
+        sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64))
         _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
     Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

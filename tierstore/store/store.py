@@ -1,11 +1,12 @@
 """A store: a directory of embedding tables, one version at a time, larger than memory."""
 
+import atexit
 import contextlib
 import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -14,13 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import TableError, TierstoreError
+from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.threads import Workers
 from ..pool import Pool
 from ..pool.stats import Stats
 from ..rows import RowLayout
 from ..settings.names import nearest
+from ..system.dropped import hand_over, settle
 from ..system.signals import shielded
 from ..system.sizes import format_count
 from ..system.unpicklable import Unpicklable
@@ -35,12 +37,14 @@ from .opened import open_files
 from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
+from .shown import Shown
 from .table import Table
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
 _IN_MEMORY: Final = Path(":memory:")
 """In the place of a directory where there is none."""
+_END_SECONDS: Final = 60.0
 _MAX_NAMED: Final = 5
 """Tables, in a line of the log."""
 
@@ -55,10 +59,12 @@ class Store(Unpicklable):
         directory: absolute.
         readonly: whether it was opened with mode="r".
         keep: how many versions stay after a commit of this process.
+        dropped: versions that the next commit drops, and that do not count; set by a sharded store.
         device: where results live.
         offsets_type: of the offsets that lookups keep: int32, as the device takes them, or on the host int64.
         recorder: what lookups are told to, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
+        shown: what lookups ask whether the store moved to another version meanwhile.
         workers: threads for kernels over many rows.
         require_open: raises ClosedError after ``close``, and in a process forked since the store was opened.
         require_writable: raises that, or ReadOnlyError for mode="r".
@@ -80,13 +86,17 @@ class Store(Unpicklable):
         self.directory = directory or _IN_MEMORY
         self.readonly = readonly
         self.keep = keep
+        self.dropped: Collection[int] = ()
         self.device = memory.device
         self.offsets_type: OffsetsType = np.int32 if memory.has_hbm else np.int64
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
+        self.shown = Shown()
+        self._partly_trained: BaseException | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
+            held.callback(self._lifetime.let_go)
             self._cold: ColdTier
             read_manifest: Callable[[], Manifest] | None = None
             if directory is None:
@@ -105,10 +115,12 @@ class Store(Unpicklable):
             )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, self.shown)
             held.callback(self._commits.close)
-            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
+            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools, self.shown)
+            self._lifetime.keep(self._cold, self.workers, self._commits.thread)
             self._held = held.pop_all()
+        _STORES.add(self)
 
     # Tables
 
@@ -124,12 +136,13 @@ class Store(Unpicklable):
                 in device memory cannot have the table.
             BudgetError: the system refuses memory for the map of the rows. ReadOnlyError, ClosedError.
         """
-        self.require_writable()
+        self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
         known = self._catalog.find(config)
         if known is not None:
             return known
+        self.require_writable()
         self._catalog.require_possible(config)
         self._commits.end_pending()
         with self._pools.lock:  # pools are made for all tables there are
@@ -175,6 +188,21 @@ class Store(Unpicklable):
         self.optimizer_in_use = optimizer
         return optimizer
 
+    def note_partly_trained(self, error: BaseException) -> None:
+        """See ``LookupStore``."""
+        self._partly_trained = error
+
+    def require_whole_steps(self) -> None:
+        """PartlyTrainedError if a step failed after some of its rows were trained, until ``rollback``."""
+        if self._partly_trained is not None:
+            reopen = "close the store and open it again"
+            way = f"store.rollback({self.version}), or {reopen}," if self.versions else reopen
+            raise PartlyTrainedError(
+                f"{self.directory}: a training step failed when some of its rows were trained; to drop what was "
+                f"trained since the last commit, {way} and then repeat those steps. It failed by "
+                f"{type(self._partly_trained).__name__}: {self._partly_trained}"
+            ) from self._partly_trained
+
     # Versions
 
     @shielded
@@ -191,6 +219,7 @@ class Store(Unpicklable):
 
         Raises:
             DiskFullError: nothing changed; the last version stands and the rows are still in memory.
+            PartlyTrainedError: a step failed half way; go back before.
             TypeError: ``extra`` or ``tensors`` cannot be stored.
             ValueError: ``tensors`` is None, and the last checkpoint of ``tierstore.checkpoint.save`` would be dropped,
                 as not more than ``keep`` versions stay.
@@ -213,7 +242,8 @@ class Store(Unpicklable):
             asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
-        return self._commits.begin(extra, tensors, self.keep)
+        self.require_whole_steps()
+        return self._commits.begin(extra, tensors, self.keep, self.dropped)
 
     @shielded
     def rollback(self, version: int) -> None:
@@ -227,12 +257,13 @@ class Store(Unpicklable):
         """
         self.require_writable()
         self._commits.rollback(version)
+        self._partly_trained = None
 
     def refresh(self) -> int:
         """Have a store opened with mode="r" show the newest commit of whoever writes it; returns its number.
 
-        No lookup may be under way in this store meanwhile. What the caches hold stays, read anew where it changed. With
-        ``version=``, or in a store open for writing, nothing happens.
+        Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read anew where
+        it changed. With ``version=``, or in a store open for writing, nothing happens.
 
         Raises: as ``find_newer`` and ``Newer.show``.
         """
@@ -334,6 +365,12 @@ class Store(Unpicklable):
             )
         return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
+    def describe_old_reader(self) -> str:
+        """Which other reader shows the oldest version, and what it keeps from being reused, in words; "" if none does,
+        or the store is sharded or in memory."""
+        self.require_open()
+        return self._cold.describe_old_reader() if isinstance(self._cold, LmdbColdTier) else ""
+
     # Closing
 
     @shielded
@@ -377,9 +414,21 @@ class Store(Unpicklable):
         self._close(is_told=kind is None)
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):
-            self.close()
+        if hasattr(self, "_held") and not self._lifetime.is_over:
+            hand_over(self.close)
 
     def __repr__(self) -> str:
         mode = "r" if self.readonly else "w"
         return f"<Store {str(self.directory)!r} mode={mode!r} version={self.version} tables={list(self.tables)}>"
+
+
+_STORES: Final["weakref.WeakSet[Store]"] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """As the process ends, close what nobody closed, but do not wait for ever: a device may never answer."""
+    for store in list(_STORES):
+        if not store._lifetime.is_over:
+            hand_over(store.close)
+    settle(_END_SECONDS)

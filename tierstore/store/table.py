@@ -13,14 +13,15 @@ from torch import Tensor
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
 from ..hbm.lanes import refused_in_graph
-from ..kernels import MODES, row_keys
+from ..kernels import MODES, quantized, row_keys
 from ..kernels.arrays import Floats, Int64s
+from ..kernels.floats import FLOAT32, half_code
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.on_device import DeviceJagged
-from ..lookup.tables import Replayed, in_pool_of
+from ..lookup.tables import Replayed, id_error, in_pool_of
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
@@ -182,9 +183,7 @@ class Table(Unpicklable):
 
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is no row of the table."""
-        own = "" if self.is_whole else " here, as the others are other ranks'"
-        bounds = f"[{self.rows.start}, {self.rows.stop})"
-        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in {bounds}{own}")
+        return id_error(self.name, row, self.rows, "" if self.is_whole else " here, as the others are other ranks'")
 
     @property
     def is_whole(self) -> bool:
@@ -234,11 +233,14 @@ class Table(Unpicklable):
         Raises:
             ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
         """
-        memory = self._memory()
-        rows = in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
+        rows = self.store.shown.at_one(lambda: self._rows_in_memory(ids))
         if rows is not None and self.store.recorder is not None:
             self.store.recorder.note_rows(ids | (self.index << KEY_ROW_BITS))
         return rows
+
+    def _rows_in_memory(self, ids: Int64s) -> Floats | None:
+        memory = self._memory()
+        return in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
 
     def _read_in_memory(self, pool: Pool, ids: Int64s) -> Floats | None:
         out = self._empty(len(ids))
@@ -274,7 +276,7 @@ class Table(Unpicklable):
         self.store.require_open()
         if not len(keys):
             return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        rows = in_pool_of(self, lambda pool: self._read(pool, keys))
+        rows = self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: self._read(pool, keys)))
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
@@ -285,6 +287,20 @@ class Table(Unpicklable):
         out = self._empty(len(keys))
         pool.transfers.read(keys, raw_weights(out))
         return out
+
+    def first_values(self, ids: Tensor) -> Tensor:
+        """float32 [n, embedding_dim]: what ``read`` gives of rows never written. Arguments and errors as there."""
+        keys, layout = self._keys(ids), self.layout
+        slots = np.arange(len(keys), dtype=np.int32)
+        weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
+        half, out = half_code(layout.dtype), torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
+        if layout.is_quantized:
+            quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, half)
+            quantized.unpack_rows(slots, weights, layout.dim, half, out.numpy())
+            return out
+        self.config.init.fill(keys, slots, weights, layout.dim, half)
+        rows = torch.from_numpy(weights[:, : layout.dim].copy())
+        return rows if half == FLOAT32 else rows.view(layout.torch_dtype).float()
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.
@@ -338,33 +354,35 @@ class Table(Unpicklable):
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
-            memory = self._in_memory
+            memory, shown = self._in_memory, self.store.shown
+            before = shown.changes
             try:
                 pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
-                if pooled is None:
-                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+                if pooled is None or before & 1 or shown.changes != before:
+                    failed = memory if pooled is None else None
+                    pooled = shown.at_one(lambda: self._pooled_in_memory(ids, offsets, MODES[mode], failed))
             except RuntimeError:
                 refuse_transforms()
                 raise
             if pooled is not None:
                 if self.store.recorder is not None:
-                    self.store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
+                    self.store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), offsets.numpy())
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
-        lookup.forward(out, keep=False)
+        self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
         if self.store.recorder is not None:
             self.store.recorder.note_lookups([lookup.joined])
         return out
 
-    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
-        in memory, or rows have no slots of their own."""
+        in memory, or rows have no slots of their own; and if ``failed`` would be asked again."""
         self.store.require_open()
         self.require_whole()
-        before, memory = self._in_memory, self._memory()
-        return None if memory is None or memory is before else memory.pooled(ids, offsets, mode)
+        memory = self._memory()
+        return None if memory is None or memory is failed else memory.pooled(ids, offsets, mode)
 
     def jagged(
         self,

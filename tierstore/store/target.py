@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..io import ROW_FILE_NAME
-from ..system.durable import output_locked, sync_directory
+from ..system.durable import names_in, output_locked, sync_directory
+from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent
 from .manifest import MANIFEST_NAME
 
@@ -21,14 +22,15 @@ def require_outside(target: Path, source: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME,)) -> Iterator[Path]:
+def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME, MANIFEST_NAME)) -> Iterator[Path]:
     """A working directory within the target. On leaving, its files move to the target; on an error they are removed.
 
-    The manifest moves last: a target without one is no store. The next call replaces what a killed process left.
+    The next call replaces what a killed process left.
 
     Args:
         work_name: of the working directory; what is in it may be deleted.
-        names: of the files beside the manifest, synced, as they are moved; others are removed.
+        names: of the files or folders, synced, in the order in which they are moved; others are removed. The last one
+            makes the target whole: a store has no manifest before.
 
     Raises:
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
@@ -43,8 +45,8 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
         elif not target.is_dir():
             raise FileExistsError(f"{target} is not a directory; choose another name")
         with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
-            found = {path.name for path in target.iterdir()}  # at most what a killed process leaves
-            if found - {work_name} and (work_name not in found or not found <= {work_name, *names}):
+            found = names_in(target)  # at most what a killed process leaves
+            if found - {work_name} and (work_name not in found or not found <= {work_name, *names[:-1]}):
                 raise FileExistsError(
                     f"{target} is not empty (it holds {min(found - {work_name})}); choose a directory that is, or a "
                     "new one"
@@ -55,7 +57,7 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
                 yield work
                 _move(work, target, names)
             except BaseException:
-                if not (target / MANIFEST_NAME).exists():
+                if not (target / names[-1]).exists():
                     _clear(target, work_name, names)
                     if is_made:
                         target.rmdir()
@@ -65,19 +67,25 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
 def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
     """Remove what a killed process left."""
     if (target / work_name).is_dir():
-        for name in names:
-            (target / name).unlink(missing_ok=True)
+        for path in (target / name for name in names):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         shutil.rmtree(target / work_name)
 
 
 def _move(work: Path, target: Path, names: Sequence[str]) -> None:
-    for name in names:
+    for name in names[:-1]:
         os.rename(work / name, target / name)
     sync_directory(target)
-    os.rename(work / MANIFEST_NAME, target / MANIFEST_NAME)
-    shutil.rmtree(work)
+    reach("copy: rows in place")
+    os.rename(work / names[-1], target / names[-1])
     sync_directory(target)
     sync_directory(target.parent)
+    reach("copy: manifest in place")
+    shutil.rmtree(work)
+    reach("copy: done")
 
 
 class Steps:

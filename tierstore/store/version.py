@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from ..errors import DamagedError, FormatError
@@ -19,6 +20,8 @@ from .manifest import Manifest
 
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
+RANK_KEY: Final = "tierstore.dist"
+"""In the ``extra`` of a rank's commits: whose part it is and of what run, see ``dist.commits``."""
 CHECKPOINT_NAME: Final = "tierstore.checkpoint"
 """Of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote."""
 _LENGTH_BYTES: Final = 8
@@ -40,12 +43,15 @@ class TableState(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from."""
+    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from.
+
+    The tensors are a part of the payload that the version was unpacked from, and keep it: they may be large.
+    """
 
     number: int
     tables: dict[str, TableState]
     extra: dict[str, Any]
-    tensors: bytes
+    tensors: bytes | memoryview
     lineage: Lineage = NO_LINEAGE
 
     @property
@@ -53,7 +59,8 @@ class Version(NamedTuple):
         """Whether ``tierstore.checkpoint.save`` committed it; False if that cannot be read."""
         length = int.from_bytes(self.tensors[:_LENGTH_BYTES], "little")
         try:
-            return CHECKPOINT_NAME in json.loads(self.tensors[_LENGTH_BYTES : _LENGTH_BYTES + length] or b"{}")
+            header = bytes(self.tensors[_LENGTH_BYTES : _LENGTH_BYTES + length])
+            return CHECKPOINT_NAME in json.loads(header or b"{}")
         except (ValueError, TypeError, RecursionError):
             return False
 
@@ -89,14 +96,28 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
     try:
-        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        stored = safetensors.torch.save(own)
-        names = safetensors.torch.load(stored).keys()
+        parts = _stored(tensors)
     except (RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
-    if names != own.keys():
+    return b"".join([_framed(tables, extra, lineage), *parts])
+
+
+def _stored(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
+    """The parts of a file in safetensors format, without a copy of what lies in host memory in one piece."""
+    own = {name: each.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, each in tensors.items()}
+    # What the format calls the dtypes, and in which order it has tensors, is told by a file of empty ones.
+    empty = safetensors.torch.save({name: tensor.new_empty(0) for name, tensor in own.items()})
+    if (names := safetensors.torch.load(empty).keys()) != own.keys():
         raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
-    return _framed(tables, extra, lineage) + stored
+    header: dict[str, dict[str, Any]] = json.loads(empty[_LENGTH_BYTES:])
+    end = 0
+    for name, told in header.items():
+        start, end = end, end + own[name].nbytes
+        told["shape"], told["data_offsets"] = list(own[name].shape), [start, end]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    views = [own[name].reshape(-1).view(torch.uint8).numpy().data for name in header]
+    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *views]
 
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
@@ -136,7 +157,7 @@ def unpack(number: int, payload: bytes) -> Version:
         lineage = Lineage.from_dict(header.get("commit"))
         if lineage.ancestors and lineage.ancestors[-1].version >= number:
             raise ValueError("it was made from a later version")
-        return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :], lineage)
+        return Version(number, tables, header["extra"], memoryview(payload)[_LENGTH_BYTES + length :], lineage)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
 
@@ -153,7 +174,7 @@ def unpack_tensors(version: Version) -> dict[str, Tensor]:
     if not version.tensors:
         return {}
     try:
-        loaded: dict[str, Tensor] = safetensors.torch.load(version.tensors)
+        loaded: dict[str, Tensor] = safetensors.torch.load(bytes(version.tensors))
     except (RuntimeError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
     return loaded

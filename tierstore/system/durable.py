@@ -3,11 +3,17 @@
 import contextlib
 import errno
 import fcntl
+import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from ..errors import TierstoreError
+
+_PATIENCE_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.01
 
 
 def make_directory(directory: Path) -> None:
@@ -43,6 +49,40 @@ def output_locked(path: Path, flags: int) -> Iterator[int]:
             yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory_locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock while files are made that must not be there yet: not every file system has links. Waits
+    a minute for another process. TierstoreError: that one holds the lock on. OSError: no such directory."""
+    refusal = TierstoreError(f"{directory}: another process has been making files there for a minute; try again later")
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(flocked(descriptor, fcntl.LOCK_EX, refusal))
+                except TierstoreError:
+                    if time.monotonic() > deadline:
+                        raise
+                else:
+                    yield
+                    return
+            time.sleep(_PAUSE_SECONDS)
+    finally:
+        os.close(descriptor)
+
+
+def names_in(directory: Path) -> set[str]:
+    """What a directory holds; of one that is a file system's root, not its ``lost+found``."""
+    return set(os.listdir(directory)) - {"lost+found"}
+
+
+def free_bytes(directory: Path) -> float:
+    """What is free for us on the file system; infinity where it does not tell its size (ramfs, tmpfs without one)."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else math.inf
 
 
 def sync_directory(directory: Path) -> None:

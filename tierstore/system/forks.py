@@ -3,6 +3,8 @@
 A lock of an open file (``flock``, or an open-file-description lock) lasts until the last copy of its descriptor is
 closed, and a fork copies all. So a DataLoader's worker would keep a store locked after its parent has ended. Whoever
 holds such a lock registers here, and a child closes its copies before anything else runs in it.
+
+Likewise a connection: its answers go to whichever process reads first.
 """
 
 import ctypes
@@ -47,6 +49,12 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
+def require_own(process_id: int, what: str, way: str) -> None:
+    """ClosedError, which says the way, if this process is a fork of the one that made it."""
+    if process_id != os.getpid():
+        raise ClosedError(f"{what} is of process {process_id}, of which this is a fork; {way}")
+
+
 class OwnDescriptor:
     """An open file, by a descriptor that somebody else in the process may close (``os.closerange`` does).
 
@@ -62,7 +70,7 @@ class OwnDescriptor:
         self._mark = random.SystemRandom().randint(1, _MAX_MARK)
         self.number = -1
         disown_in_forks(self)
-        self.number = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        self.number = os.open(path, flags | os.O_CLOEXEC, 0o666)
         os.lseek(self.number, self._mark, os.SEEK_SET)
         status = os.fstat(self.number)
         self.identity: Final = status.st_dev, status.st_ino

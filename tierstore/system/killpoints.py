@@ -26,6 +26,7 @@ POINTS: Final = (
     "write-back: segments published",
     "commit: rows frozen",
     "commit: frozen rows written",
+    "commit: payload put",
     "commit: record put",
     "commit: transaction committed",
     "commit: durable",
@@ -38,12 +39,25 @@ POINTS: Final = (
     "rollback: segments deleted",
 )
 
+COPY_POINTS: Final = (
+    "copy: rows in place",
+    "copy: manifest in place",
+    "copy: done",
+    "reshard: other parts held",
+    "reshard: stale part set aside",
+    "reshard: part written",
+    "reshard: parts opened",
+    "reshard: replaced part set aside",
+    "reshard: done",
+)
+"""Those of copies that are made in a place of their own, and of ranks that reshard."""
+
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""
 
 
 def reach(name: str) -> None:
-    """A point of ``POINTS`` is reached."""
+    """A point of ``POINTS`` or ``COPY_POINTS`` is reached."""
     if hook is not None:
-        assert name in POINTS, f"{name!r} is not in POINTS"
+        assert name in POINTS or name in COPY_POINTS, f"{name!r} is in no list of points"
         hook(name)

@@ -30,7 +30,7 @@ def translate_os_error(
             return TierstoreError(f"{path}: the system has no memory left; free some, and try again.")
         return TierstoreError(
             f"{path}: `ulimit -v` allows {limit / 2**30:.1f} GiB of address space, and a store maps several times the "
-            "size of its file system (which takes no memory): run `ulimit -v unlimited`, and try again."
+            "size of its row file (which takes no memory): run `ulimit -v unlimited`, and try again."
         )
     if error.errno == errno.EROFS:
         return ReadOnlyError(f"{path}: the file system is read-only; {instead}.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import DiskFullError
-from .durable import output_locked, sync_directory
+from .durable import free_bytes, output_locked, sync_directory
 from .oserrors import FULL, NOT_PERMITTED, translate_os_error
 from .sizes import format_size
 
@@ -30,8 +30,7 @@ def output_errors(path: Path) -> Iterator[None]:
 
 def require_room(path: Path, size_bytes: int) -> None:
     """DiskFullError now rather than after an hour, if so many bytes will not fit beside what is there."""
-    stat = os.statvfs(path.parent)
-    free = stat.f_bavail * stat.f_frsize
+    free = free_bytes(path.parent)
     if free < size_bytes:
         raise DiskFullError(
             f"{path}: {format_size(size_bytes)} are needed and {format_size(free)} are free; nothing was written. "
@@ -92,6 +91,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``."""
+    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``. A path in it need not be text:
+    bytes that are none are escaped."""
     with partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))

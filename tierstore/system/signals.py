@@ -1,58 +1,140 @@
-"""Putting Ctrl-C off while bookkeeping is half done.
+"""Putting Python's signal handlers off while bookkeeping is half done.
 
-Python raises KeyboardInterrupt between any two bytecodes of the main thread: after a kernel reserved slots and before
-anyone noted which, say, or while numba compiles one, whose lock then stays taken. Operations that must be whole run
-shielded: the signal's handler runs when they end.
+Python runs a signal's handler between any two bytecodes of the main thread: after a kernel reserved slots and before
+anyone noted which, say, or while numba compiles one, whose lock then stays taken. A handler may raise there, as that of
+Ctrl-C does, or that of torch's DataLoader where a worker died. Operations that must be whole run shielded: handlers run
+when they end.
 """
 
 import _signal  # type: ignore[import-not-found, unused-ignore]
+import _thread
 import functools
+import itertools
+import os
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
-
-SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# By what the module signal wraps: that turns numbers into enum members and back, 20 us a shield.
+_get: Final[Callable[[int], Any]] = _signal.getsignal
+_set: Final[Callable[[int, Any], Any]] = _signal.signal
+_NUMBERS: Final = tuple(sorted(map(int, signal.valid_signals())))
+_call_each: Final = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end in C, where no handler runs between two of its steps."""
 
-class Shield:
-    """While entered in the main thread, SIGINT and SIGTERM wait; their handlers run at the exit."""
+
+class _Deferred:
+    """A signal's handler that waits while the main thread is shielded, and else is as the one it stands for. So nothing
+    is lost where it is left in place, as by a shield that another handler interrupted."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _MAIN.is_shielded:
+            _MAIN.arrived.append(itertools.starmap(self.handler, [(number, frame)]))
+        else:
+            self.handler(number, frame)
+
+
+_Deferrals = tuple[tuple[int, _Deferred, Any], ...]
+"""Of each signal with a handler in Python: number, what waits in its place, the handler."""
+
+
+class _Main:
+    """Of the main thread.
+
+    Attributes:
+        ident: its number.
+        is_shielded: whether handlers wait.
+        arrived: those that wait, each as an iterator that runs it, once.
+        handlers: of each signal in ``_NUMBERS``, as last seen.
+        deferred: those of ``handlers`` that are in Python.
+    """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
-        self._arrived: list[tuple[int, FrameType | None]] = []
+        self.handlers: tuple[Any, ...] = ()
+        self.deferred: _Deferrals = ()
+        self.begin()
 
-    # By what the module signal wraps: that turns numbers into enum members and back, 20 us a shield.
+    def begin(self) -> None:
+        """Also in a forked process, whose main thread is the one that forked."""
+        self.ident = threading.main_thread().ident
+        self.is_shielded = False
+        self.arrived: list[Iterator[Any]] = []
 
-    def __enter__(self) -> "Shield":
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                handler = _signal.getsignal(number)
-                if callable(handler):  # the system's own default, or one set outside Python, stays
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            _signal.signal(number, handler)
-        for number, frame in self._arrived:
-            self._handlers[number](number, frame)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append((number, frame))
+    def look(self, handlers: tuple[Any, ...]) -> None:
+        """Take note of handlers that were set since."""
+        found: list[tuple[int, _Deferred, Any]] = []
+        for number, handler in zip(_NUMBERS, handlers, strict=True):
+            if callable(handler):  # the system's own default, or one set outside Python, stays
+                deferred = handler if isinstance(handler, _Deferred) else _Deferred(handler)
+                found.append((number, deferred, deferred.handler))
+        self.deferred = tuple(found)
+        self.handlers = handlers
 
 
 def shielded(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run whole."""
+    """The function, run whole: while the main thread is in it, Python's signal handlers wait. They run at its end.
+
+    A handler that is set within is not deferred. Handlers may interrupt its first and last steps: then those that
+    arrived have run, or run when the next such function ends.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with Shield():
+        if _MAIN.is_shielded or _thread.get_ident() != _MAIN.ident:  # by this thread, or this one runs no handlers
             return function(*args, **kwargs)
+        deferred = _defer()
+        try:
+            _MAIN.is_shielded = True
+            return function(*args, **kwargs)
+        finally:
+            _MAIN.is_shielded = False
+            _restore(deferred)
 
     return run
+
+
+def _defer() -> _Deferrals:
+    """Have all handlers wait while the main thread is shielded."""
+    handlers = tuple(map(_get, _NUMBERS))
+    if handlers != _MAIN.handlers:
+        _MAIN.look(handlers)
+    deferred = _MAIN.deferred
+    for number, waiting, _ in deferred:
+        _set(number, waiting)
+    return deferred
+
+
+def _restore(deferred: _Deferrals) -> None:
+    """Put handlers back, but for those that were set meanwhile, and run what waited."""
+    try:
+        for number, waiting, handler in deferred:
+            if _get(number) is waiting:
+                _set(number, handler)
+    finally:
+        if _MAIN.arrived:
+            _run_arrived()
+
+
+def _run_arrived() -> None:
+    """Run all handlers that waited, whichever raise; the last error is raised."""
+    try:
+        _call_each(itertools.chain.from_iterable(_MAIN.arrived))
+    except BaseException:
+        _run_arrived()
+        raise
+    _MAIN.arrived.clear()
+
+
+_MAIN: Final = _Main()
+os.register_at_fork(after_in_child=_MAIN.begin)

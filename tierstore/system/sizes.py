@@ -1,5 +1,6 @@
 """Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
 
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ _UNITS: Final = {
 }  # fmt: skip
 _CGROUP: Final = Path("/proc/self/cgroup")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+_STATM: Final = Path("/proc/self/statm")
 _MAX_BYTES: Final = 1 << 63
 _MAX_TEXT: Final = 40
 """No size takes more characters; Python refuses integers of many thousands of digits."""
@@ -49,7 +51,7 @@ def _limit_files() -> Iterator[Path]:
     A container may see the groups from the root of its own, where the path in /proc leads nowhere.
     """
     try:
-        lines = _CGROUP.read_text().splitlines()
+        lines = os.fsdecode(_CGROUP.read_bytes()).splitlines()
     except OSError:
         lines = []
     groups = [(_CGROUP_ROOT, "memory.max", "/"), (_CGROUP_ROOT / "memory", "memory.limit_in_bytes", "/")]
@@ -64,6 +66,18 @@ def _limit_files() -> Iterator[Path]:
         inside = Path(group.lstrip("/"))
         if ".." not in inside.parts:
             yield from (root / part / name for part in (inside, *inside.parents))
+
+
+def file_memory_bytes() -> int:
+    """Resident memory of this process that belongs to files, which ``top`` shows as SHR; 0 where the system does not
+    tell.
+
+    That is page cache which the process has mapped: the system takes it back when memory is short.
+    """
+    try:
+        return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 def require_memory(size_bytes: int, name: str) -> None:

@@ -52,15 +52,17 @@ def _mark(keys: Int64s, last: np.uint64, chosen: Bools) -> None:
 
 @kernel
 def select(
-    ids: Ids, starts: Int64s, firsts: Int64s, batch: int, bag_starts: Ids, last: np.uint64, found: Int64s,
-    lookups: Int64s,
+    ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Ids, last: np.uint64,
+    found: Int64s, lookups: Int64s,
 ) -> int:  # fmt: skip
-    """The sampled rows of a lookup, features laid end to end; and how many of all rows there were.
+    """The sampled rows of a lookup, features laid end to end; and how many of all rows there were. Ids that are no rows
+    are left out: the caller may have changed them since they were looked up.
 
     Args:
         ids: int64 or int32 [N].
         starts: int64 [features], where each feature's ids begin in ``ids``.
         firsts: int64 [features], the key of row 0 of each feature's table; 0 where ids are keys, of one table.
+        num_rows: int64 [features], what ids are below.
         batch: bags of each feature.
         bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
@@ -76,22 +78,26 @@ def select(
         begin, end = bag_starts[feature * batch], bag_starts[(feature + 1) * batch]
         # A slice, as its indexes are plainly not negative: else the compiler makes no vectors of them.
         own = ids[starts[feature] : starts[feature] + end - begin]
-        first, whole = firsts[feature], own.shape[0] - own.shape[0] % _BLOCK
+        first, limit, whole = firsts[feature], num_rows[feature], own.shape[0] - own.shape[0] % _BLOCK
         if own.shape[0]:
-            lookups[(first + own[0]) >> KEY_ROW_BITS] += own.shape[0]
+            row = own[0]
+            if 0 <= row < limit:
+                lookups[(first + row) >> KEY_ROW_BITS] += own.shape[0]
         for block in range(0, whole, _BLOCK):
             hits = np.uint64(0)
             for i in range(_BLOCK):
                 hits |= np.uint64(mix64(np.uint64(first + own[block + i])) <= last) << np.uint64(i)
             i = block
             while hits:
-                if hits & np.uint64(1):
-                    found[0, count], found[1, count] = first + own[i], begin + i
+                row = own[i]
+                if hits & np.uint64(1) and 0 <= row < limit:
+                    found[0, count], found[1, count] = first + row, begin + i
                     count += 1
                 hits >>= np.uint64(1)
                 i += 1
         for i in range(whole, own.shape[0]):
-            if mix64(np.uint64(first + own[i])) <= last:
-                found[0, count], found[1, count] = first + own[i], begin + i
+            row = own[i]
+            if mix64(np.uint64(first + row)) <= last and 0 <= row < limit:
+                found[0, count], found[1, count] = first + row, begin + i
                 count += 1
     return count

@@ -22,6 +22,7 @@ from ..io import ROW_FILE_NAME
 from ..rows import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
+from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
 from .build import table_configs
@@ -138,7 +139,7 @@ def _hbm(device: str, given: int | str | None, touched_bytes: int) -> int | str:
 
 def _empty(folder: Path) -> None:
     """Make the folder, or empty it if it is a demonstration's."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or names_in(folder)):
         if not (folder / _MARKER).exists():
             raise ValueError(f"{folder} exists and is no demonstration; choose another folder with --dir")
         print(f"Overwriting the demonstration in {folder}.")

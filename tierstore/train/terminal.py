@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from ..pool.stats import Stats
 from ..system.launch import launched_rank
-from ..system.signals import SIGNALS
 from ..system.sizes import format_size
 from .history import History
 
 _REFRESH_SECONDS: Final = 0.5
+_SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class Progress:
@@ -78,7 +78,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from ..errors import TierstoreError
 from ..system.excerpt import excerpt
+from ..system.forks import disown_in_forks
 from .apply import Applied
 from .delta import Update
 from .origin import Origin
@@ -45,6 +46,7 @@ class AdminClient:
         self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=_TIMEOUT_SECONDS)
         self._path = parts.path.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        disown_in_forks(self)
 
     def origin(self) -> Origin | None:
         """What the replica has; None if it is empty."""
@@ -135,6 +137,10 @@ class AdminClient:
 
     def close(self) -> None:
         self._connection.close()
+
+    def disown(self) -> None:
+        """In a forked process: what is answered on this connection is the parent's. The next request makes another."""
+        self.close()
 
     def __enter__(self) -> "AdminClient":
         return self

@@ -59,7 +59,7 @@ def main(path: str, parent: str, work: str, processes: str) -> None:
         _do(work)
         os.write(out, b"+" * (FIRST_USE.compiled - before))
         folders = {_kernel(module, name).stats.cache_path for module, name, _ in uses}
-        os.write(out, "\n".join(["", *sorted(folders), ""]).encode())
+        os.write(out, os.fsencode("\n".join(["", *sorted(folders), ""])))
     sys.exit(any(failed))
 
 

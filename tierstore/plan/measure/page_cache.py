@@ -25,7 +25,7 @@ def zap_maps(path: Path) -> int:
     A page that some map holds cannot leave the page cache. On a shared map of a file MADV_DONTNEED loses nothing.
     """
     size_bytes = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ..(.)s \S+ \S+ \S+ +(.+)", line)
         if found and found[4] == str(path.resolve()):
             start, end = int(found[1], 16), int(found[2], 16)

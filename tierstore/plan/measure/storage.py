@@ -18,6 +18,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64s
 from ...kernels.jit import JIT_ENABLED, kernel
+from ...system.durable import free_bytes
 from ...system.sizes import format_size
 from ..host import Storage
 from .machine import rate_of
@@ -194,7 +195,7 @@ def _file_system(folder: Path) -> str:
     """Its type, as mount knows it; "" if that is not told."""
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
         fields, _, rest = line.partition(" - ")
         if fields.split()[2] == device:
             return rest.split()[0]
@@ -215,12 +216,11 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
     Raises:
         ValueError: too little is free. OSError: the file system has no direct reads, or fails.
     """
-    stat = os.statvfs(folder)
-    free_bytes = stat.f_bavail * stat.f_frsize
-    size_bytes = min(file_bytes, int(free_bytes * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES
+    stat, free = os.statvfs(folder), free_bytes(folder)
+    size_bytes = int(min(file_bytes, free * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES
     if size_bytes < min(_LEAST_FILE_BYTES, file_bytes):
         raise ValueError(
-            f"{folder}: {format_size(free_bytes)} are free, and a tenth of it is too little to measure with; "
+            f"{folder}: {format_size(free)} are free, and a tenth of it is too little to measure with; "
             "free some space, or use --dir on another file system"
         )
     path = folder / "blocks"

@@ -81,7 +81,7 @@ def read_figure(entry: Mapping[str, Any]) -> Figure:
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    return tomllib.loads((DATA / "sources.toml").read_text())
+    return tomllib.loads((DATA / "sources.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def _catalog() -> dict[str, dict[str, Part]]:
                 link=entries.get("link", ""),
                 figures={figure: read_figure(entries[figure]) for figure in names if figure in entries},
             )
-            for name, entries in tomllib.loads((DATA / f"{kind}.toml").read_text()).items()
+            for name, entries in tomllib.loads((DATA / f"{kind}.toml").read_text(encoding="utf-8")).items()
         }
         for kind, names in FIGURES.items()
     }
@@ -126,7 +126,7 @@ def load_part(kind: str, name: str) -> Part:
 @functools.cache
 def example_hosts() -> dict[str, dict[str, Any]]:
     """The tables of the hosts that ship, by name."""
-    return tomllib.loads((DATA / "hosts.toml").read_text())
+    return tomllib.loads((DATA / "hosts.toml").read_text(encoding="utf-8"))
 
 
 _TITLES: Final = {

@@ -237,7 +237,7 @@ class RankCosts:
             OSError: it cannot be read. ValueError: it is something else; names the key and what is accepted.
         """
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
             found: Any = converted(fields, _FILE, "costs of ranks", is_whole=True)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; tierstore plan measure-ranks writes costs of ranks") from None

@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import DiskFullError, TierstoreError
-from ...system.durable import make_directory, write_all
+from ...system.durable import free_bytes, make_directory, write_all
 from ...system.excerpt import excerpt
 from ...system.oserrors import translate_os_error
 from ...system.sizes import format_size
@@ -266,8 +266,7 @@ def _content_range(request: Request) -> tuple[int, int, int]:
 
 
 def _require_room(folder: Path, size_bytes: int) -> None:
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
+    free = free_bytes(folder)
     if free < size_bytes + _ROOM_BYTES:
         raise DiskFullError(
             f"{folder}: {format_size(size_bytes)} more, and {format_size(free)} free, of which "

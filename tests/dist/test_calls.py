@@ -1,0 +1,257 @@
+"""Ranks that do not make the same calls: an error on all, no process that ends or hangs, and one version after."""
+
+import contextlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, average, open_sharded
+from tierstore.dist.ranks import Ranks
+
+from .ranks import run
+
+ROWS, DIM, SIZE = 40, 4, 2
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "pooled": {"sharding_type": "table_wise", "exchange": "pooled"},
+    "everywhere": {"sharding_type": "data_parallel"},
+}
+STEP = ("look up", "train")
+BLOCKS: list[tuple[str, ...]] = [
+    *([STEP] * 4), ("look up", "look up", "train", "train"), ("prefetch",), ("clip",), ("average",), ("balance",),
+    ("create",), ("commit",), ("commit",),
+]  # fmt: skip
+SEEDS: Final = range(16)
+MISTAKES = ["leave out", "do twice", "swap", "wrong id", "wrong extra", "raise", "other rate", "disk full"]
+
+
+class Call(NamedTuple):
+    """What a rank does; ``place`` in the schedule that all ranks were to keep."""
+
+    name: str
+    table: str
+    place: int
+    wrong: str = ""
+
+
+def schedule(seed: int) -> list[Call]:
+    """What all ranks are to call."""
+    draw = random.Random(seed)
+    names: list[tuple[str, str]] = []
+    for _ in range(8):
+        table = draw.choice(list(SHARDINGS))
+        names += [(name, table) for name in draw.choice(BLOCKS)]
+    return [Call(name, table, place) for place, (name, table) in enumerate(names)]
+
+
+def mistaken(calls: Sequence[Call], seed: int) -> list[Call]:
+    """What the rank calls that makes a mistake."""
+    draw, found = random.Random(-seed), list(calls)
+    mistake, place = draw.choice(MISTAKES), draw.randrange(len(calls) - 1)
+    if mistake == "leave out":
+        del found[place]
+    elif mistake == "do twice":
+        found.insert(place, found[place])
+    elif mistake == "swap" and found[place].name != found[place + 1].name:
+        found[place : place + 2] = reversed(found[place : place + 2])
+    else:
+        found[place] = found[place]._replace(wrong="raise" if mistake == "swap" else mistake)
+    return found
+
+
+def ids_of(call: Call, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2 * call.place + rank)
+    count = int(torch.randint(0, 9, (), generator=generator))  # none, now and then
+    return torch.randint(0, ROWS, (count,), generator=generator)
+
+
+def batch_of(call: Call, ids: Tensor) -> tierstore.KeyedJaggedTensor:
+    return tierstore.KeyedJaggedTensor([call.table], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+
+
+def config(name: str) -> tierstore.TableConfig:
+    return tierstore.TableConfig(
+        name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=tierstore.optim.SGD(lr=0.5)
+    )
+
+
+class Rank:
+    """Works a schedule off. ``tried``: of each commit that was begun, its place and the rows that this rank has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store: ShardedStore = open_sharded(folder, ddr="500KiB", threads=1)
+        for name, sharding in SHARDINGS.items():
+            self.store.create_table(config(name), **sharding)
+        self.modules = {name: ShardedTieredEmbeddingBagCollection(self.store, tables=[name]) for name in SHARDINGS}
+        self.optimizer = self.store.optimizer()
+        self.outputs: dict[str, list[Tensor]] = {name: [] for name in SHARDINGS}
+        self.tried: dict[int, tuple[int, list[Any]]] = {}
+        self.committed: list[int] = []
+
+    def work(self, calls: Sequence[Call]) -> str:
+        """The error, if there is one."""
+        end = "the end of its process"
+        try:
+            for call in calls:
+                self.do(call)
+            self.store.ranks.counts([0] * SIZE, end)
+        except IndexError as error:  # outside of the store, which cannot tell the others
+            with contextlib.suppress(tierstore.errors.RankError):
+                self.store.ranks.counts([0] * SIZE, end)
+            return str(error)
+        except (RuntimeError, ValueError, TypeError, tierstore.errors.TierstoreError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def do(self, call: Call) -> None:
+        store, module, rank = self.store, self.modules[call.table], self.store.ranks.rank
+        if call.wrong == "raise":
+            raise IndexError("of the user's own")
+        ids = ids_of(call, rank)
+        if call.wrong == "wrong id":
+            ids = torch.full((3,), ROWS)
+        if call.wrong == "other rate":
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.25
+            self.optimizer.step()
+        match call.name:
+            case "look up":
+                self.outputs[call.table].append(module(batch_of(call, ids)).values())
+            case "train":
+                self.outputs[call.table].pop().sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            case "prefetch":
+                batches = [batch_of(call, ids[n:]) for n in range(3)]
+                with torch.no_grad():
+                    for batch in tierstore.prefetch(batches, module, depth=2):
+                        module(batch)
+            case "clip":
+                self.optimizer.clip_grad_norm_(max_norm=1.0)
+            case "average":
+                average([torch.ones(3)], store.ranks)
+            case "balance":
+                store.balance()
+            case "create":
+                store.create_table(config(f"more {call.place}"))
+            case "commit":
+                self.commit(call)
+
+    def commit(self, call: Call) -> None:
+        extra: dict[str, Any] = {"place": object() if call.wrong == "wrong extra" else call.place}
+        self.tried[self.store.version + 1] = call.place, self.rows()
+        with pytest.MonkeyPatch.context() as patch:
+            if call.wrong == "disk full":
+                patch.setattr(self.store.local, "commit", no_room)
+            self.committed.append(self.store.commit(extra=extra))
+
+    def rows(self) -> list[Any]:
+        return [
+            self.store[name].local.read(torch.arange(self.store[name].rows.start, self.store[name].rows.stop)).tolist()
+            for name in SHARDINGS
+        ]
+
+
+def no_room(**_: Any) -> int:
+    raise tierstore.errors.DiskFullError("no room left")
+
+
+def work_off(folder: Path, seeds: Sequence[int]) -> list[tuple[str, list[int], Any, Any]]:
+    """Of each seed: the error, the commits that returned, what was tried, and what is there when it is opened again."""
+    found = []
+    for seed in seeds:
+        rank = Rank(folder / str(seed))
+        calls = schedule(seed)
+        own = mistaken(calls, seed) if rank.store.ranks.rank == seed % SIZE else calls
+        error = rank.work(own)
+        rank.store.close()
+        again = Rank(folder / str(seed))
+        reopened = again.store.version, again.store.extra.get("place"), again.rows()
+        again.store.close()
+        found.append((error, rank.committed, rank.tried, reopened))
+    return found
+
+
+def expected(calls: Sequence[Call], place: int) -> list[Any]:
+    """Rows of each table at a commit, without a mistake: of one process that works off all ranks' batches."""
+    with tierstore.open(cold="memory", ddr="1MiB", threads=1) as store:
+        for name in SHARDINGS:
+            store.create_table(config(name))
+        modules = {name: tierstore.TieredEmbeddingBagCollection(store, tables=[name]) for name in SHARDINGS}
+        optimizer, waiting = store.optimizer(), {name: list[Call]() for name in SHARDINGS}
+        for call in calls[:place]:
+            if call.name == "look up":
+                waiting[call.table].append(call)
+            if call.name == "train":
+                looked_up = waiting[call.table].pop()
+                for rank in range(SIZE):
+                    out = modules[call.table](batch_of(call, ids_of(looked_up, rank))).values()
+                    (out.sum() / SIZE).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [store[name].read(torch.arange(ROWS)) for name in SHARDINGS]
+
+
+def require_expected(calls: Sequence[Call], place: int, reopened: Sequence[list[Any]]) -> None:
+    """What ranks reopen is a commit of a schedule without a mistake until then."""
+    rows, pooled, everywhere = expected(calls, place)
+    assert torch.tensor(reopened[0][0] + reopened[1][0]).allclose(rows)
+    assert torch.tensor(max((own[1] for own in reopened), key=len)).allclose(pooled)
+    assert all(torch.tensor(own[2]).allclose(everywhere) for own in reopened)
+
+
+def test_a_mistake_of_one_rank_is_an_error_on_all_and_all_reopen_one_version(tmp_path: Path) -> None:
+    failed, checked = 0, 0
+    by_rank = run(work_off, SIZE, tmp_path, tmp_path, SEEDS, timeout_s=30)
+    for seed, ranks in zip(SEEDS, zip(*by_rank, strict=True), strict=True):
+        errors, returned, tried, reopened = zip(*ranks, strict=True)
+        assert bool(errors[0]) == bool(errors[1]), f"{seed}: {errors}"
+        assert not any("did not answer" in error for error in errors), f"{seed}: a rank waited for ever: {errors}"
+        assert returned[0] == returned[1], f"{seed}: commits returned on one rank only"
+        (version, place, _), (other_version, other_place, _) = reopened
+        assert (version, place) == (other_version, other_place), seed
+        assert version == max(returned[0], default=0), f"{seed}: what returned last is there"
+        for own, (_, _, rows) in zip(tried, reopened, strict=True):
+            assert not version or rows == own[version][1], f"{seed}: rows as they were when it was committed"
+        calls = schedule(seed)
+        pairs = enumerate(zip(calls, mistaken(calls, seed), strict=False))
+        if version and place < next((number for number, (one, other) in pairs if one != other), 0):
+            require_expected(calls, place, [rows for _, _, rows in reopened])
+            checked += 1
+        failed += bool(errors[0])
+    assert failed > len(SEEDS) // 2
+    assert checked
+
+
+def cut_short(folder: Path) -> str:
+    """Rank 1 leaves a lookup after its first exchange. What its commit after that says, or the lookup of the others."""
+    rank = Rank(folder)
+    call = Call("look up", "rows", 0)
+    if not rank.store.ranks.rank:
+        with pytest.raises(tierstore.errors.RankError) as raised:
+            rank.do(call)
+        return str(raised.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank.do(call)
+    with pytest.raises(tierstore.errors.RankError) as raised:
+        rank.store.commit()
+    rank.store.close()
+    return str(raised.value)
+
+
+def interrupted(*_: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_left_a_call_amid_its_exchanges_makes_no_other(tmp_path: Path) -> None:
+    other, own = run(cut_short, SIZE, tmp_path, tmp_path / "store")
+    assert "rank 1 ended" in other
+    assert "an earlier call ended here amid an exchange" in own

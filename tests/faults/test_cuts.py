@@ -1,0 +1,40 @@
+"""Calls that are cut short by an exception at a drawn instant: every row is right, then and after reopening."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from bench.cut.life import live
+from tierstore.kernels.jit import JIT_ENABLED
+
+pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a hundred times as slow without the JIT")
+
+
+def cut(folder: Path, cuts: int, seed: int) -> None:
+    level = logging.getLogger("tierstore").level
+    logging.getLogger("tierstore").setLevel(logging.CRITICAL)
+    try:
+        found = live(folder, cuts=cuts, seed=seed)
+    finally:
+        logging.getLogger("tierstore").setLevel(level)
+    assert not found.failures, "\n".join(found.failures)
+    assert (found.wrong_rows, found.pinned) == (0, 0)
+    assert found.cuts.total() >= cuts
+    assert found.raised > cuts / 4, "hardly any call was cut short"
+
+
+# Some instants are in generators and threads that end; what is raised there is shown, and goes no further.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", [1])
+def test_calls_cut_short_at_any_instant_leave_every_row_right(tmp_path: Path, seed: int) -> None:
+    cut(tmp_path, 280, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(1000, 10_000, 1000))
+def test_many_calls_cut_short_leave_every_row_right(tmp_path: Path, seed: int) -> None:
+    cut(tmp_path, 2000, seed)

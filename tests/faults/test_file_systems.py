@@ -1,0 +1,271 @@
+"""File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tierstore
+from tests.children import run
+from tierstore import errors
+from tierstore.cli.entry import main
+from tierstore.io.files import take_from_lower_layer
+from tierstore.io.opened import _create
+from tierstore.store.manifest import MANIFEST_NAME, Manifest
+
+from .test_real_devices import mounted
+
+ROWS, DIM = 2000, 8
+IDS = torch.arange(ROWS)
+
+
+def _write(store: tierstore.Store, value: float) -> int:
+    store["item"].write(IDS, torch.full((ROWS, DIM), value))
+    return store.commit()
+
+
+def _values(store: tierstore.Store) -> list[float]:
+    found: list[float] = store["item"].read(IDS).unique().tolist()
+    return found
+
+
+def _make(path: Path) -> Path:
+    with tierstore.open(path, ddr="1MiB", threads=1, keep=5) as store:
+        store.create_table(tierstore.TableConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM))
+        _write(store, 1.0)
+        _write(store, 2.0)
+    return path
+
+
+def _check(path: Path, value: float) -> None:
+    with tierstore.open(path, mode="r", ddr="1MiB", threads=1) as store:
+        assert _values(store) == [value]
+        store.verify()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _make(tmp_path_factory.mktemp("made") / "store")
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "store"))
+
+
+# Overlays
+
+
+@pytest.fixture
+def layered(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """A store in the lower layer of an overlay, as in a container's image."""
+    for name in ("upper", "work"):
+        (tmp_path / name).mkdir()
+    lower = tmp_path / "lower"
+    shutil.copytree(made, lower / "store")
+    layers = f"lowerdir={lower},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    with mounted(tmp_path / "merged", "-t", "overlay", "overlay", "-o", layers) as merged:
+        yield merged / "store"
+
+
+def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
+    with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as store:
+        assert _write(store, 3.0) == 3
+        assert _values(store) == [3.0]
+    _check(layered, 3.0)
+    with tierstore.open(layered, ddr="1MiB", threads=1, keep=5) as store:
+        store.rollback(1)
+    _check(layered, 1.0)
+
+
+def test_a_store_of_a_lower_layer_is_rolled_back_first(layered: Path) -> None:
+    assert main(["rollback", str(layered), "1"]) == 0
+    _check(layered, 1.0)
+
+
+def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
+    """It goes on to show what it showed."""
+    with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
+        assert _values(reader) == [2.0]
+        with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
+            for value in (3.0, 4.0, 5.0):
+                _write(writer, value)
+        with pytest.raises(errors.StoreReplacedError, match=r"rows\.lmdb: .*open the store again"):
+            reader.refresh()
+        assert reader.version == 2
+        assert _values(reader) == [2.0]
+    _check(layered, 5.0)
+
+
+def test_a_replica_s_server_follows_from_a_lower_layer(layered: Path) -> None:
+    take_from_lower_layer(layered)
+    with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
+        with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
+            _write(writer, 3.0)
+        assert reader.refresh() == 3
+        assert _values(reader) == [3.0]
+
+
+# Files that others remove
+
+SECOND_WRITER = """
+for folder in sys.argv[1:]:
+    try:
+        tierstore.open(folder, ddr="1MiB", threads=1).close()
+        print("opened")
+    except errors.TierstoreError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_path: Path) -> None:
+    names = sorted({path.name for path in made.iterdir()} | {"writer.lock", "rows.lmdb-lock"})
+    with contextlib.ExitStack() as stack:
+        pairs = {}
+        for name in names:
+            folder = Path(shutil.copytree(made, tmp_path / name))
+            pairs[name] = tuple(
+                stack.enter_context(tierstore.open(folder, mode=mode, ddr="1MiB", threads=1)) for mode in ("w", "r")
+            )
+            (folder / name).unlink()
+        told = run(SECOND_WRITER, *(tmp_path / name for name in names)).splitlines()
+        said = dict(zip(names, told, strict=True))
+        assert said.pop("manifest.json") == "FormatError"
+        assert said.pop("rows.lmdb") == "TruncatedError"
+        assert set(said.values()) == {"StoreLockedError"}, said
+        for name, (writer, reader) in pairs.items():
+            if name in said:
+                assert _write(writer, 3.0) == reader.refresh() == 3
+                assert _values(reader) == [3.0]
+                continue
+            if name == "rows.lmdb":
+                with pytest.raises(errors.StoreReplacedError):
+                    _write(writer, 3.0)
+            else:
+                assert _write(writer, 3.0) == 3
+            with pytest.raises(errors.TierstoreError, match=name):
+                reader.refresh()
+            assert _values(reader) == [2.0]
+    for name in said:
+        _check(tmp_path / name, 3.0)
+        with tierstore.open(tmp_path / name, ddr="1MiB", threads=1) as writer:
+            assert _write(writer, 4.0) == 4
+
+
+def test_a_lock_that_an_earlier_release_left_is_nothing(store: Path) -> None:
+    with (store / "writer.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with tierstore.open(store, ddr="1MiB", threads=1) as writer:
+            assert _write(writer, 3.0) == 3
+
+
+# Making stores
+
+
+def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "symlink", refused)
+    store = _make(tmp_path / "store")
+    _check(store, 2.0)
+    assert main(["backup", str(store), str(tmp_path / "backup")]) == 0
+    assert main(["compact", str(store), str(tmp_path / "compact")]) == 0
+
+
+def test_of_many_who_make_a_store_at_once_one_does(tmp_path: Path) -> None:
+    """Neither its manifest nor its row file takes the place of another's."""
+    start, found = threading.Barrier(8), []
+
+    def make() -> None:
+        start.wait()
+        Manifest.new(4096).create(tmp_path)
+        store_id = Manifest.read(tmp_path).store_id
+        _create(tmp_path / "rows.lmdb", bytes.fromhex(store_id))
+        found.append((store_id, *(os.stat(tmp_path / name).st_ino for name in (MANIFEST_NAME, "rows.lmdb"))))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert sorted(os.listdir(tmp_path)) == [MANIFEST_NAME, "rows.lmdb"]
+
+
+def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ramfs and tmpfs without a limit: nothing is known to be free, and nothing is known to be full."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0, f_bfree=0, f_frsize=4096))
+    for command, target in (("backup", "b"), ("compact", "c"), ("export", "x.safetensors")):
+        assert main([command, str(store), str(tmp_path / target)]) == 0
+    with tierstore.open(store, ddr="1MiB", threads=1) as writer:
+        assert _write(writer, 3.0) == 3
+
+
+def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path: Path) -> None:
+    for command in ("backup", "compact", "repair"):
+        (tmp_path / command / "lost+found").mkdir(parents=True)
+        assert main([command, str(store), str(tmp_path / command)]) == 0
+        _check(tmp_path / command, 2.0)
+        assert (tmp_path / command / "lost+found").is_dir()
+
+
+# Modes and names
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
+def test_files_have_the_mode_that_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    """And the group of a directory that gives it on."""
+    os.chmod(tmp_path, 0o2775)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, -1, 2500)
+    before = os.umask(umask)
+    try:
+        store = _make(tmp_path / "store")
+        with tierstore.open(store, ddr="1MiB", threads=1, keep=5) as writer:
+            writer.rollback(1)
+            _write(writer, 3.0)
+        (store / "rows.anchor").unlink()
+        with tierstore.open(store, ddr="1MiB", threads=1, keep=5):
+            pass
+        for command in ("backup", "compact", "repair"):
+            assert main([command, str(store), str(tmp_path / command)]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 12
+    wrong = {path.name: oct(path.stat().st_mode) for path in files if stat.S_IMODE(path.stat().st_mode) != mode}
+    assert not wrong
+    assert {path.stat().st_gid for path in files} == {tmp_path.stat().st_gid}
+
+
+def test_names_that_no_terminal_can_show(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/st\xff\xe9re"))
+    with tierstore.open(folder, ddr="1MiB", threads=1) as store:
+        store.create_table(tierstore.TableConfig(name="na\u00efve", num_embeddings=ROWS, embedding_dim=DIM))
+        store["na\u00efve"].write(IDS, torch.ones(ROWS, DIM))
+        store.commit()
+    for encoding in ("ascii", "utf-8"):
+        raw = io.BytesIO()
+        out = io.TextIOWrapper(raw, encoding=encoding, errors="strict")
+        monkeypatch.setattr(sys, "stdout", out)
+        target = f"{folder}-{encoding}"
+        page = f"{target}.safetensors"
+        for words in (["inspect", folder], ["verify", folder], ["backup", folder, target], ["export", folder, page]):
+            assert main([*map(str, words)]) == 0, words
+        out.flush()
+        assert raw.getvalue().count(rb"st\udcff\udce9re") >= 4
+        assert "na\u00efve".encode(encoding, errors="backslashreplace") in raw.getvalue()

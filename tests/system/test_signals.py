@@ -1,0 +1,122 @@
+"""Shielded functions: which handlers wait, and that none is lost, whatever interrupts their first and last steps."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.cut.instants import Cutter
+from tierstore.system import signals
+from tierstore.system.signals import shielded
+
+NUMBERS = (signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signal.SIGRTMIN + 3)
+
+
+@pytest.fixture
+def ran() -> Iterator[list[int]]:
+    """The signals whose handlers ran."""
+    ran: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        ran.append(number)
+
+    before = {number: signal.signal(number, handle) for number in NUMBERS}
+    yield ran
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@shielded
+def raise_signals(*numbers: int) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def test_every_handler_in_python_waits_for_the_outermost_call(ran: list[int]) -> None:
+    handlers = list(map(signal.getsignal, NUMBERS))
+
+    @shielded
+    def outer() -> None:
+        raise_signals(*NUMBERS)
+        assert ran == []
+
+    outer()
+    assert ran == list(NUMBERS)
+    assert list(map(signal.getsignal, NUMBERS)) == handlers
+
+
+def test_handlers_behind_one_that_raises_run_too(ran: list[int]) -> None:
+    def fail(number: int, _frame: object) -> None:
+        ran.append(number)
+        raise RuntimeError(f"signal {number}")
+
+    first, second, third = NUMBERS[:3]
+    signal.signal(first, fail)
+    signal.signal(second, fail)
+    with pytest.raises(RuntimeError, match=f"signal {int(second)}") as caught:
+        raise_signals(first, second, third)
+    assert str(caught.value.__context__) == f"signal {int(first)}"
+    assert ran == [first, second, third]
+
+
+def test_a_handler_that_is_set_within_stays(ran: list[int]) -> None:
+    waiting = shielded(signal.signal)(NUMBERS[0], signal.SIG_IGN)
+    assert signal.getsignal(NUMBERS[0]) is signal.SIG_IGN
+    signal.signal(NUMBERS[0], waiting)  # as a library does that sets a handler for a while
+    signal.raise_signal(NUMBERS[0])
+    raise_signals(NUMBERS[0])
+    assert ran == [NUMBERS[0]] * 2
+    assert type(signal.getsignal(NUMBERS[0])) is not type(waiting)
+
+
+def test_another_thread_defers_nothing(ran: list[int]) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    @shielded
+    def wait() -> None:
+        entered.set()
+        leave.wait(30)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert entered.wait(30)
+    signal.raise_signal(NUMBERS[0])
+    assert ran == [NUMBERS[0]]
+    leave.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", ["signal", "memory"])
+def test_no_instant_loses_a_signal(ran: list[int], kind: str) -> None:
+    cutter, calls = Cutter(), 0
+
+    @shielded
+    def call() -> Any:
+        nonlocal calls
+        calls += 1
+        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGCHLD)
+
+    instants = 0
+    with cutter.installed():
+        handlers = list(map(signal.getsignal, NUMBERS))
+        while True:
+            calls = 0
+            ran.clear()
+            signals._MAIN.handlers = ()  # all of them are looked at again
+            seen, error = cutter.run(call, kind=kind, instant=instants + 1, in_main=True)
+            if not seen > instants:
+                break
+            instants += 1
+            assert error is not None or kind == "signal", cutter.place
+            assert not signals._MAIN.is_shielded, cutter.place
+            signal.raise_signal(signal.SIGTERM)
+            raise_signals()
+            expected = [signal.SIGALRM, signal.SIGCHLD, signal.SIGTERM] if calls else [signal.SIGTERM]
+            # A handler that cannot wait for want of memory says so in its place.
+            is_right = sorted(ran) == sorted(expected) if kind == "signal" else signal.SIGTERM in ran
+            assert is_right, (ran, cutter.place)
+            assert list(map(signal.getsignal, NUMBERS)) == handlers, cutter.place
+    assert instants > 10
