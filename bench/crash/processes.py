@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from tierstore.kernels.jit import FIRST_USE
+
 __all__ = ["Ending", "Kill", "Process", "fork", "may_make_namespaces"]
 
 TIME_LIMIT_S: Final = 60.0
@@ -25,6 +27,9 @@ _CLONE_NEWPID: Final = 0x20000000
 _READ_BYTES: Final = 1 << 16
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 Body = Callable[[Callable[..., None]], None]
+
+# A process that helps to compile kernels is waited for by a thread, and there may be none where processes are forked.
+FIRST_USE.is_alone = True
 
 
 def may_make_namespaces() -> bool:
