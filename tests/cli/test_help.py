@@ -142,7 +142,7 @@ HELP = {
         tierstore.open in one process: rows, optimizer state, and rank 0's extra and tensors. DIR is not changed.
         positional arguments:
           DIR          folder of the store, sharded (with all ranks' parts) or not
-          NEW_DIR      folder of the copy; must not exist, or be empty
+          NEW_DIR      folder of the copy; must not exist, or be empty, or hold what a killed reshard left
         options:
           --ranks N    make a part for each of so many ranks (default: 1)
           --plan FILE  how tables are sharded, a file of tierstore.dist.Plan

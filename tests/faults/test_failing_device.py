@@ -4,13 +4,13 @@ import collections
 import errno
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tierstore.errors import DiskFullError, TierstoreError
+from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError
 from tierstore.io import anchor
 
 from .powerloss import losses, materialise, pending, state
@@ -23,6 +23,7 @@ DATA = {"pwrite", "write", "writev"}
 NAMES = {"open", "link", "rename", "mkdir", "ftruncate"}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REOPEN = "open it again"
+REOPEN_ONLY = "close the store and open it again"
 META_BYTES = 512
 """More than what LMDB writes of a meta page, and less than a page."""
 
@@ -63,6 +64,7 @@ class Trainer:
     Attributes:
         errors: those that were raised.
         reopened: the store had to be closed and opened again.
+        gone_back: steps failed half way, and were done again from the last version, or from an empty store.
     """
 
     def __init__(self, root: Path, initial: dict[str, Trained], device: Device) -> None:
@@ -73,6 +75,7 @@ class Trainer:
         self.workload = Workload(copied(initial), np.random.default_rng(0), self.recorder.mark)
         self.errors: list[TierstoreError] = []
         self.reopened = False
+        self.gone_back = 0
 
     def run(self) -> None:
         """Open, train, commit in the foreground and the background, close."""
@@ -111,9 +114,13 @@ class Trainer:
             return
         except TierstoreError as error:
             self._note(error)
+            partly = isinstance(error, PartlyTrainedError)
         for _ in range(2):  # of what failed in the background meanwhile we may hear only now
             try:
                 self.workload.take_up()
+                if partly:
+                    self._go_back()
+                    partly = False
                 if again:
                     step()
                 return
@@ -126,6 +133,25 @@ class Trainer:
         if again:
             step()
 
+    def _go_back(self) -> None:
+        """A step failed half way: back to the last version, and on from there."""
+        work = self.workload
+        work.settle()
+        goal = work.steps + 1
+        if work.store.versions:
+            work.last = self._shown()
+            work.go_back(replace(work.last, version=work.store.version))
+        else:
+            with pytest.raises(PartlyTrainedError, match=f"last commit, {REOPEN_ONLY}"):
+                work.store.commit()
+            self._open_anew()
+            work.train(goal - work.steps)
+        self.gone_back += 1
+
+    def _shown(self) -> Snapshot:
+        versions, _ = promised(self.recorder, self.recorder.time, self.first)
+        return next(v for v in versions if v.extra == self.workload.store.extra)
+
     def _close(self) -> None:
         try:
             self.workload.close()
@@ -134,10 +160,12 @@ class Trainer:
 
     def _reopen(self) -> None:
         self.reopened = True
+        self._open_anew()
+
+    def _open_anew(self) -> None:
         self._close()
         self.workload.open(self.directory)
-        versions, _ = promised(self.recorder, self.recorder.time, self.first)
-        self.workload.show(next(v for v in versions if v.extra == self.workload.store.extra))
+        self.workload.show(self._shown())
         self.workload.take_up()
 
     def check_errors(self) -> None:
@@ -146,8 +174,9 @@ class Trainer:
             assert str(self.directory) in str(error), error
         in_place = any(_is_in_place(call) for call in self.device.hits)
         if self.device.failure.errno in FULL and self.errors and not in_place:
-            assert isinstance(self.errors[0], DiskFullError), self.errors[0]
+            assert isinstance(_reason(self.errors[0]), DiskFullError), self.errors[0]
             assert not self.reopened
+            assert self.gone_back == isinstance(self.errors[0], PartlyTrainedError)
 
     def check_files(self, scratch: Path, *, powers: int) -> None:
         """What is on disk is what was promised: now, and after the machine stopped."""
@@ -160,6 +189,11 @@ class Trainer:
             with other_boot(1):
                 check(place / "store", versions, tables, Counts(states=1))
         check(self.directory, versions, tables, Counts(states=2))
+
+
+def _reason(error: TierstoreError) -> BaseException | None:
+    """What failed, where the error is that it did so half way through a step."""
+    return error.__cause__ if isinstance(error, PartlyTrainedError) else error
 
 
 def _is_in_place(call: Call) -> bool:
@@ -228,7 +262,8 @@ def fail_calls(
             return counts
         counts["runs"] += 1
         counts["reopened"] += trainer.reopened
-        counts.update(type(error).__name__ for error in trainer.errors)
+        counts["gone back"] += trainer.gone_back
+        counts.update(type(_reason(error)).__name__ for error in trainer.errors)
     raise AssertionError("unreachable")
 
 

@@ -235,7 +235,7 @@ def no_sync_of_the_directory() -> Iterator[None]:
 @contextlib.contextmanager
 def no_recovery() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tierstore.io.opened.recover", lambda path, store_id: None)
+        patch.setattr("tierstore.io.opened.recover", lambda path, store_id, pins: None)
         yield
 
 

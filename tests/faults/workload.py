@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 import tierstore
 from tierstore import optim
+from tierstore.errors import PartlyTrainedError
 
 __all__ = ["DDR", "Snapshot", "Trained", "Workload", "configs", "copied", "differences", "first_tables"]
 
@@ -114,6 +116,7 @@ class Workload:
     last: Snapshot | None = None
     unfinished: tuple[str, Trained] | None = None
     moved: int = 0
+    _pending: tuple[Snapshot, Any] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
         """Open the store and create the tables that it lacks."""
@@ -175,7 +178,7 @@ class Workload:
 
     def begin(self) -> tuple[Snapshot, Any]:
         """Begin a commit in the background; (what it must keep, its future)."""
-        begun = self.snapshot()
+        begun, self._pending = self.snapshot(), None
         self.mark("begun", begun)
         return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
 
@@ -195,9 +198,16 @@ class Workload:
 
     def commit_beside(self, steps: int) -> Snapshot:
         """Commit in the background, training so many steps meanwhile."""
-        begun, future = self.begin()
+        self._pending = begun, future = self.begin()
         self.train(steps)
+        self._pending = None
         return self.end(begun, future)
+
+    def settle(self) -> None:
+        """Wait for a commit that training beside it left under way; raises its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.end(*pending)
 
     def rollback(self, to: Snapshot) -> None:
         """Go back to a version that is kept."""
@@ -209,6 +219,19 @@ class Workload:
         self.store.rollback(to.version)
         self.mark("returned", shown)
         self.show(shown)
+
+    def go_back(self, to: Snapshot) -> None:
+        """After PartlyTrainedError: nothing goes on until the store is back at its last version, which is whole.
+
+        Then the steps since are done again, and the one that failed.
+        """
+        goal = self.steps + 1
+        for forbidden in (self.store.commit, lambda: self.train_rows(np.zeros(1, np.int64))):
+            with pytest.raises(PartlyTrainedError, match=rf"rollback\({to.version}\)"):
+                forbidden()
+        self.rollback(to)
+        assert differences(self.store, to) == []
+        self.train(goal - self.steps)
 
     def show(self, shown: Snapshot) -> None:
         """Have the model be as this version is."""

@@ -1,10 +1,12 @@
 """rows.anchor after the machine has stopped: damaged, or forged with the right checksum."""
 
+from contextlib import closing
 from pathlib import Path
 
 from tierstore.errors import TierstoreError
 from tierstore.io import anchor, recovery
 from tierstore.io.checksum import bytes_checksum
+from tierstore.io.pins import Pins
 from tierstore.store.manifest import Manifest
 
 from .image import build_store, edited
@@ -21,6 +23,11 @@ _HEADS = 2 * 4096
 anchor._BOOT_ID = Path("/nonexistent")  # the boot id is all zero, as after a restart of another machine
 
 
+def _recover(path: Path, store_id: bytes) -> None:
+    with closing(Pins(path, writable=True)) as pins:
+        recovery.recover(path, store_id, pins)
+
+
 def run(data: bytes) -> None:
     """The first byte: whether checksums are made right again (1), the rest is edits, or (2) the file itself."""
     if not data:
@@ -32,7 +39,7 @@ def run(data: bytes) -> None:
             body = bytes(image[start : start + _BODY])
             image[start + _BODY : start + _BODY + 8] = bytes_checksum(body).to_bytes(8, "little")
     _ANCHOR.write_bytes(image)
-    for check in (anchor.require_sound, recovery.recover):
+    for check in (anchor.require_sound, _recover):
         try:
             check(_ROWS, _STORE_ID)
         except TierstoreError as error:

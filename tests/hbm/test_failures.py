@@ -12,6 +12,7 @@ import torch
 import tierstore
 from tests.hbm.stores import ALL, hot, open_store, simple
 from tierstore.cache.hbm import HbmCache
+from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.overflow import Overflow
 
@@ -68,10 +69,33 @@ def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Sto
     bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
     out = bag(ALL[:20].view(4, 5))
     broken(rows_twin, "update_rows", after=True)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
         out.sum().backward()
+    assert isinstance(failed.value.__cause__, OutOfMemory)
+    assert not store["t"].pool.in_use
     live = store["t"].read(ALL)
     assert (live[:20] == -1).all()
+    with hot(store).emptied():
+        pass
+    assert torch.equal(store["t"].read(ALL), live)
+
+
+def test_a_failed_update_is_rolled_back(store: tierstore.Store, broken: Any) -> None:
+    store["t"].write(ALL, torch.full((600, 4), 7.0))
+    store.commit()
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    out = bag(ALL[:20].view(4, 5))
+    broken(rows_twin, "update_rows", after=True)
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory"):
+        out.sum().backward()
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory"):
+        store.commit()
+    store.rollback(1)
+    assert (store["t"].read(ALL) == 7).all()
+    bag(ALL[:20].view(4, 5)).sum().backward()
+    live = store["t"].read(ALL)
+    assert (live[:20] == 6).all()
+    assert (live[20:] == 7).all()
     store.commit()
     assert not store["t"].pool.in_use
     assert torch.equal(reopened(store), live)

@@ -126,7 +126,8 @@ def test_bits(tmp_path: Path, there: There, name: str, hbm: int) -> None:
 
     expected, ended = both(there, run)
     assert ended == expected
-    assert there.num_joined == (8 if name == "twice" else 4)
+    # The row at the places of a padding_idx comes by a lookup of its own.
+    assert there.num_joined == (8 if name in ("twice", "padded") else 4)
 
 
 @SIZES

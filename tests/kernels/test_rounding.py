@@ -326,7 +326,7 @@ def test_the_manifest_tells_it_of_tables_that_have_it_alone(tmp_path: Path) -> N
         store.create_table(other)
         with pytest.raises(errors.TableError, match="table 's' exists and differs in rounding: "):
             store.create_table(table_config("s", dtype="float16"))
-    assert (tmp_path / "store" / "manifest.json").read_text().count('"rounding": "stochastic"') == 1
+    assert (tmp_path / "store" / "manifest.json").read_text().count('"rounding":"stochastic"') == 1
     with tierstore.open(tmp_path / "store", mode="r", ddr="1MiB") as store:
         assert [table.config for table in store.tables.values()] == [nearest, other]
     assert tierstore.TableConfig.from_dict(nearest.to_dict()) == nearest

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import tierstore
 from tests.oracle import DenseTable
 from tierstore import optim
-from tierstore.lookup import gradients
+from tierstore.lookup.hbm import HbmLookup
+from tierstore.lookup.lookup import Lookup
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
@@ -205,16 +206,26 @@ def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
 ) -> None:
     tables = [store.create_table(config(name, **shape)) for name, shape in (("a", {}), ("b", {"embedding_dim": 4}))]
     out = sum(tierstore.TieredEmbeddingBag(table)(IDS).sum() for table in tables)
-    update = gradients._update
+    before = [table.read(ALL) for table in tables]
 
-    def interrupted(collected: Any) -> None:
-        update(collected)
-        signal.raise_signal(signal.SIGINT)
+    def interrupt_after(made: type[Any]) -> None:
+        update = made.update
 
-    monkeypatch.setattr(gradients, "_update", interrupted)
+        def interrupted(*given: Any) -> None:
+            update(*given)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(made, "update", interrupted)
+
+    for made in (Lookup, HbmLookup):
+        interrupt_after(made)
     with pytest.raises(KeyboardInterrupt):
         out.backward()  # type: ignore[union-attr]
     assert [table.state.step for table in tables] == [1, 1]
+    for table, rows in zip(tables, before, strict=True):
+        rows[:20] -= 1
+        assert torch.equal(table.read(ALL), rows)
+    store.commit()  # nothing is partly trained
     del out
 
 

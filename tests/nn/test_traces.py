@@ -45,6 +45,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using len to get tensor shape:torch.jit.TracerWarning")  # of a batch made inside
 def test_a_whole_model_is_refused(kind: str, way: str) -> None:
     torch._dynamo.reset()
     with tierstore.open(cold="memory", ddr="1MiB") as store:

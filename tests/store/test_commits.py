@@ -343,13 +343,14 @@ def test_what_a_version_dropped_is_used_again(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="8MiB") as store:
         table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=len(rows), embedding_dim=64))
         sizes = []
-        for number in range(30):
+        for number in range(60):
             table.write(rows, torch.full((len(rows), 64), float(number)))
             store.commit()
             sizes.append((store_dir / "rows.lmdb").stat().st_size)
         data = store.verify().bytes
     assert max(sizes) < 2.5 * data, f"{max(sizes) / data:.2f}"
-    assert max(sizes[20:]) == max(sizes[10:20])
+    # A run of free pages that is long enough is missing now and then at first: one more segment at the end, a percent.
+    assert max(sizes[30:]) == max(sizes[:30]) <= 1.04 * max(sizes[:5])
 
 
 def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(

@@ -52,6 +52,7 @@ LASTING: Final = 0x3FEF
 _INTEGER_KEYS: Final = 0x08
 _ENVIRONMENT_FLAGS: Final = 0x4000
 """MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages."""
+_FIRST_ENTRIES: Final = 1 << 10
 _CHUNK_ENTRIES: Final = 1 << 16
 
 ENTRY: Final = np.dtype(
@@ -195,7 +196,7 @@ def list_tree(
     if root.page == NO_ROOT:
         walk.result[STATUS] = WalkStatus.DONE
     while walk.result[STATUS] == WalkStatus.FULL:
-        chunk = np.empty(_CHUNK_ENTRIES, ENTRY)
+        chunk = np.empty(min(_FIRST_ENTRIES << (len(parts) - 1), _CHUNK_ENTRIES), ENTRY)
         count = _list_entries(pages, root.page, root.depth, key_bytes, np.uint64(first), tolerant, walk, chunk)
         parts.append(chunk[:count])
     return np.concatenate(parts)

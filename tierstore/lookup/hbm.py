@@ -17,7 +17,7 @@ from .. import kernels
 from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules
 from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Floats, Int64s
-from ..optim.configs import adding
+from ..optim.configs import Hyper, adding
 from ..pool import Pool
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
@@ -177,23 +177,24 @@ class HbmLookup(OverJoined):
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
         """See ``TrainsRows``."""
+        replayed = None
         if not self._is_empty:
             with self._on_device() as (rows, batch):
+                if batch.captured is not None:  # what no graph can have is refused here, before a row changes
+                    replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
                 self._lease = rows.whole(batch, self._lease)
-        return Ready(partial(self.update, grad_out), self._is_empty or self._lease is not None)
+        return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
 
     @shielded
-    def update(self, grad_out: Tensor) -> None:
-        """See ``Lookup.update``."""
+    def update(self, grad_out: Tensor, replayed: list[Hyper] | None = None) -> None:
+        """See ``Lookup.update``. Under capture also given the tables' ``replayed_hyper``."""
         joined = self.joined
         if self._is_empty:
             joined.next_hyper()
             return
         with self._on_device() as (rows, batch):
-            if batch.captured is None:
-                hyper = joined.next_hyper()
-            else:
-                hyper = [table.replayed_hyper(batch.captured) for table in joined.tables]
+            hyper = joined.next_hyper() if replayed is None else replayed
+            if batch.captured is not None:
                 batch.captured.count_update()
             self._rules = rules = rows.rules(tuple(joined.tables), hyper)
             groups = rows.groups(batch)
