@@ -123,7 +123,7 @@ def open_sharded(
         else:
             own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
             opened.callback((local := own.store).close)
-        made = ShardedStore(local, Owners(ranks, wire), keep, planned)
+        made = ShardedStore(local, Owners(ranks, wire), planned)
         if own is not None:
             own.replace_others(made.version)
         opened.pop_all()
@@ -181,13 +181,12 @@ class ShardedStore:
         shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
-    def __init__(self, local: Store, owners: Owners, keep: int, planned: Mapping[str, Sharding]) -> None:
+    def __init__(self, local: Store, owners: Owners, planned: Mapping[str, Sharding]) -> None:
         self.local = local
         self.ranks = ranks = owners.ranks
         self.owners = owners
         self.tables: dict[str, ShardedTable] = {}
         self.shown = Shown()
-        self._keep = keep
         self._planned = planned
         with ranks.together():
             own = Commits.of(local)
