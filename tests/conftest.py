@@ -1,10 +1,11 @@
 """Fixtures and settings of the whole suite."""
 
+import enum
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -35,7 +36,23 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+def _refuse_members_of_enums() -> None:
+    """As kernels' arguments: numba looks at the whole enum at each call, 150 us, and compiles the kernel once more."""
+    from numba.core.typing import typeof
+
+    plain: Any = typeof.typeof_impl.dispatch(enum.IntEnum)
+
+    def checked(value: Any, context: Any) -> Any:
+        assert context.purpose is not typeof.Purpose.argument, f"a kernel is given {value!r}: give int(...)"
+        return plain(value, context)
+
+    typeof.typeof_impl.register(enum.Enum, checked)
+    typeof.typeof_impl.register(enum.IntEnum, checked)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if JIT_ENABLED:
+        _refuse_members_of_enums()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     if not JIT_ENABLED:
         # Hashes wrap around by intent: machine code does so in silence, numpy's scalars warn.

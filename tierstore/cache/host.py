@@ -160,7 +160,7 @@ class HostCache:
     def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
         slots = checked_slots(slots)
         cleared: Int32s = np.empty(len(slots), np.int32)
-        return cleared[: _clear_slots(self.flags, self.tallies, slots, flag, tally, cleared)]
+        return cleared[: _clear_slots(self.flags, self.tallies, slots, flag, int(tally), cleared)]
 
     def frozen_of(self, slots: Int32s) -> Int32s:
         slots = checked_slots(slots)
@@ -175,7 +175,7 @@ class HostCache:
         self._move(FROZEN, Tally.FROZEN, DIRTY, Tally.DIRTY)
 
     def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
-        _move_flags(self._used_flags, self.tallies, old, old_tally, new, new_tally)
+        _move_flags(self._used_flags, self.tallies, old, int(old_tally), new, int(new_tally))
 
     @property
     def _used_flags(self) -> Any:

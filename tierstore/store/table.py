@@ -359,8 +359,7 @@ class Table(Unpicklable):
             try:
                 pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
                 if pooled is None or before & 1 or shown.changes != before:
-                    failed = memory if pooled is None else None
-                    pooled = shown.at_one(lambda: self._pooled_in_memory(ids, offsets, MODES[mode], failed))
+                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode], memory if pooled is None else None)
             except RuntimeError:
                 refuse_transforms()
                 raise
@@ -379,6 +378,9 @@ class Table(Unpicklable):
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
         in memory, or rows have no slots of their own; and if ``failed`` would be asked again."""
+        return self.store.shown.at_one(lambda: self._pooled_by_one_call(ids, offsets, mode, failed))
+
+    def _pooled_by_one_call(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
         self.store.require_open()
         self.require_whole()
         memory = self._memory()
