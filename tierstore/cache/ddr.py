@@ -16,7 +16,7 @@ from . import admission as kernels
 from .base import STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .dueling import Duel, duel_bytes_of
-from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, require_capacity
+from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
 from .index import SLOT_DTYPE
 from .integrity import check_state
 from .lookahead import announce_keys, has_room, retire_batch
@@ -128,7 +128,7 @@ class DdrCache(HostCache):
         return found[: kernels.victim_slots(self._books, found, gap)]
 
     def by_admission(self, slots: Int32s) -> Int32s:
-        records = self._books.slots[slots]
+        records = self._books.slots[indexes(slots)]
         sorted_slots: Int32s = slots[np.lexsort((records["number"], records["stamp"]))]
         return sorted_slots
 

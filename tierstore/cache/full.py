@@ -25,6 +25,7 @@ from .host import (
     arena_bytes,
     checked_keys,
     checked_slots,
+    indexes,
     require_capacity,
     restart,
 )  # fmt: skip
@@ -110,7 +111,7 @@ class FullCache(HostCache):
 
     def absent(self, slots: Int32s) -> Int32s:
         """Those of ``slots`` whose row is not in, each once."""
-        missing: Int32s = slots[(self.flags[slots] & (RESIDENT | LOADING)) != RESIDENT]
+        missing: Int32s = slots[(self.flags[indexes(slots)] & (RESIDENT | LOADING)) != RESIDENT]
         return np.unique(missing)
 
     def counters(self) -> CacheCounters:
@@ -164,7 +165,7 @@ class FullCache(HostCache):
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)
-        self._require(self.flags[slots] != 0, slots, "give the key of", "resident")
+        self._require(self.flags[indexes(slots)] != 0, slots, "give the key of", "resident")
         return self.keys_at(slots)
 
     def resident_slots(self) -> Int32s:

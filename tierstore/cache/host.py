@@ -7,6 +7,7 @@ it are done, so that a caller's bug leaves the books balanced.
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
@@ -46,6 +47,11 @@ def checked_slots(array: Int32s) -> Int32s:
     """Checked, and contiguous: another layout would compile the kernels again."""
     _check(array, "int32", "slots")
     return np.ascontiguousarray(array)
+
+
+def indexes(slots: Int32s) -> NDArray[np.uint32]:
+    """Checked, as indexes for which numpy raises IndexError where they are negative, too."""
+    return checked_slots(slots).view(np.uint32)
 
 
 def checked_keys(array: Int64s) -> Int64s:
@@ -122,7 +128,7 @@ class HostCache:
         return CacheCounters(*self.tallies[Tally.LOOKUPS : Tally.EVICTIONS + 1].tolist())
 
     def is_loading(self, slots: Int32s) -> bool:
-        return bool((self.flags[checked_slots(slots)] & LOADING).any())
+        return bool((self.flags[indexes(slots)] & LOADING).any())
 
     def filled(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
@@ -163,8 +169,7 @@ class HostCache:
         return cleared[: _clear_slots(self.flags, self.tallies, slots, flag, int(tally), cleared)]
 
     def frozen_of(self, slots: Int32s) -> Int32s:
-        slots = checked_slots(slots)
-        frozen: Int32s = slots[(self.flags[slots] & FROZEN) != 0]
+        frozen: Int32s = slots[(self.flags[indexes(slots)] & FROZEN) != 0]
         return frozen
 
     def freeze(self) -> None:
@@ -172,7 +177,8 @@ class HostCache:
         self._move(DIRTY, Tally.DIRTY, FROZEN, Tally.FROZEN)
 
     def unfreeze(self) -> None:
-        self._move(FROZEN, Tally.FROZEN, DIRTY, Tally.DIRTY)
+        if self.num_frozen:  # a pass over all slots takes as long as a small commit
+            self._move(FROZEN, Tally.FROZEN, DIRTY, Tally.DIRTY)
 
     def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
         _move_flags(self._used_flags, self.tallies, old, int(old_tally), new, int(new_tally))
