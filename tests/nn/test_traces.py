@@ -58,3 +58,23 @@ def test_a_whole_model_is_refused(kind: str, way: str) -> None:
                 with torch.set_grad_enabled(has_grad), pytest.raises(Exception, match="export the dense part"):
                     WAYS[way](model, ids)
         assert torch.equal(model(ids), expected)  # nothing is left behind that would refuse this
+
+
+LOOKUPS: dict[str, Callable[[tierstore.Table, Tensor], Tensor]] = {
+    "read": lambda table, ids: table.read(ids),
+    "pooled": lambda table, ids: table.pooled(ids, torch.arange(4)),
+    "pooled, max": lambda table, ids: table.pooled(ids, torch.arange(4), mode="max"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way == "jit.trace" or "make_fx" in way])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_lookup_of_a_table_is_refused(kind: str, way: str) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        table.write(torch.arange(100), torch.rand(100, 4))  # all rows are in memory
+        expected = LOOKUPS[kind](table, IDS)
+        with pytest.raises(RuntimeError, match="export the dense part"):
+            WAYS[way](lambda ids: LOOKUPS[kind](table, ids), IDS)
+        assert torch.equal(LOOKUPS[kind](table, IDS), expected)

@@ -59,21 +59,26 @@ NOT_TRACED: Final = (
     "those of its example. Instead export the dense part, a module that is given the looked-up rows (docs/torch.md). "
     "torch.compile works, without fullgraph=True"
 )
+_PRE_DISPATCH: Final = torch._C.DispatchKey.PreDispatch
 _IN_TRACES: Final = ("FakeTensor", "FunctionalTensor")
 """Classes of tensors; to import them takes long."""
 
 
 def refuse_traces(given: Sequence[object]) -> None:
     """RuntimeError while torch traces; ``given`` is what would be looked up."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):
+        _refuse_proxies()
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(NOT_TRACED)
+    for each in given:
+        if type(each) is not Tensor and (isinstance(each, torch.fx.Proxy) or type(each).__name__ in _IN_TRACES):
+            raise RuntimeError(NOT_TRACED)
+
+
+def _refuse_proxies() -> None:
+    """RuntimeError under a mode of torch that records what is done with tensors."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")  # without it nothing makes proxies of tensors
-    if (
-        torch._C._get_tracing_state() is not None
-        or (tracing is not None and tracing.get_proxy_mode() is not None)
-        or any(
-            type(each) is not Tensor and (isinstance(each, torch.fx.Proxy) or type(each).__name__ in _IN_TRACES)
-            for each in given
-        )
-    ):
+    if tracing is not None and tracing.get_proxy_mode() is not None:
         raise RuntimeError(NOT_TRACED)
 
 

@@ -27,7 +27,7 @@ from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
-from .arguments import check_ids, check_jagged, refuse_transforms
+from .arguments import check_ids, check_jagged, refuse_traces, refuse_transforms
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ class Table(Unpicklable):
             )
 
     def _keys(self, ids: Tensor) -> Int64s:
+        refuse_traces((ids,))
         rows = check_ids(ids, device=self.store.device)
         keys: Int64s = np.empty(len(rows), np.int64)
         outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
@@ -350,6 +351,7 @@ class Table(Unpicklable):
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
+        refuse_traces((ids, offsets))
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
