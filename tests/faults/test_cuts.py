@@ -1,11 +1,14 @@
 """Calls that are cut short by an exception at a drawn instant: every row is right, then and after reopening."""
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
+from bench.cut.instants import Cutter
 from bench.cut.life import live
+from tests.io.support import open_tier
 from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="a hundred times as slow without the JIT")
@@ -30,6 +33,27 @@ def cut(folder: Path, cuts: int, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1])
 def test_calls_cut_short_at_any_instant_leave_every_row_right(tmp_path: Path, seed: int) -> None:
     cut(tmp_path, 280, seed)
+
+
+def test_a_lease_that_is_cut_short_keeps_no_tier_open(tmp_path: Path) -> None:
+    cutter, instant = Cutter(), 0
+    error: BaseException | None = MemoryError()
+
+    def lease() -> None:
+        with tier.lease():
+            pass
+
+    with cutter.installed():
+        while error is not None:
+            instant += 1
+            tier = open_tier(tmp_path)
+            lease()  # makes the map
+            _, error = cutter.run(lease, kind="memory", instant=instant, in_main=True)
+            closing = threading.Thread(target=tier.close, daemon=True)
+            closing.start()
+            closing.join(30)
+            assert not closing.is_alive(), f"closing waits for a lease that was cut short at {cutter.place}"
+    assert instant > 8
 
 
 @pytest.mark.soak

@@ -26,6 +26,9 @@ from .tail import Tail
 from .writer_lock import WriterLock
 
 
+_PAUSE_SECONDS: Final = 0.1
+
+
 class View:
     """What readers are shown: one snapshot and a map of its rows, each kept for as long as somebody uses it.
 
@@ -37,26 +40,35 @@ class View:
     def __init__(self, snapshot: Snapshot) -> None:
         self.lock = threading.Lock()
         self._idle = threading.Condition(self.lock)
-        self._leased: list[Snapshot] = []  # each once a lease
+        self._leased: dict[object, Snapshot] = {}  # by lease
+        self._old: list[Snapshot] = []  # no longer shown, but leased
         self.snapshot = snapshot
         self.rows: RowMap | None = None
 
     @contextmanager
     def lease(self, check: Callable[[], None]) -> Iterator[tuple[Snapshot, RowMap | None]]:
         """Snapshot and map, kept until the end of the block; ``check`` may refuse, under the lock."""
-        with self.lock:
-            check()
-            snapshot, rows = self.snapshot, self.rows
-            self._leased.append(snapshot)
+        lease = object()
         try:
+            with self.lock:
+                check()
+                snapshot, rows = self.snapshot, self.rows
+                self._leased[lease] = snapshot
             yield snapshot, rows
         finally:
             with self._idle:
-                self._leased.remove(snapshot)
-                if snapshot is not self.snapshot and snapshot not in self._leased:
-                    snapshot.close()
+                if lease in self._leased:
+                    del self._leased[lease]  # no call, before which memory may be short
+                self._close_unused()
                 if not self._leased:
                     self._idle.notify_all()
+
+    def _close_unused(self) -> None:
+        """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
+        in_use = list(map(id, self._leased.values()))
+        for snapshot in [each for each in self._old if id(each) not in in_use]:
+            self._old.remove(snapshot)
+            snapshot.close()
 
     def move(self, snapshot: Snapshot, rows: RowMap | Tail | None = None) -> None:
         """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease.
@@ -64,19 +76,19 @@ class View:
         The tail of the log enters the map that it goes on from, or a copy of it while somebody reads through that.
         """
         with self.lock:
-            old, self.snapshot = self.snapshot, snapshot
+            self._old.append(self.snapshot)
+            self.snapshot = snapshot
             if isinstance(rows, Tail):
                 self.rows = rows.base.copied() if self._leased else rows.base
                 self.rows.advance(rows)
             elif rows is not None:
                 self.rows = rows
-            if old not in self._leased:
-                old.close()
+            self._close_unused()
 
     def oldest(self) -> int:
         """Number of the oldest transaction whose tree is leased or current."""
         with self.lock:
-            return min(snapshot.txn_id for snapshot in (self.snapshot, *self._leased))
+            return min(snapshot.txn_id for snapshot in (self.snapshot, *self._leased.values()))
 
     def close(self) -> None:
         """End the snapshot, which nobody uses any more."""
@@ -86,7 +98,8 @@ class View:
         """Call ``stop`` under the lock, then wait for the leases to end."""
         with self._idle:
             stop()
-            self._idle.wait_for(lambda: not self._leased)
+            while self._leased:
+                self._idle.wait(_PAUSE_SECONDS)  # a lease that was cut short as it ended does not notify
 
 
 def _create(path: Path, store_id: bytes) -> None:

@@ -178,10 +178,10 @@ class Pins:
         """Undo one ``hold``."""
         with self._lock:
             self._users[txn_id] -= 1
-            if not self._users[txn_id]:
-                del self._users[txn_id]
+            for unused in [each for each, users in self._users.items() if not users]:  # a call may have been cut short
                 if self.is_held():
-                    lock_range(self.descriptor, fcntl.F_UNLCK, txn_id, 1)
+                    lock_range(self.descriptor, fcntl.F_UNLCK, unused, 1)
+                del self._users[unused]
 
     def oldest(self, below: int) -> int | None:
         """The least tree under ``below`` that somebody reads, through this open file or another; None if there is none.
