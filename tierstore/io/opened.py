@@ -25,7 +25,6 @@ from .stored_records import check_store, chosen_version, read_head, read_record
 from .tail import Tail
 from .writer_lock import WriterLock
 
-
 _PAUSE_SECONDS: Final = 0.1
 
 
