@@ -403,7 +403,8 @@ def test_gradients_that_are_assigned_are_applied() -> None:
         optimizer, before = store.optimizer(), rows_of(store)
         [stand_in] = optimizer.param_groups[0]["params"]
         dense = torch.randn(ROWS, DIM)
-        repeated = torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.ones(3, DIM), (ROWS, DIM), check_invariants=True)
+        indices, values = torch.tensor([[3, 1, 3]]), torch.ones(3, DIM)
+        repeated = torch.sparse_coo_tensor(indices, values, (ROWS, DIM), check_invariants=True)
         for gradient in (dense, repeated):
             stand_in.grad = gradient
             optimizer.step()

@@ -33,7 +33,7 @@ class TieredModule(nn.Module, ABC):
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
-        self.rows = nn.Parameter(torch.empty(0), requires_grad=not store.readonly)
+        self.rows = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=not store.readonly)
         self._store = store
         self._prepared = PreparedLookups()
 
@@ -65,8 +65,7 @@ class TieredModule(nn.Module, ABC):
         trainable = self.rows.requires_grad and not self._store.readonly
         if trainable:
             self._require_one_process()
-        out = run_lookups(prepared, self.rows, trainable=trainable)
-        return out if shape is None else out.view(*shape)
+        return run_lookups(prepared, self.rows, prepared.shape if shape is None else shape, trainable=trainable)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -93,7 +92,18 @@ class TieredModule(nn.Module, ABC):
         Returns:
             a ticket, for those.
         """
-        return self.keep(features, self._prepare(*_arguments(features)))
+        return self.keep(features, self._prepare_of(features))
+
+    def _prepare_of(self, features: Any) -> Prepared:
+        try:
+            return self._prepare(*_arguments(features))
+        except TypeError as error:
+            if isinstance(features, tuple):
+                error.add_note(
+                    f"features= gave a tuple of {len(features)}: the arguments of one forward. Of several modules give "
+                    "a list, with what each forward is given"
+                )
+            raise
 
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
         """Keep a batch for the forward call that will be given ``features``."""
@@ -117,7 +127,7 @@ class TieredModule(nn.Module, ABC):
 
         Whoever called retires what is returned.
         """
-        return self._prepare(*_arguments(features)).announce()
+        return self._prepare_of(features).announce()
 
     # What torch's own modules are asked to do with their weights.
 
@@ -127,7 +137,7 @@ class TieredModule(nn.Module, ABC):
         Raises:
             TypeError, ValueError: they ask for another dtype, or another device.
         """
-        wanted = fn(torch.empty(0, device=self._store.device))
+        wanted = fn(torch.empty(0, dtype=torch.float32, device=self._store.device))
         if wanted.dtype != torch.float32:
             raise TypeError(
                 f"a module over tables gives float32, not {wanted.dtype}: convert its output, or leave it out of "

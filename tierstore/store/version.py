@@ -90,7 +90,7 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         if found := _no_json(kept, "extra"):
             raise TypeError(
                 f"{found}, but extra must hold only what JSON gives back as it was: dicts with str keys, lists, str, "
-                "numbers, bool and None. Give a list for a tuple; a Tensor goes into tensors= of Store.commit"
+                "numbers, bool and None. Lists go in for tuples, and tensors go into tensors= of Store.commit"
             )
         framed = _framed(tables, kept, lineage)
     except (ValueError, RecursionError) as error:
