@@ -57,10 +57,13 @@ class _Waiting:
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
-        for rows, gradients in zip(self._rows, self._lookup.gradients(self._grad_out), strict=True):
+        found = self._lookup.gradients(self._grad_out)
+        for rows in self._rows:
             if rows.waiting is self:
                 rows.waiting = None
-            rows.add_gradients(gradients)
+            for gradients in found:
+                if gradients.table is rows.table:
+                    rows.add_gradients(gradients)
 
 
 class _Rows(torch.nn.Parameter):
@@ -113,7 +116,7 @@ class _Rows(torch.nn.Parameter):
             gradients.rows[None], gradients.values, self.shape, device=self.device, check_invariants=False
         )
         known = self.grad
-        self.grad = added if known is None else known + added
+        self.grad = added if known is None else known + added.coalesce()
 
 
 class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
