@@ -73,6 +73,42 @@ def test_a_padding_row_is_written_by_what_trains() -> None:
             assert store["t"].read(torch.tensor([7])).any()
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [0, -3])
+def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        sgd = tierstore.optim.SGD(lr=0.5)
+        store.create_table(
+            tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=sgd, pooling=mode)
+        )
+        pad = padding_idx % ROWS
+        ours = tierstore.TieredEmbeddingBag(store["t"], padding_idx=padding_idx)
+        theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=pad, _weight=rows_of(store))
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+        padded = torch.where(IDS[0] % 3 == 0, pad, IDS[0])
+        padded[0] = pad
+        padded[2, 1] = pad
+        calls: list[tuple[Tensor, ...]] = [(padded,), (padded.flatten(), torch.tensor([0, 3, 3, 7]))]
+        for arguments in calls:
+            weights = []
+            for module in (ours, theirs):
+                given: dict[str, Tensor] = {}
+                if mode == "sum":
+                    given["per_sample_weights"] = torch.linspace(0, 1, arguments[0].numel()).view_as(arguments[0])
+                    weights.append(given["per_sample_weights"].requires_grad_())
+                out = module(*arguments, **given)
+                if module is ours:
+                    found = out
+                out.square().sum().backward()
+            torch.testing.assert_close(found, out)
+            torch.testing.assert_close(*[each.grad for each in weights] or (0, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(rows_of(store), theirs.weight.detach())
+        with pytest.raises(ValueError, match="offsets"):
+            ours(padded.flatten(), torch.tensor([0, -3, 7]))
+
+
 def test_results_may_be_changed_and_hooked_as_torchs(store: tierstore.Store) -> None:
     def tried(module: nn.Module, *arguments: Tensor) -> list[Tensor]:
         out, seen = module(*arguments), list[Tensor]()

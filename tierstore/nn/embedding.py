@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..config import require_int
 from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.hints import hinting
 from .function import Padding, Prepared
-from .module import NO_COUNTERPART, TieredModule, checked_table
+from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 
 
 @hinting(NO_COUNTERPART)
@@ -35,8 +34,7 @@ class TieredEmbedding(TieredModule):
         self.embedding_dim = table.config.embedding_dim
         self.padding_idx = None
         if padding_idx is not None:
-            rows = self.num_embeddings
-            self.padding_idx = require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
+            self.padding_idx = checked_padding(padding_idx, table)
             self._empty = table.first_values(torch.tensor([self.padding_idx])).to(table.store.device)
             self._written_at = -1  # in terms of ``Shown.changes``: a rollback may take the row back
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..config import require_int
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from .function import Announced, Prepared, PreparedLookups, run_lookups
@@ -180,6 +181,12 @@ def checked_table(table: Table) -> Table:
     if not isinstance(table, Table):
         raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
     return table
+
+
+def checked_padding(padding_idx: int, table: Table) -> int:
+    """The row that it names, from the end if negative; ValueError if there is none."""
+    rows = table.config.num_embeddings
+    return require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
 
 
 def require_store(store: object) -> None:
