@@ -269,8 +269,6 @@ def test_arguments_of_other_libraries_are_told_what_there_is_instead(store: tier
     for kind in (tierstore.TieredEmbeddingBag, tierstore.TieredEmbedding):
         with pytest.raises(TypeError, match=f"{kind.__name__} has no argument max_norm: rows are not renormalized"):
             kind(table, max_norm=1.0)
-    with pytest.raises(TypeError, match="no argument padding_idx: leave those ids out"):
-        tierstore.TieredEmbeddingBag(table, padding_idx=0)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match='no argument data_type: dtype="float16"'):
         tierstore.TableConfig(name="a", num_embeddings=1, embedding_dim=1, data_type=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):

@@ -91,6 +91,48 @@ def test_gradients_are_added_up_and_clipped_as_in_one_process(kind: dict[str, An
         torch.testing.assert_close(found_rows, rows)
 
 
+def accumulate(store: Any, module: Any, ranks: Sequence[int], *, clips: bool) -> dict[str, Tensor]:
+    """Rows after steps of three passes each, by many samples of few rows."""
+    optimizer = store.optimizer()
+    for step in range(STEPS):
+        for part, rank in itertools.product(range(3), ranks):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            ids = torch.randint(0, 20, (2 * SAMPLES,), generator=generator)
+            jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * SAMPLES, dtype=torch.int64))
+            out = module(jagged).values()
+            (out * torch.randn(out.shape, generator=generator) / (RANKS if len(ranks) > 1 else 1)).sum().backward()
+        if clips:
+            optimizer.clip_grad_norm_(max_norm=1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return rows_of(module)
+
+
+def accumulate_rank(kind: dict[str, Any], *flags: bool) -> list[dict[str, Tensor]]:
+    found = []
+    for clips in flags:
+        with open_sharded(None, cold="memory", ddr="1MiB") as store:
+            for name in "ab":
+                store.create_table(config(name), **kind)
+            found.append(accumulate(store, ShardedTieredEmbeddingBagCollection(store), [store.ranks.rank], clips=clips))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", [each for each in KINDS if "exchange" not in each], ids=lambda kind: kind["sharding_type"]
+)
+def test_passes_before_a_step_give_the_bits_of_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
+    """As docs/distributed.md says: of one process that runs the ranks' batches one after another."""
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        for name in "ab":
+            store.create_table(config(name))
+        rows = accumulate(store, tierstore.TieredEmbeddingBagCollection(store), range(RANKS), clips=False)
+    for each in run(accumulate_rank, RANKS, tmp_path, kind, False, True):
+        for found in each:
+            assert all(torch.equal(found[name], rows[name]) for name in "ab")
+
+
 def by_columns() -> None:
     with open_sharded(None, cold="memory", ddr="1MiB") as store:
         rule = optim.RowWiseAdagrad(lr=0.3)

@@ -498,3 +498,77 @@ def test_an_interpreter_ends_though_a_source_waits(store_dir: Path, close: str) 
     print("ended")
     """
     assert children.run(code, store_dir, timeout=25) == "ended\n"
+
+
+class Loader:
+    """Reads in turn, as a loader that keeps its workers: one iterator for all passes."""
+
+    def __init__(self) -> None:
+        self.state = {"given": 0}
+        self.is_read = self.was_met = False
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+
+    def __iter__(self) -> "Loader":
+        self.was_met |= self.is_read
+        self.state["given"] = 0
+        return self
+
+    def __next__(self) -> tierstore.KeyedJaggedTensor:
+        self.was_met |= self.is_read
+        self.is_read = True
+        if self.state["given"] == 2:
+            self.waits.set()
+            self.goes_on.wait(100)
+        self.is_read = False
+        if self.state["given"] == 5:
+            raise StopIteration
+        self.state["given"] += 1
+        return batch(self.state["given"])
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_next_pass_waits_for_what_the_last_one_reads(store_dir: Path, depth: int) -> None:
+    loader, found = Loader(), list[int]()
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        for _ in tierstore.prefetch(loader, collection, depth=2):
+            assert loader.waits.wait(10)
+            break
+
+        def next_pass() -> None:
+            found.extend(int(each.values()) for each in tierstore.prefetch(loader, collection, depth=depth))
+
+        thread = threading.Thread(target=next_pass, daemon=True)
+        thread.start()
+        thread.join(0.3)  # enough, as a rule, to meet the read
+        loader.goes_on.set()
+        thread.join(10)
+    assert found == [1, 2, 3, 4, 5]
+    assert not loader.was_met
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int, lookahead: int) -> None:
+    loader = Loader()
+    loader.goes_on.set()
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        collection = make_collection(store)
+        ahead = tierstore.prefetch(loader, collection, depth=depth, lookahead=lookahead)
+        with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
+            ahead.state_dict()
+        positions = [(int(each.values()), ahead.state_dict()) for each in ahead]
+        assert positions == [(number, {"given": number}) for number in range(1, 6)]
+        plain = tierstore.prefetch([batch(1)], collection, depth=depth)
+        next(plain)
+        with pytest.raises(TypeError, match=r"batches= must have a state_dict\(\)"):
+            plain.state_dict()
+        loader.state_dict = fail  # type: ignore[method-assign, assignment]
+        ahead = tierstore.prefetch(loader, collection, depth=depth, lookahead=lookahead)
+        assert len([*zip(range(2), ahead, strict=False)]) == 2, "whoever does not ask does not see the error"
+        with pytest.raises(OSError, match="the network is gone"):
+            ahead.state_dict()
+        ahead.close()

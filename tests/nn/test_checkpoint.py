@@ -1,8 +1,11 @@
 """A whole job saved and loaded: a run that went on from a checkpoint has the bits of one that never stopped."""
 
+import collections
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,3 +146,143 @@ def test_what_is_no_checkpoint_is_refused() -> None:
         checkpoint.save(store, *job.all)
         with pytest.raises(ValueError, match="1 optimizers given, but the checkpoint has 2"):
             load(job.model, [job.dense], job.schedulers)
+
+
+class Kept:
+    """What has a state."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": [0, self.value]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["value"] == [0, "refused"]:
+            raise ValueError("refused")
+        self.value = state["value"][1]
+
+
+def listed(state: Any) -> Any:
+    """A copy that compares."""
+    if isinstance(state, dict):
+        return {key: listed(each) for key, each in state.items()}
+    if isinstance(state, list | tuple):
+        return [listed(each) for each in state]
+    return state.tolist() if isinstance(state, Tensor) else state
+
+
+def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path, keep=1) as store:
+        model = nn.BatchNorm1d(2)
+        for value in (np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a"), 1 << 70, "b", None):
+            state: dict[str, Any] = {"kept": [0, value]}
+            checkpoint.save(store, model, [], [Kept(value)], extra=state)
+            extra = checkpoint.load(store, model, [], [kept := Kept()])
+            for found in (kept.value, extra["kept"][1]):
+                assert found == value
+                assert not isinstance(found, np.generic)
+        saved = store.version
+        others = (
+            collections.deque([1]),
+            collections.defaultdict(int, a=1),
+            Path("a"),
+            np.zeros(2),
+            print,
+            object(),
+        )
+        for value in others:
+            for optimizers, schedulers, place in (([Kept(value)], [], "optimizers"), ([], [Kept(value)], "schedulers")):
+                with pytest.raises(
+                    TypeError, match=rf"^{place}\[0\]\['value'\]\[1\] is a {type(value).__name__}, which"
+                ):
+                    checkpoint.save(store, model, optimizers, schedulers)
+            with pytest.raises(
+                TypeError, match=rf"^extra\['a'\]\[1\] is a {type(value).__name__}, but extra must hold"
+            ):
+                checkpoint.save(store, model, extra={"a": [0, value]})
+        with pytest.raises(TypeError, match=r"^extra\['a'\] has a key '1' of type int"):
+            store.commit(extra={"a": {1: 2}}, tensors={})
+        assert store.version == saved
+        checkpoint.load(store, model, [], [kept])
+        assert kept.value is None
+
+
+def test_a_schedule_by_numpy_goes_on(tmp_path: Path) -> None:
+    def rates(store: tierstore.Store, epochs: int, *, resumes: bool) -> list[float]:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.interp(epoch, [0, 5, 9], [0.1, 1, 0]))
+        if resumes:
+            checkpoint.load(store, model, [optimizer], [schedule])
+        found = []
+        for _ in range(epochs):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        checkpoint.save(store, model, [optimizer], [schedule])
+        return found
+
+    with tierstore.open(tmp_path / "one") as store:
+        whole = rates(store, 8, resumes=False)
+    with tierstore.open(tmp_path / "two") as store:
+        first = rates(store, 3, resumes=False)
+    with tierstore.open(tmp_path / "two") as store:
+        assert first + rates(store, 5, resumes=True) == whole
+
+
+def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path) as store:
+        job = Job(store)
+        job.train(range(3))
+        checkpoint.save(store, *job.all, extra={"step": 3})
+        expected, rate = job.state(), job.rows.param_groups[0]["lr"]
+    with tierstore.open(tmp_path, mode="r") as store:
+        model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 8))
+        torch.manual_seed(7)
+        assert checkpoint.load(store, model) == {"step": 3}
+        assert torch.equal(model[1].weight, expected[1])
+        drawn = torch.rand(3)
+        torch.manual_seed(7)
+        assert torch.equal(drawn, torch.rand(3)), "random numbers go on"
+        bigger = nn.Sequential(*model, nn.Dropout(), nn.Linear(8, 1))
+        with pytest.raises(RuntimeError, match="Missing key"):
+            checkpoint.load(store, bigger)
+        checkpoint.load(store, bigger, strict=False)
+        with pytest.raises(ValueError, match="0 schedulers given, but the checkpoint has 2; give None"):
+            checkpoint.load(store, model, [None, None])
+    with tierstore.open(tmp_path) as store:
+        store.create_table(tierstore.TableConfig(name="new", num_embeddings=9, embedding_dim=DIM))
+        job = Job(store)
+        other = torch.optim.SGD(job.model.parameters(), lr=0.3)
+        checkpoint.load(store, job.model, [job.rows, None], [job.schedulers[0], None])
+        assert {group["name"]: group["lr"] for group in job.rows.param_groups} == {"t": rate, "new": 0.01}
+        assert other.param_groups[0]["lr"] == 0.3
+        assert job.schedulers[0].last_epoch == 3
+        assert job.schedulers[1].last_epoch == 0
+
+
+def test_a_load_that_fails_changes_nothing() -> None:
+    with tierstore.open(cold="memory") as store:
+        job = Job(store)
+        job.train(range(2))
+        kept = Kept("refused")
+        stateful = [*itertools.chain(*job.all[1:]), kept]
+        checkpoint.save(store, job.model, stateful)
+        kept.value = "mine"
+        with torch.no_grad():
+            job.model[1].weight.zero_()
+        for each in (job.rows, job.dense):
+            each.param_groups[0]["lr"] = 0.125
+        rate = store["t"].learning_rate
+        torch.manual_seed(3)
+        before = listed([each.state_dict() for each in (job.model, *stateful)])
+        with pytest.raises(ValueError, match="refused"):
+            checkpoint.load(store, job.model, stateful)
+        assert listed([each.state_dict() for each in (job.model, *stateful)]) == before
+        assert store["t"].learning_rate == rate
+        wider = nn.Sequential(job.model[0], nn.Linear(DIM, 8), nn.Linear(8, 2))
+        first = listed(wider.state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            checkpoint.load(store, wider)
+        assert listed(wider.state_dict()) == first

@@ -54,9 +54,134 @@ def test_rows_are_looked_up_and_trained_as_by_nn_embedding(
             module(each).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = torch.arange(ROWS) != (ROWS if padding_idx is None or is_written else padding_idx % ROWS)
-    torch.testing.assert_close(rows_of(store)[trained], theirs.weight.detach()[trained])
+    torch.testing.assert_close(rows_of(store), theirs.weight.detach(), msg="padding is served as it is trained")
     assert (ours.num_embeddings, ours.embedding_dim, ours.padding_idx) == (ROWS, DIM, theirs.padding_idx)
+
+
+def test_a_padding_row_is_written_by_what_trains() -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+        module, zeros = tierstore.TieredEmbedding(store["t"], padding_idx=7), torch.zeros(1, DIM)
+        with torch.no_grad():
+            assert torch.equal(module(torch.tensor([7])), zeros)
+        assert store.changed_tables == ()
+        version = store.commit()
+        for _ in range(2):
+            module(torch.tensor([7])).sum().backward()
+            assert torch.equal(store["t"].read(torch.tensor([7])), zeros)
+            store.rollback(version)
+            assert store["t"].read(torch.tensor([7])).any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [0, -3])
+def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        sgd = tierstore.optim.SGD(lr=0.5)
+        store.create_table(
+            tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=sgd, pooling=mode)
+        )
+        pad = padding_idx % ROWS
+        ours = tierstore.TieredEmbeddingBag(store["t"], padding_idx=padding_idx)
+        theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=pad, _weight=rows_of(store))
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+        padded = torch.where(IDS[0] % 3 == 0, pad, IDS[0])
+        padded[0] = pad
+        padded[2, 1] = pad
+        calls: list[tuple[Tensor, ...]] = [(padded,), (padded.flatten(), torch.tensor([0, 3, 3, 7]))]
+        for arguments in calls:
+            weights = []
+            for module in (ours, theirs):
+                given: dict[str, Tensor] = {}
+                if mode == "sum":
+                    given["per_sample_weights"] = torch.linspace(0, 1, arguments[0].numel()).view_as(arguments[0])
+                    weights.append(given["per_sample_weights"].requires_grad_())
+                out = module(*arguments, **given)
+                if module is ours:
+                    found = out
+                out.square().sum().backward()
+            torch.testing.assert_close(found, out)
+            torch.testing.assert_close(*[each.grad for each in weights] or (0, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(rows_of(store), theirs.weight.detach())
+        with pytest.raises(ValueError, match="offsets"):
+            ours(padded.flatten(), torch.tensor([0, -3, 7]))
+
+
+def test_results_may_be_changed_and_hooked_as_torchs(store: tierstore.Store) -> None:
+    def tried(module: nn.Module, *arguments: Tensor) -> list[Tensor]:
+        out, seen = module(*arguments), list[Tensor]()
+        out.register_hook(seen.append)
+        out.mul_(2)
+        out.sum().backward()
+        with torch.no_grad():
+            kept = module(*arguments)
+        kept += nn.Parameter(torch.ones(DIM))
+        module(*arguments).detach_()
+        assert kept.requires_grad
+        return seen
+
+    weight = rows_of(store)
+    for ours, theirs in (
+        (tierstore.TieredEmbedding(store["t"]), nn.Embedding(ROWS, DIM, _weight=weight)),
+        (tierstore.TieredEmbeddingBag(store["t"]), nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight)),
+    ):
+        assert len(tried(theirs, IDS[0])) == len(tried(ours, IDS[0])) == 1
+
+
+def test_gradients_of_all_parameters_are_given_and_train_nothing(store: tierstore.Store) -> None:
+    model, before = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 1)), rows_of(store)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(IDS[0]).sum(), parameters)
+    assert [each.shape for each in gradients] == [each.shape for each in parameters]
+    assert torch.equal(rows_of(store), before)
+    assert model[0].rows.grad is None
+    model(IDS[0]).sum().backward()
+    assert not torch.equal(rows_of(store), before)
+
+
+def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        for module in (tierstore.TieredEmbedding(store["t"], padding_idx=0), tierstore.TieredEmbeddingBag(store["t"])):
+            assert all(each.dtype == torch.float32 for each in module.parameters())
+            ids = IDS[0]
+            for ahead in tierstore.prefetch([ids, ids], module.to("cpu").float(), depth=1):
+                out = module(ahead)
+                assert out.dtype == torch.float32
+                out.sum().backward()
+        bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+        for _ in range(2):
+            bag(ids).sum().backward()
+        assert optimizer.clip_grad_norm_(max_norm=1.0).dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = torch.ones(ids.shape, dtype=torch.float32, requires_grad=True)
+        bag(ids, per_sample_weights=weights).sum().backward()
+        assert weights.grad is not None
+        assert weights.grad.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_tuple_for_several_modules_is_told_from_a_list(store: tierstore.Store) -> None:
+    modules = [tierstore.TieredEmbedding(store["t"]) for _ in range(2)]
+    batches = [(IDS[0], IDS[1])]
+    with pytest.raises(TypeError) as raised:
+        list(tierstore.prefetch(batches, modules, features=lambda batch: batch))
+    assert "Of several modules give a list" in raised.value.__notes__[0]
+    assert list(tierstore.prefetch(batches, modules, features=list)) == batches
+
+
+def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
+    bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+    version = store.commit()
+    bag(IDS[0]).sum().backward()
+    with pytest.raises(errors.TableError, match=r"zero_grad\(\) of store.optimizer\(\) releases"):
+        store.rollback(version)
+    optimizer.zero_grad()
+    store.rollback(version)
 
 
 def test_rows_come_in_ahead_of_un_pooled_lookups(store: tierstore.Store) -> None:

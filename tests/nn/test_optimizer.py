@@ -280,8 +280,148 @@ def test_learning_rates_are_saved_and_loaded() -> None:
     with opened(SGD(lr=0.5)) as store:
         optimizer = store.optimizer()
         optimizer.load_state_dict(saved)
+        tierstore.TieredEmbeddingBag(store["t"])(torch.tensor([[1, 2]])).sum().backward()
         optimizer.step()
         assert store["t"].learning_rate == 0.25
+
+
+def test_rates_are_loaded_by_the_names_of_tables() -> None:
+    def made(names: str) -> tierstore.Store:
+        store = tierstore.open(cold="memory", ddr="2MiB")
+        for name in names:
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=9, embedding_dim=4))
+        return store
+
+    def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        return {group["name"]: group["lr"] for group in optimizer.param_groups}
+
+    with made("abc") as one, made("cdba") as other, made("ab") as fewer:
+        first, second = one.optimizer(), other.optimizer()
+        for group in first.param_groups:
+            group["lr"] = {"a": 0.1, "b": 0.2, "c": 0.3}[group["name"]]
+        second.load_state_dict(first.state_dict())
+        assert rates(second) == {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.01}
+        sparse = torch.optim.SparseAdam([{"params": [nn.Parameter(torch.zeros(9, 4))]} for _ in "ab"], lr=0.3)
+        third = fewer.optimizer()
+        for state, name in ((first.state_dict(), "'c'"), (sparse.state_dict(), "None")):
+            with pytest.raises(ValueError, match=rf"a group of the name {name}, none of the tables \['a', 'b'\]"):
+                third.load_state_dict(state)
+            assert rates(third) == {"a": 0.01, "b": 0.01}
+
+
+def test_one_optimizer_of_rows_and_dense_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps, schedules, clips, saves and loads as two do."""
+
+    def trained(store: tierstore.Store, steps: range, state: Any = None, *, joined: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 4), nn.Linear(4, 1))
+        dense = torch.optim.Adam(model[1].parameters(), lr=0.02)
+        optimizers: list[Any] = [store.optimizer(dense)] if joined else [store.optimizer(), dense]
+        optimizers[-1 if not joined else 0].add_param_group({"params": list(model[2].parameters()), "lr": 0.3})
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in optimizers]
+        if state is not None:
+            model.load_state_dict(state[0])
+            for each, saved in zip([*optimizers, *schedules], state[1:], strict=True):
+                each.load_state_dict(saved)
+        for number in steps:
+            (model(batches(9)[number]) - 1).square().mean().backward()
+            optimizers[0].clip_grad_norm_(model.parameters(), 0.5)
+            for each in (*optimizers, *schedules):
+                each.step()
+            for each in optimizers:
+                each.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+        saved = [each.state_dict() for each in (model, *optimizers, *schedules)]
+        return [rows_of(store), *(each.detach().clone() for each in model.parameters())], copy.deepcopy(saved)
+
+    rule = Adagrad(lr=0.5)
+    with opened(rule) as store, opened(rule) as other:
+        expected, _ = trained(store, range(6), joined=False)
+        _, state = trained(other, range(3), joined=True)
+        found, _ = trained(other, range(3, 6), state, joined=True)
+        assert all(map(torch.equal, found, expected))
+        assert not caplog.records
+        with pytest.raises(ValueError, match="takes no group of other parameters: give it their optimizer"):
+            store.optimizer().add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1})
+        with pytest.raises(TypeError, match=r"dense must be a torch\.optim\.Optimizer, not Linear"):
+            store.optimizer(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_new_optimizer_begins_at_the_configured_rate(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def day(*, resumes: bool = False, rate: float | None = None) -> list[float]:
+        with tierstore.open(tmp_path) as store:
+            if "t" not in store:
+                store.create_table(
+                    tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4, optimizer=SGD(lr=0.5))
+                )
+            if rate is not None:
+                store["t"].learning_rate = rate
+            bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            if resumes:
+                tierstore.checkpoint.load(store, bag, [optimizer], [schedule])
+            rates = []
+            for _ in range(3):
+                bag(torch.tensor([[1, 2]])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rates.append(store["t"].learning_rate)
+                schedule.step()
+            tierstore.checkpoint.save(store, bag, [optimizer], [schedule])
+            return rates
+
+    assert day() == [0.5, 0.25, 0.125]
+    assert day(resumes=True) == [0.0625, 0.03125, 0.015625]
+    assert not caplog.records
+    assert day() == [0.5, 0.25, 0.125]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "table 't' was last trained at learning rate 0.015625, and this optimizer begins at 0.5"
+    )
+    assert day(rate=0.75) == [0.75, 0.375, 0.1875]
+    assert len(caplog.records) == 1, "a rate that was set is asked for"
+
+
+def test_clipping_has_the_same_bits_in_every_tier() -> None:
+    def trained(**tiers: Any) -> Tensor:
+        with opened(Adam(lr=0.05), **tiers) as store:
+            bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+            for ids in batches(12):
+                (bag(ids) - 1).square().mean().backward()
+                optimizer.clip_grad_norm_(max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            return rows_of(store)
+
+    expected = trained()
+    for tiers in ({"hbm": "80KiB"}, {"hbm": "4MiB"}, {"ddr": "450KiB"}):
+        assert torch.equal(trained(**{"ddr": "8MiB", "device": "cpu", **tiers}), expected), tiers
+
+
+def test_gradients_that_are_assigned_are_applied() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer, before = store.optimizer(), rows_of(store)
+        [stand_in] = optimizer.param_groups[0]["params"]
+        dense = torch.randn(ROWS, DIM)
+        indices, values = torch.tensor([[3, 1, 3]]), torch.ones(3, DIM)
+        repeated = torch.sparse_coo_tensor(indices, values, (ROWS, DIM), check_invariants=True)
+        for gradient in (dense, repeated):
+            stand_in.grad = gradient
+            optimizer.step()
+            before -= 0.5 * (gradient.to_dense() if gradient.is_sparse else gradient)
+            torch.testing.assert_close(rows_of(store), before)
+
+
+def test_what_torch_does_to_get_an_optimizers_state_changes_nothing() -> None:
+    """get_state_dict of torch.distributed.checkpoint steps with gradients of zeros, at rate 0."""
+    with opened(Adam(lr=0.5)) as store:
+        optimizer = store.optimizer()
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                assert not each.requires_grad, "it would make a gradient of zeros as large as the table"
+            group["lr"] = 0.0
+        optimizer.step(closure=None)
+        assert (store["t"].learning_rate, store["t"].state.step, store.changed_tables) == (0.5, 0, ())
 
 
 def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> None:

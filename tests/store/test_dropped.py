@@ -118,7 +118,7 @@ def test_what_differs_of_a_table_is_said(tmp_path: Path, change: dict[str, objec
 
 
 def test_a_learning_rate_of_the_last_commit_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "tierstore")
+    caplog.set_level(logging.WARNING, "tierstore")
     with _opened(tmp_path) as store:
         store["item"].learning_rate = 0.05
         store.commit()
@@ -126,5 +126,5 @@ def test_a_learning_rate_of_the_last_commit_is_told(tmp_path: Path, caplog: pyte
     with _opened(tmp_path) as store:
         assert store["item"].learning_rate == 0.05
     ((_, level, message),) = _told(caplog)
-    assert level == "INFO"
+    assert level == "WARNING"
     assert message.startswith("table 'item' goes on with learning rate 0.05, not 0.1 of its configuration")

@@ -24,7 +24,7 @@ from ..kernels.arrays import Floats, Int32s, Int64s
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.merging import Merged
-from ..lookup.tables import Ready, RowGradients
+from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.arena import Rows
@@ -40,10 +40,15 @@ from .table import ShardedTable
 
 
 class Sent(NamedTuple):
-    """Gradients, float32, of the output of a lookup of this rank's rows."""
+    """Gradients, float32, of the output of a lookup of this rank's rows.
+
+    Attributes:
+        keys: int64, of the rows that each rank sent, each once, if the output has a row for each; else nothing.
+    """
 
     lookup: AnyLookup
     gradient: Tensor
+    keys: Sequence[Tensor] = ()
 
 
 class SendsGradients(ABC):
@@ -79,7 +84,8 @@ class SendsGradients(ABC):
         return found
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``.
+        """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``. What each rank sent
+        is apart where it can be: added to earlier gradients one rank after another, it gives the bits of one process.
 
         Raises:
             RuntimeError: a table is sharded by columns, with row-wise Adagrad.
@@ -92,7 +98,12 @@ class SendsGradients(ABC):
                     "backward and clip nothing"
                 )
         sent = self.sent(grad_out)
-        return sent.lookup.gradients(sent.gradient)
+        if not sent.keys:
+            return sent.lookup.gradients(sent.gradient)
+        sent.lookup.release()
+        counts = [len(keys) for keys in sent.keys]
+        values = torch.split(sent.gradient.view(-1, self.tables[0].layout.dim), counts)
+        return [each for part in zip(sent.keys, values, strict=True) for each in by_table(self.tables, *part)]
 
 
 class ShardedLookup(SendsGradients):
@@ -330,4 +341,4 @@ class RowsLookup(RoutedLookup[_Route]):
         taken = self._to_owners(sent, route.given, route.asked)
         if needs_squares:
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
-        return Sent(self.own, taken.view(1, -1))
+        return Sent(self.own, taken.view(1, -1), torch.split(torch.from_numpy(route.keys), route.given))

@@ -17,10 +17,12 @@ class ShardedOptimizer(TieredOptimizer):
         is_replicated: whether all ranks have the rows of the table of that name.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, is_replicated: Callable[[str], bool]) -> None:
+    def __init__(
+        self, store: Store, dense: torch.optim.Optimizer | None, ranks: Ranks, is_replicated: Callable[[str], bool]
+    ) -> None:
         self._ranks = ranks
         self._is_replicated = is_replicated
-        super().__init__(store)
+        super().__init__(store, dense)
 
     def _total_norm(self, others: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Others, and rows that all ranks have, count once. Collective."""

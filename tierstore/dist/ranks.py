@@ -11,6 +11,7 @@ import math
 import operator
 import pickle
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -29,6 +30,9 @@ _FAILED: Final = -1
 _CALL_BYTES: Final = 240
 """Of a call's name, as an error has it."""
 _OPENING: Final = "open_sharded"
+_TWINS: Final["weakref.WeakKeyDictionary[Any, list[Ranks]]"] = weakref.WeakKeyDictionary()
+"""By the group of some ranks that they are twins of: the next store there uses them again. torch would give another
+group of these ranks the same name, and it would find in the rendezvous what the first one left."""
 
 
 class Traffic(NamedTuple):
@@ -72,7 +76,7 @@ class Ranks:
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
         self._owed = 0
-        self._twins: list[Ranks] = []
+        self._twins: list[Ranks] = [] if self._is_world else _TWINS.setdefault(self._backend, [])
         self._is_idle = False
         self._pass_name = ""
         self._num_batches = self._num_passes = 0
@@ -103,13 +107,11 @@ class Ranks:
         return self.size == dist.get_world_size()
 
     def close(self) -> None:
-        """Leave the groups of the twins that were released.
-
-        Groups of some ranks stay: torch gives the next one of these the same name, and they would find what the first
-        one left in the rendezvous.
-        """
+        """Leave the groups of the twins that were released; those of some ranks stay, for the next store there."""
+        if not self._is_world:
+            return
         for twin in self._twins:
-            if twin._is_idle and dist.is_initialized() and self._is_world:
+            if twin._is_idle and dist.is_initialized():
                 with contextlib.suppress(ValueError):  # torch has left all groups, and this one with them
                     dist.destroy_process_group(twin.group)
         self._twins = []

@@ -64,4 +64,4 @@ class ReplicatedLookup(ShardedLookup):
         all_keys = ranks.exchange(keys, given, taken)
         gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
         lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
-        return Sent(lookup, gradients.view(1, -1))
+        return Sent(lookup, gradients.view(1, -1), torch.split(all_keys, taken))

@@ -313,10 +313,10 @@ class ShardedStore:
         except KeyError:
             raise TableError(f"there is no table {name!r}, but {sorted(self.tables)}") from None
 
-    def optimizer(self) -> TieredOptimizer:
+    def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """The tables' optimizers as torch has them; see ``Store.optimizer``. All ranks make one, and call its ``step``
         and ``zero_grad`` alike. ``grad`` of a table has the rows that this rank owns."""
-        return self.local.use_optimizer(ShardedOptimizer(self.local, self.ranks, self._is_replicated))
+        return self.local.use_optimizer(ShardedOptimizer(self.local, dense, self.ranks, self._is_replicated))
 
     def _is_replicated(self, name: str) -> bool:
         return self.tables[name].sharding.sharding_type == "data_parallel"

@@ -1,5 +1,6 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
+import copy
 import os
 import queue
 import sys
@@ -15,10 +16,12 @@ from ..system.dropped import finish, hand_over
 from ..system.forks import disown_in_forks, require_own
 
 Batch = TypeVar("Batch")
-_Item = tuple[()] | tuple[Any] | BaseException
-"""A batch, nothing at the end, or what went wrong."""
+_Item = tuple[()] | tuple[Any, Any] | BaseException
+"""A batch and the source's position, nothing at the end, or what went wrong."""
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
+_LEFT: Final[dict[int, threading.Event]] = {}
+"""Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
 
 
 class Preparable(Protocol):
@@ -141,6 +144,56 @@ def default_features(batch: Any) -> Any:
     )
 
 
+class Prefetched(Generator[Batch, None, None]):
+    """What ``prefetch`` gives: a generator of batches that also knows where the source was."""
+
+    def __init__(self, items: Generator[tuple[Batch, Any], None, None]) -> None:
+        self._items = items
+        self._position: Any = None
+
+    def __next__(self) -> Batch:
+        batch, self._position = next(self._items)
+        return batch
+
+    def send(self, value: None) -> Batch:
+        batch, self._position = self._items.send(value)
+        return batch
+
+    def throw(self, *error: Any) -> Batch:
+        batch, self._position = self._items.throw(*error)
+        return batch
+
+    def close(self) -> None:
+        self._items.close()
+
+    def state_dict(self) -> Any:
+        """A copy of ``batches.state_dict()`` as it was right after the last batch that this gave: resume there. The
+        source itself is up to ``depth + lookahead`` batches further.
+
+        Raises:
+            TypeError: ``batches`` has no ``state_dict``, or nothing was given yet. Others: what that raised.
+        """
+        if self._position is None:
+            raise TypeError(
+                "there is no position: batches= must have a state_dict(), as torchdata's StatefulDataLoader, and have "
+                "given a batch. A generator over a loader has none; give the loader itself, or the position with each "
+                "batch"
+            )
+        if isinstance(self._position, Exception):
+            raise self._position
+        return copy.deepcopy(self._position)
+
+
+def _position_of(batches: Any) -> Any:
+    """Where a source is; the error, if it cannot tell; None if it never does."""
+    if not hasattr(batches, "state_dict"):
+        return None
+    try:
+        return copy.deepcopy(batches.state_dict())
+    except Exception as error:  # which may be of no interest
+        return error
+
+
 def prefetch(
     batches: Iterable[Batch],
     module: Any,
@@ -148,11 +201,12 @@ def prefetch(
     depth: int = 2,
     lookahead: int = 0,
     features: Callable[[Batch], Any] | None = None,
-) -> Generator[Batch, None, None]:
+) -> Prefetched[Batch]:
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
 
     Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
-    that waits for ``batches``, it ends once they yield or end, and nobody waits for it.
+    that waits for ``batches``, it ends once they yield or end, and nobody waits for it but the next pass over the same
+    object. ``state_dict()`` of what is returned is the position of the batch given last, where ``batches`` has one.
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
     the steps. A batch whose rows would not stay until it is used, for want of room beside those in use, is not
     brought in ahead: a store that has no room for two batches reads as a plain loop does.
@@ -182,27 +236,37 @@ def prefetch(
             raise ValueError(f"{name}={value!r} must be an int, 0 or more")
     get_features, one = default_features if features is None else features, _as_one(module)
     if depth == 0:
-        return _plain(batches, one, lookahead, get_features)
-    return _pipeline(batches, one, depth, lookahead, get_features)
+        return Prefetched(_plain(batches, one, lookahead, get_features))
+    return Prefetched(_pipeline(batches, one, depth, lookahead, get_features))
 
 
 def _plain(
     batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     if not lookahead:
-        yield from batches
+        for batch in _begun(batches):
+            yield batch, _position_of(batches)
         return
     reader = _Reader(batches, module, lookahead, get_features)
     try:
         while (item := reader.next()) is not None:
-            yield item.batch
+            yield item.batch, item.position
     finally:
         finish(reader.end)
+
+
+def _begun(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Its iterator, once no earlier pass reads from it: two threads in one iterator would break it, as that of a loader
+    with persistent workers."""
+    if (left := _LEFT.get(id(batches))) is not None:
+        left.wait()
+    return iter(batches)
 
 
 class _Ahead(NamedTuple):
     batch: Any
     features: Any
+    position: Any
     announced: "Retirable | None" = None
 
 
@@ -230,6 +294,7 @@ class _Reader:
         self._ended = False
         self._gate = threading.Lock()
         self._is_outside = False
+        self._left: threading.Event | None = None  # set when it is no more outside
         self._process_id = os.getpid()
         disown_in_forks(self)
 
@@ -237,6 +302,7 @@ class _Reader:
         """In a forked process, where the thread that may have the gate is not."""
         self._gate = threading.Lock()
         self.is_closed = True
+        _LEFT.pop(id(self._batches), None)
 
     @property
     def is_own(self) -> bool:
@@ -286,12 +352,16 @@ class _Reader:
         assert self._get_features is not None
         try:
             if self._iterator is None:
-                self._iterator = iter(self._batches)
+                self._iterator = _begun(self._batches)
             batch = next(self._iterator)
-            item = _Ahead(batch, self._get_features(batch))
+            item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
         finally:
             with self._gate:
                 self._is_outside = False
+                if self._left is not None:
+                    self._left.set()
+                    if _LEFT.get(id(self._batches)) is self._left:
+                        del _LEFT[id(self._batches)]
         if not self.is_closed:
             self._waiting.append(item)
         return not self.is_closed
@@ -300,6 +370,8 @@ class _Reader:
         """Let it read nothing more. Returns whether it is in the caller's code, which may take forever."""
         with self._gate:
             self.is_closed = True
+            if self._is_outside and self._left is None:
+                self._left = _LEFT[id(self._batches)] = threading.Event()
             return self._is_outside
 
     def end(self) -> None:
@@ -342,7 +414,7 @@ def _pipeline(
                 return
             if isinstance(item, BaseException):
                 raise item
-            yield item[0]
+            yield item
             worker.forget(1)
     finally:
         finish(worker.stop)
@@ -367,7 +439,7 @@ class _Worker:
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
-        self._next: tuple[Any, Any] | None = None  # a batch that waits for room, and its ticket
+        self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
         self._borrowed = 0  # places that were taken while it waited
         self._is_in = True  # the last batch that was handed over
         self._has_ended = False
@@ -410,21 +482,21 @@ class _Worker:
             module = self._reader.module
             if item is None or module is None:
                 return False
-            self._next = item.batch, module.prepare(item.features)
+            self._next = (item.batch, item.position), module.prepare(item.features)
             self._tickets.append(self._next[1])
         else:
             module = self._reader.module
             self._borrowed += 1  # in the end one that a batch has left
         if self._must_wait(module):
             return True
-        (batch, ticket), self._next = self._next, None
+        (given, ticket), self._next = self._next, None
         for _ in range(self._borrowed):
             self._places.put(None)
         self._borrowed = 0
         if self._reader.is_closed or module is None:
             return False
         self._is_in = module.bring_in(ticket)
-        self._ready.put((batch,))
+        self._ready.put(given)
         return not self._reader.is_closed
 
     def _must_wait(self, module: Preparable | None) -> bool:

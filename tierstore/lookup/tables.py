@@ -65,7 +65,8 @@ class TrainsRows(Protocol):
         ...
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """What an update would apply, of each table in order; rows stay as they are, and are released."""
+        """What an update would apply, of each table; several of one are to be added up in order. Rows stay as they are,
+        and are released."""
         ...
 
     def release(self) -> None:

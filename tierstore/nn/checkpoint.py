@@ -5,10 +5,12 @@
     tierstore.checkpoint.save(store, model, [dense_optimizer, row_optimizer], [scheduler], extra={"step": step})
     ...
     extra = tierstore.checkpoint.load(store, model, [dense_optimizer, row_optimizer], [scheduler])
+    tierstore.checkpoint.load(store, model)  # the model alone, as in a process that only reads
 
 ``rows`` and ``StoreVersion`` (``dcp``) have tables take part in checkpoints of ``torch.distributed.checkpoint``.
 """
 
+import copy
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import TierstoreError
 from ..store import Store
 from ..store.commits import PendingCommit
-from ..store.version import CHECKPOINT_NAME
+from ..store.version import CHECKPOINT_NAME, plain
 from .dcp import StoreVersion, rows
 from .module import require_store
 
@@ -66,6 +68,10 @@ def save_async(
         optimizers, schedulers: in an order that ``load`` is given again; also others that have a state, as a
             ``GradScaler``.
         extra: as for ``Store.commit``.
+
+    Raises:
+        TypeError: a state has what ``load`` does not read, and where; nothing was committed. numpy's scalars are kept
+            as numbers.
     """
     _require(store, optimizers, schedulers)
     return store.commit_async(extra=extra, tensors=_packed(model, optimizers, schedulers))
@@ -82,15 +88,53 @@ def _require(store: object, optimizers: object, schedulers: object) -> None:
 
 
 def _packed(model: nn.Module, optimizers: Sequence[Stateful], schedulers: Sequence[Stateful]) -> dict[str, Tensor]:
-    state = {
-        "model": model.state_dict(),
-        "optimizers": [each.state_dict() for each in optimizers],
-        "schedulers": [each.state_dict() for each in schedulers],
-        "rng": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = plain(
+        {
+            "model": model.state_dict(),
+            "optimizers": [each.state_dict() for each in optimizers],
+            "schedulers": [each.state_dict() for each in schedulers],
+            "rng": torch.get_rng_state(),
+        }
+    )
+    try:
+        saved = _saved(state)
+    except Exception as error:
+        place = next((_unreadable(part, name) for name, part in state.items() if not _is_readable(part)), "the state")
+        raise TypeError(
+            f"{place}, which tierstore.checkpoint.load would not read, so nothing was committed. Let its state_dict "
+            "hold tensors, numbers, str, and dicts, lists and tuples of these"
+        ) from error
+    return {CHECKPOINT_NAME: torch.from_numpy(np.frombuffer(saved, np.uint8))}
+
+
+def _saved(state: Any) -> memoryview:
+    """What ``torch.save`` writes. Raises what reading it does, by the rules of ``load``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return {CHECKPOINT_NAME: torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))}
+    buffer.seek(0)
+    _read(buffer)
+    return buffer.getbuffer()
+
+
+def _read(file: io.BytesIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _is_readable(state: Any) -> bool:
+    try:
+        _saved(state)
+    except Exception:
+        return False
+    return True
+
+
+def _unreadable(state: Any, place: str) -> str:
+    """Where in a state is what is not read, and its type."""
+    parts = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, part in parts:
+        if not _is_readable(part):
+            return _unreadable(part, f"{place}[{key!r}]")
+    return f"{place} is a {type(state).__qualname__}"
 
 
 def save(
@@ -106,23 +150,34 @@ def save(
 
 
 def load(
-    store: Committing, model: nn.Module, optimizers: Sequence[Stateful] = (), schedulers: Sequence[Stateful] = ()
+    store: Committing,
+    model: nn.Module,
+    optimizers: Sequence[Stateful | None] | None = None,
+    schedulers: Sequence[Stateful | None] | None = None,
+    *,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
 
     Rows are the store's, and stay. Where they changed since the commit, drop the changes by
     ``store.rollback(store.version)`` beforehand, or by opening the store again.
 
-    Args: as for ``save_async``.
+    Args:
+        model: as for ``save_async``.
+        optimizers, schedulers: as for ``save_async``; None in a list leaves that one out. Without both, the model alone
+            is loaded, and torch's random numbers go on.
+        strict: of ``model.load_state_dict``.
 
     Returns:
         ``extra`` of that version.
 
     Raises:
-        TierstoreError: there is no commit, or ``save`` did not write it; or rows changed since. Nothing was loaded.
-        ValueError: other numbers of optimizers or schedulers. Others: what ``load_state_dict`` raises.
+        TierstoreError: there is no commit, or ``save`` did not write it; or rows changed since.
+        ValueError: other numbers of optimizers or schedulers. Others: what ``load_state_dict`` raises. After any error
+            everything is as it was before.
     """
-    _require(store, optimizers, schedulers)
+    given = {"optimizers": optimizers or (), "schedulers": schedulers or ()}
+    _require(store, *given.values())
     packed: Tensor | None = store.tensors().get(CHECKPOINT_NAME) if store.version else None
     if packed is None:
         raise TierstoreError(
@@ -136,14 +191,25 @@ def load(
             "weights do not go with its rows: call store.rollback(store.version) before, which takes the rows back, or "
             "open the store again"
         )
-    state = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
-    given = {"optimizers": optimizers, "schedulers": schedulers}
-    for name, objects in given.items():
+    state = _read(io.BytesIO(packed.numpy().tobytes()))
+    is_whole = not (optimizers is None and schedulers is None and any(state[name] for name in given))
+    parts: list[tuple[Any, Any]] = []
+    for name, objects in given.items() if is_whole else ():
         if len(objects) != len(state[name]):
-            raise ValueError(f"{len(objects)} {name} given, but the checkpoint has {len(state[name])}")
-    model.load_state_dict(state["model"])
-    for name, objects in given.items():
-        for each, saved in zip(objects, state[name], strict=True):
+            raise ValueError(
+                f"{len(objects)} {name} given, but the checkpoint has {len(state[name])}; give None for one that is "
+                "not to be loaded, or the model alone"
+            )
+        parts += [(each, saved) for each, saved in zip(objects, state[name], strict=True) if each is not None]
+    before = [(each, copy.deepcopy(each.state_dict())) for each in (model, *(each for each, _ in parts))]
+    try:
+        model.load_state_dict(state["model"], strict=strict)
+        for each, saved in parts:
             each.load_state_dict(saved)
-    torch.set_rng_state(state["rng"])
+    except BaseException:
+        for each, saved in before:
+            each.load_state_dict(saved)
+        raise
+    if is_whole:
+        torch.set_rng_state(state["rng"])
     return store.extra

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..config import require_int
 from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.hints import hinting
 from .function import Padding, Prepared
-from .module import NO_COUNTERPART, TieredModule, checked_table
+from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 
 
 @hinting(NO_COUNTERPART)
@@ -21,7 +20,8 @@ class TieredEmbedding(TieredModule):
     Args:
         table: a table of an open store.
         padding_idx: an id whose row is not trained, at whichever place; negative counts from the end. While the row was
-            never written it gives zeros, as that of a new ``torch.nn.Embedding``.
+            never written it gives zeros, as that of a new ``torch.nn.Embedding``, and the first forward that trains
+            writes them: a server gives zeros, too.
 
     Raises:
         ValueError, TypeError: ``padding_idx`` is no row.
@@ -34,9 +34,9 @@ class TieredEmbedding(TieredModule):
         self.embedding_dim = table.config.embedding_dim
         self.padding_idx = None
         if padding_idx is not None:
-            rows = self.num_embeddings
-            self.padding_idx = require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
+            self.padding_idx = checked_padding(padding_idx, table)
             self._empty = table.first_values(torch.tensor([self.padding_idx])).to(table.store.device)
+            self._written_at = -1  # in terms of ``Shown.changes``: a rollback may take the row back
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch.nn.Embedding's name
         """Rows of ids.
@@ -51,7 +51,20 @@ class TieredEmbedding(TieredModule):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         shape = (*require_tensor(input, "input").shape, self.embedding_dim)
+        if self.padding_idx is not None and self.rows.requires_grad and torch.is_grad_enabled():
+            self._write_padding(torch.tensor([self.padding_idx]))
         return self._run((input,), (input,), shape)
+
+    def _write_padding(self, row: Tensor) -> None:
+        """Zeros, unless it was written or the table is only read."""
+        table = self.table
+        if (
+            self._written_at != (at := table.store.shown.changes)
+            and not table.store.readonly | table.layout.is_quantized
+        ):
+            if torch.equal(table.read(row).float(), self._empty):
+                table.write(row, torch.zeros((1, self.embedding_dim), dtype=table.layout.torch_dtype))
+            self._written_at = at
 
     @property
     def _tables(self) -> list[Table]:

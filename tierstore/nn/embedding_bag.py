@@ -9,30 +9,39 @@ from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.hints import hinting
 from .function import Prepared
-from .module import NO_COUNTERPART, TieredModule, checked_table
+from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table
 
 
-@hinting({**NO_COUNTERPART, "padding_idx": "leave those ids out of the batch; an empty bag gives zeros"})
+@hinting(NO_COUNTERPART)
 class TieredEmbeddingBag(TieredModule):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
     The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a
     pass (or in the ``step`` of ``Store.optimizer``), ``Store.commit`` makes the result durable, and
     ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on a store opened read-only, nothing is
-    updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` and
-    ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
+    updated; ``eval()`` alone does not prevent it. ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` of
+    ``nn.EmbeddingBag`` have no counterpart.
 
     Args:
         table: a table of an open store.
         mode: "sum", "mean" or "max"; default, and all that is accepted: ``table.config.pooling``, by which collections
             and servers pool, too. (There the default is "sum"; that of ``nn.EmbeddingBag`` is "mean".)
         include_last_offset: ``offsets`` has one entry more than there are bags, the last being the number of ids.
+        padding_idx: an id that is left out of every bag, and of the number of ids in a mean; negative counts from the
+            end. A bag of nothing else is empty.
 
     Raises:
         ValueError: ``mode`` is none, or not the table's.
     """
 
-    def __init__(self, table: Table, *, mode: Pooling | None = None, include_last_offset: bool = False) -> None:
+    def __init__(
+        self,
+        table: Table,
+        *,
+        mode: Pooling | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
         super().__init__(checked_table(table).store)
         pooling = table.config.pooling
         if mode is not None and mode != pooling:
@@ -45,6 +54,7 @@ class TieredEmbeddingBag(TieredModule):
         self.table = table
         self.mode = pooling
         self.include_last_offset = include_last_offset
+        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
 
     def forward(
         self,
@@ -93,12 +103,20 @@ class TieredEmbeddingBag(TieredModule):
             if offsets is None:
                 raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
             flat, is_last_given = ids, self.include_last_offset
+        if self.padding_idx is not None:
+            # What is wrong with the whole batch is an error first.
+            self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
+            is_used = flat != self.padding_idx
+            before = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+            flat, offsets = flat[is_used], before[offsets.long()]
+            scale = None if scale is None else scale[is_used]
         jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
         lookup = self.table.lookup(jagged, mode=self.mode)
         return Prepared([lookup], (jagged.batch, self.table.layout.dim), scale, sources, self.table.store)
 
     def extra_repr(self) -> str:
-        return f"{self.table!r}, mode={self.mode!r}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table!r}, mode={self.mode!r}{padding}"
 
 
 def _evenly(bags: int, width: int, device: torch.device) -> Tensor:

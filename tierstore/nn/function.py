@@ -216,9 +216,9 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tensor:
-    """float32 of ``prepared.shape``. With gradients enabled and ``trainable``, a backward pass that ends well
-    trains the rows, unless it was asked for gradients of other tensors only.
+def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:
+    """float32 of a shape with as many elements as ``prepared.shape`` has. With gradients enabled and ``trainable``, a
+    backward pass that ends well trains the rows, unless it was asked for gradients of other tensors only.
 
     Args:
         anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
@@ -228,15 +228,17 @@ def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tenso
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
-        out: Tensor = _PooledLookups.apply(start, scale, prepared, trainable)  # type: ignore[no-untyped-call]
+        out: Tensor = _PooledLookups.apply(start, scale, prepared, shape, trainable)  # type: ignore[no-untyped-call]
         return out
     note_pass()
-    return _forward(prepared, keep=False)
+    return _forward(prepared, shape, keep=False)
 
 
-def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
+def _forward(prepared: Prepared, shape: Sequence[int], *, keep: bool) -> Tensor:
     lookups, store = prepared.lookups, prepared.store
-    out = torch.empty(prepared.shape, dtype=torch.float32, device=store.device)
+    # Not a view, which would lose hooks and refuse to be changed in place.
+    made = torch.empty(shape, dtype=torch.float32, device=store.device)
+    out = made if shape is prepared.shape else made.view(prepared.shape)
 
     def look_up() -> None:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
@@ -252,28 +254,34 @@ def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
     if store.recorder is not None:
         for _, together in itertools.groupby(lookups, key=lambda lookup: lookup.joined.batch):
             store.recorder.note_lookups([lookup.joined for lookup in together])
-    return out
+    return made
 
 
 class _PooledLookups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, trainable: bool) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, shape: Sequence[int], trainable: bool
+    ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
         ctx.turn = Turn.now()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
-        return _forward(prepared, keep=True)
+        return _forward(prepared, shape, keep=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        gradient = grad_out.to(torch.float32).contiguous()
+        (anchor,) = ctx.saved_tensors
         prepared: Prepared = ctx.prepared
+        gradient = grad_out.to(torch.float32).contiguous().view(prepared.shape)
+        is_asked, grad_anchor = False, None
         if ctx.trainable:
             require_engine()
-        is_asked = ctx.trainable and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+            try:
+                is_asked = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+            except RuntimeError:  # torch.autograd.grad, which trains nothing, was given the anchor, too
+                grad_anchor = torch.empty_like(anchor)
         if is_asked:
             for lookup in prepared.lookups:
                 lookup.joined.require_trainable()  # before any table changes
@@ -282,7 +290,7 @@ class _PooledLookups(torch.autograd.Function):
             collect(ctx.turn, prepared.lookups, prepared.parts(gradient))
         else:
             prepared.release()
-        return None, grad_scale, None, None
+        return grad_anchor, grad_scale, None, None, None
 
 
 def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -> Tensor:

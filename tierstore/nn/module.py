@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..config import require_int
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from .function import Announced, Prepared, PreparedLookups, run_lookups
@@ -33,7 +34,7 @@ class TieredModule(nn.Module, ABC):
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
-        self.rows = nn.Parameter(torch.empty(0), requires_grad=not store.readonly)
+        self.rows = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=not store.readonly)
         self._store = store
         self._prepared = PreparedLookups()
 
@@ -65,8 +66,7 @@ class TieredModule(nn.Module, ABC):
         trainable = self.rows.requires_grad and not self._store.readonly
         if trainable:
             self._require_one_process()
-        out = run_lookups(prepared, self.rows, trainable=trainable)
-        return out if shape is None else out.view(*shape)
+        return run_lookups(prepared, self.rows, prepared.shape if shape is None else shape, trainable=trainable)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -93,7 +93,18 @@ class TieredModule(nn.Module, ABC):
         Returns:
             a ticket, for those.
         """
-        return self.keep(features, self._prepare(*_arguments(features)))
+        return self.keep(features, self._prepare_of(features))
+
+    def _prepare_of(self, features: Any) -> Prepared:
+        try:
+            return self._prepare(*_arguments(features))
+        except TypeError as error:
+            if isinstance(features, tuple):
+                error.add_note(
+                    f"features= gave a tuple of {len(features)}: the arguments of one forward. Of several modules give "
+                    "a list, with what each forward is given"
+                )
+            raise
 
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
         """Keep a batch for the forward call that will be given ``features``."""
@@ -117,7 +128,7 @@ class TieredModule(nn.Module, ABC):
 
         Whoever called retires what is returned.
         """
-        return self._prepare(*_arguments(features)).announce()
+        return self._prepare_of(features).announce()
 
     # What torch's own modules are asked to do with their weights.
 
@@ -127,7 +138,7 @@ class TieredModule(nn.Module, ABC):
         Raises:
             TypeError, ValueError: they ask for another dtype, or another device.
         """
-        wanted = fn(torch.empty(0, device=self._store.device))
+        wanted = fn(torch.empty(0, dtype=torch.float32, device=self._store.device))
         if wanted.dtype != torch.float32:
             raise TypeError(
                 f"a module over tables gives float32, not {wanted.dtype}: convert its output, or leave it out of "
@@ -170,6 +181,12 @@ def checked_table(table: Table) -> Table:
     if not isinstance(table, Table):
         raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
     return table
+
+
+def checked_padding(padding_idx: int, table: Table) -> int:
+    """The row that it names, from the end if negative; ValueError if there is none."""
+    rows = table.config.num_embeddings
+    return require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
 
 
 def require_store(store: object) -> None:

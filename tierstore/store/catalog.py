@@ -118,9 +118,9 @@ class Catalog:
         if known.config != config:
             raise TableError(_difference(known, config))
         if known.learning_rate != config.optimizer.lr:
-            _LOG.info(
+            _LOG.warning(
                 "table %r goes on with learning rate %s, not %s of its configuration: it was set, or is of the last "
-                "commit; set table.learning_rate to change it",
+                "commit; set table.learning_rate to change it. A new store.optimizer() begins at the configured one",
                 config.name, known.learning_rate, config.optimizer.lr,
             )  # fmt: skip
         return known

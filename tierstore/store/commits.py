@@ -136,7 +136,8 @@ class Commits:
                 self._pools.require_unused("go back")
             except TableError as error:
                 raise TableError(
-                    f"{error}. Or end it: delete its output (del out), and look up under torch.no_grad() what stays"
+                    f"{error}. Or end it: delete its output (del out), and look up under torch.no_grad() what stays; "
+                    "zero_grad() of store.optimizer() releases the rows of a backward pass before its step"
                 ) from None
             self._pools.close()
             self._cold.rollback(version)

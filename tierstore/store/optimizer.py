@@ -1,5 +1,7 @@
 """The tables' optimizers as torch has them: backward collects gradients, ``step`` applies them."""
 
+import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .store import Store
 
 
+_LOG: Final = logging.getLogger("tierstore")
 _KEPT: Final = (
     "a backward pass adds to gradients of rows that step applied before: call zero_grad() of store.optimizer() at "
     "each step, as model.zero_grad() and the zero_grad() of other optimizers do not reach rows"
@@ -54,10 +57,13 @@ class _Waiting:
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
-        for rows, gradients in zip(self._rows, self._lookup.gradients(self._grad_out), strict=True):
+        found = self._lookup.gradients(self._grad_out)
+        for rows in self._rows:
             if rows.waiting is self:
                 rows.waiting = None
-            rows.add_gradients(gradients)
+            for gradients in found:
+                if gradients.table is rows.table:
+                    rows.add_gradients(gradients)
 
 
 class _Rows(torch.nn.Parameter):
@@ -76,13 +82,15 @@ class _Rows(torch.nn.Parameter):
     @classmethod
     def of(cls, table: Table) -> "_Rows":
         shape = table.config.num_embeddings, table.layout.dim
-        made = cls(torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape))
+        content = torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape)
+        made = cls(content, requires_grad=False)  # what makes gradients of zeros for parameters passes it by
         made.table, made.waiting, made.is_applied = table, None, False
         return made
 
     @property
     def grad(self) -> Tensor | None:
-        """None, or sparse float32 [num_embeddings, embedding_dim]."""
+        """None, or sparse float32 [num_embeddings, embedding_dim], coalesced: a norm has the same bits in every tier. A
+        dense one may be assigned, and is a gradient of every row."""
         if self.waiting is not None:
             self.waiting.merge()
         return super().grad
@@ -91,6 +99,11 @@ class _Rows(torch.nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         if self.waiting is not None:
             self.waiting.merge()
+        if gradient is not None:
+            if not gradient.is_sparse:
+                rows = torch.arange(len(gradient), device=gradient.device)[None]
+                gradient = torch.sparse_coo_tensor(rows, gradient, is_coalesced=True, check_invariants=False)
+            gradient = gradient.coalesce()
         _GRAD.__set__(self, gradient)
 
     @property
@@ -103,7 +116,7 @@ class _Rows(torch.nn.Parameter):
             gradients.rows[None], gradients.values, self.shape, device=self.device, check_invariants=False
         )
         known = self.grad
-        self.grad = added if known is None else (known + added).coalesce()
+        self.grad = added if known is None else known + added.coalesce()
 
 
 class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
@@ -120,13 +133,70 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     parameter has the table's shape and no content; its ``grad`` is None or sparse float32 [num_embeddings,
     embedding_dim], each row once. Merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
-    What ``state_dict`` holds is the learning rates: the rows' state is in the store.
+    What ``state_dict`` holds is the learning rates: the rows' state is in the store. They are loaded by the tables'
+    names.
+
+    Args:
+        dense: steps with this one, whose groups and state then are those of both, its own first.
     """
 
-    def __init__(self, store: "Store") -> None:
+    def __init__(self, store: "Store", dense: torch.optim.Optimizer | None = None) -> None:
+        if not isinstance(dense, torch.optim.Optimizer | None):
+            raise TypeError(f"dense must be a torch.optim.Optimizer, not {type(dense).__name__}")
         self._store = store
+        self._dense = dense
+        self._is_resumed = False
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
         self._by_table = {rows.table: rows for rows in self._rows}
+        self._join()
+
+    def _join(self) -> None:
+        """Have the groups and the state of the dense optimizer, too."""
+        if self._dense is not None:
+            self.param_groups[:] = [*self._dense.param_groups, *self._row_groups]
+            self.state = self._dense.state
+
+    @property
+    def _row_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if _is_of_rows(group)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of dense parameters to the dense optimizer; ValueError if there is none."""
+        if _is_of_rows(param_group):
+            super().add_param_group(param_group)
+            return
+        if self._dense is None:
+            raise ValueError(
+                "store.optimizer() trains rows alone, so it takes no group of other parameters: give it their "
+                "optimizer, as store.optimizer(torch.optim.Adam(model.parameters())), and it is one of both"
+            )
+        self._dense.add_param_group(param_group)
+        self._join()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, each table's by its name; tables that it does not have keep what they have.
+
+        Raises:
+            ValueError: it has groups of other tables, or is of no such optimizer; nothing was loaded. Others: as of the
+                dense optimizer.
+        """
+        dense = self._dense
+        num_dense = 0 if dense is None else len(dense.param_groups)
+        groups = state_dict["param_groups"]
+        own = {group["name"]: group for group in self._row_groups}
+        saved = {group.get("name"): group for group in groups[num_dense:]}
+        if unknown := [name for name in saved if name not in own]:
+            raise ValueError(
+                f"the state has a group of the name {unknown[0]!r}, none of the tables {list(own)}: give what "
+                "state_dict() of a store.optimizer() with no other tables was, which had as many groups of a dense "
+                f"optimizer ({num_dense} here)"
+            )
+        if dense is not None:
+            dense.load_state_dict({**state_dict, "param_groups": groups[:num_dense]})
+            self._join()
+        for name, group in saved.items():
+            own[name].update({key: copy.deepcopy(each) for key, each in group.items() if key != "params"})
+        self._is_resumed = True
 
     def _rows_of(self, table: Any) -> _Rows:
         if table not in self._by_table:
@@ -137,7 +207,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     @property
     def _rows(self) -> Iterator[_Rows]:
-        return (rows for group in self.param_groups for rows in group["params"])
+        return (rows for group in self._row_groups for rows in group["params"])
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
@@ -161,7 +231,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients: one update of each table that has one, also if no row does.
+        """Apply the gradients: one update of each table that has one, also if no row does. Then ``dense`` steps.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; or None.
@@ -179,18 +249,33 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._apply()
+        if self._dense is not None:
+            self._dense.step()
         return loss
 
     @shielded
     def _apply(self) -> None:
-        for group in self.param_groups:
-            for rows in group["params"]:
-                rows.table.learning_rate = group["lr"]
+        if not any(rows.has_grad for rows in self._rows):
+            return  # the rates in force stay those of the last update
+        self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)
         merged = [(rows.table, rows.grad) for rows in self._rows if rows.waiting is None and rows.grad is not None]
         train([*(each.update for each in passes), *(_update(table, gradient) for table, gradient in merged)])
         for rows in self._rows:
             rows.is_applied = True
+
+    def _set_rates(self) -> None:
+        """Of all tables; say once which do not go on at the rate that they were trained at."""
+        is_told, self._is_resumed = self._is_resumed, True
+        for group in self._row_groups:
+            table, rate = group["params"][0].table, group["lr"]
+            if not is_told and table.learning_rate != rate and table.state.step:
+                _LOG.warning(
+                    "table %r was last trained at learning rate %s, and this optimizer begins at %s: to go on where a "
+                    "schedule was, load the optimizer's state, as tierstore.checkpoint.load does",
+                    table.name, table.learning_rate, rate,
+                )  # fmt: skip
+            table.go_on_at(rate)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -233,7 +318,12 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
 
 def _group(table: Table) -> dict[str, Any]:
-    return {"params": [_Rows.of(table)], "lr": table.learning_rate, "name": table.name}
+    return {"params": [_Rows.of(table)], "lr": table.first_rate, "name": table.name}
+
+
+def _is_of_rows(group: dict[str, Any]) -> bool:
+    params = group["params"]
+    return isinstance(params, list) and bool(params) and isinstance(params[0], _Rows)
 
 
 def _update(table: Table, gradient: Tensor) -> tuple[TrainsRows, Tensor]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..config import TableConfig
@@ -171,16 +172,21 @@ class Store(Unpicklable):
             self.require_open()
             return self._pools.of(layout)
 
-    def optimizer(self) -> TieredOptimizer:
+    def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.
 
         Without it, each backward pass updates the rows at its end; learning-rate schedulers, accumulation, clipping and
-        ``GradScaler`` then do not reach them.
+        ``GradScaler`` then do not reach them. Rates begin as ``TableConfig.optimizer`` has them; a resumed job loads
+        its own.
+
+        Args:
+            dense: of the other parameters, to have one optimizer for all: it steps, is scheduled, saved and loaded with
+                the tables'.
 
         Raises:
-            ReadOnlyError: the store was opened for reading. ClosedError.
+            ReadOnlyError: the store was opened for reading. ClosedError. TypeError: ``dense`` is no optimizer.
         """
-        return self.use_optimizer(TieredOptimizer(self))
+        return self.use_optimizer(TieredOptimizer(self, dense))
 
     def use_optimizer(self, optimizer: TieredOptimizer) -> TieredOptimizer:
         """From now on backward collects gradients for it; errors as of ``optimizer``."""

@@ -59,6 +59,8 @@ class Table(Unpicklable):
         layout: how its rows lie in memory.
         learning_rate: the optimizer's rate in force. It starts as ``config.optimizer.lr``, may be set, and is part of a
             commit.
+        first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
+            to since the store was opened.
         rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
             first use.
     """
@@ -72,7 +74,7 @@ class Table(Unpicklable):
         self._in_memory: OneTable | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
-        self._learning_rate = config.optimizer.lr
+        self._learning_rate = self.first_rate = config.optimizer.lr
         self._step = self._num_changes = 0
         self._captured: list[Replayed] = []
 
@@ -104,6 +106,11 @@ class Table(Unpicklable):
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
+        self.go_on_at(rate)
+        self.first_rate = self._learning_rate
+
+    def go_on_at(self, rate: float) -> None:
+        """Set the rate in force, by a schedule or from a commit."""
         if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(f"learning_rate={rate} must be finite and not negative")
         if self._captured and rate != self._learning_rate:
@@ -153,7 +160,8 @@ class Table(Unpicklable):
 
     def restore(self, state: TableState) -> None:
         """Go on from that state."""
-        self._step, self.learning_rate = state.step - self._num_replayed, state.learning_rate
+        self._step = state.step - self._num_replayed
+        self.go_on_at(state.learning_rate)
         self.note_change()
 
     def next_hyper(self) -> Hyper:

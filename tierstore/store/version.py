@@ -3,12 +3,15 @@
 Layout: 8 bytes little-endian length of a JSON header, the header, then the named tensors in safetensors format.
 """
 
+import copy
 import json
 import math
 from dataclasses import replace
 from itertools import takewhile
+from types import NoneType
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -83,13 +86,15 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
     if not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
     try:
-        kept = json.loads(json.dumps(extra))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"extra must hold only what JSON can hold (tensors go into tensors= of Store.commit): {error}"
-        ) from None
-    if not _same(kept, extra):
-        raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
+        kept = plain(extra)
+        if found := _no_json(kept, "extra"):
+            raise TypeError(
+                f"{found}, but extra must hold only what JSON gives back as it was: dicts with str keys, lists, str, "
+                "numbers, bool and None. Lists go in for tuples, and tensors go into tensors= of Store.commit"
+            )
+        framed = _framed(tables, kept, lineage)
+    except (ValueError, RecursionError) as error:
+        raise TypeError(f"extra must hold only what JSON can hold: {error}") from None
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"tensors must have names that are str, not {type(name).__name__}")
@@ -99,7 +104,7 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         parts = _stored(tensors)
     except (RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
-    return b"".join([_framed(tables, extra, lineage), *parts])
+    return b"".join([framed, *parts])
 
 
 def _stored(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
@@ -133,15 +138,31 @@ def repack(version: Version, lineage: Lineage) -> bytes:
     return _framed(version.tables, version.extra, lineage) + version.tensors
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal in value and type, all the way down; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other or one != one)
+def plain(value: Any) -> Any:
+    """The value with numpy's scalars as Python's numbers, all the way down in dicts, lists and tuples."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        made = copy.copy(value)  # of its class, with its attributes
+        for key, each in value.items():
+            made[key] = plain(each)
+        return made
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def _no_json(value: Any, place: str) -> str:
+    """What JSON does not give back as it was, where it is and its type; "" if all is."""
+    if type(value) is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                return f"{place} has a key {excerpt(str(key))} of type {type(key).__name__}"
+            if found := _no_json(each, f"{place}[{key!r}]"):
+                return found
+    elif type(value) is list:
+        return next(filter(None, (_no_json(each, f"{place}[{at}]") for at, each in enumerate(value))), "")
+    elif type(value) not in (str, bool, int, float, NoneType):
+        return f"{place} is a {type(value).__name__}"
+    return ""
 
 
 def unpack(number: int, payload: bytes) -> Version:
