@@ -209,7 +209,7 @@ class TieredEmbeddingCollection(Collection):
         ids: Any = np.concatenate(lists)
         offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
         jagged = Jagged(ids, offsets, len(ids))
-        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), "sum")
+        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), table.config.pooling)
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:

@@ -141,7 +141,7 @@ def _step_columns(
         store(state, state_row, column, first, FLOAT32, lanes)
         store(state, state_row, dim + column, second, FLOAT32, lanes)
         step = (hyper[5] * first) / (root(second) / hyper[6] + hyper[2])
-    store(weights, slot, column, load(weights, slot, column, half, lanes) - step, half, lanes)
+    store(weights, slot, column, hyper[7] * load(weights, slot, column, half, lanes) - step, half, lanes)
 
 
 @inline
