@@ -166,12 +166,23 @@ def test_rows_are_not_in_the_state_dict(store: tierstore.Store, number: int) -> 
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_copies_are_refused_with_the_way_out(store: tierstore.Store, number: int) -> None:
-    model = nn.Sequential(modules(store)[number][0], nn.Linear(DIM, 1))
-    for refused in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, lambda each: torch.save(each, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*checkpoint.save.*AveragedModel"):
-            refused(model)
-    torch.optim.swa_utils.AveragedModel(model[1]).update_parameters(model[1])
+def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(
+    store: tierstore.Store, number: int
+) -> None:
+    module, given = modules(store)[number]
+    model = nn.Sequential(module, nn.Linear(DIM, 1))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    weights, before = [model[1].weight.detach().clone()], model[0](given).detach().clone()
+    for _ in range(2):
+        model[0](given).sum().backward()
+        model[1].weight.data += 1
+        average.update_parameters(model)
+        weights.append(model[1].weight.detach().clone())
+    assert torch.equal(average.module[0](given), model[0](given))
+    assert not torch.equal(model[0](given), before)
+    torch.testing.assert_close(average.module[1].weight.detach(), (weights[1] + weights[2]) / 2)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*checkpoint.save.*copy.deepcopy"):
+        torch.save(model, io.BytesIO())
 
 
 def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:

@@ -1,5 +1,6 @@
 """What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -118,6 +119,14 @@ class TieredModule(nn.Module, ABC):
         Whoever called retires what is returned.
         """
         return self._prepare(*_arguments(features)).announce()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredModule":
+        """A module of its own over the same tables, as averages of weights (EMA, SWA) make one."""
+        shared = (self._store, *self._store.tables.values())
+        memo |= {id(each): each for each in shared} | {id(self._prepared): PreparedLookups()}
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
 
     # What torch's own modules are asked to do with their weights.
 
