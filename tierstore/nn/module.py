@@ -66,10 +66,11 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     ) -> Tensor:
         refuse_traces(sources)
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
-        trainable = self.rows.requires_grad and not self._store.readonly
+        rows: Any = self._parameters["rows"]  # by its name it is looked for elsewhere first
+        trainable = rows.requires_grad and not self._store.readonly
         if trainable:
             self._require_one_process()
-        out = run_lookups(prepared, self.rows, trainable=trainable)
+        out = run_lookups(prepared, rows, trainable=trainable)
         return out if shape is None else out.view(*shape)
 
     def __prepare_scriptable__(self) -> None:
