@@ -48,9 +48,11 @@ class JaggedTensor:
         if weights is not None and require_tensor(weights, "weights").shape != values.shape[:1]:
             raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
         if lengths is None and offsets is None:
-            raise ValueError("give lengths or offsets")
+            raise ValueError("give lengths or offsets, at least one of the two")
         self._weights = weights
-        self._lengths = None if lengths is None else require_ids(lengths.reshape(-1), "lengths")
+        if isinstance(lengths, Tensor) and lengths.dim() == 2:  # [features, samples]
+            lengths = lengths.flatten()
+        self._lengths = None if lengths is None else require_ids(lengths, "lengths")
         if offsets is None:
             assert self._lengths is not None, "one of the two was given"
             self._offsets = _offsets_of(self._lengths)
