@@ -47,10 +47,11 @@ class DenseTable:
 
     def _rowwise_adagrad(self, touched: Tensor, gradient: Tensor) -> None:
         rule: Any = self.optimizer
-        gradient = gradient + rule.weight_decay * self.weights[touched]
+        decay = rule.weight_decay * self.weights[touched]
+        gradient = gradient if rule.decoupled else gradient + decay
         self.accumulator[touched] += gradient.double().pow(2).mean(1).float()
         root = self.accumulator[touched].sqrt() + rule.eps
-        self.weights[touched] -= rule.lr * gradient / root[:, None]
+        self.weights[touched] -= rule.lr * (gradient / root[:, None] + (decay if rule.decoupled else 0))
 
     def _torch_step(self, touched: Tensor, gradient: Tensor) -> None:
         rule: Any = self.optimizer
@@ -70,7 +71,8 @@ class DenseTable:
     def _torch_optimizer(rule: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         common = {"lr": rule.lr, "weight_decay": rule.weight_decay}
         if isinstance(rule, optim.Adam):
-            return torch.optim.Adam(parameters, betas=rule.betas, eps=rule.eps, **common)
+            kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
+            return kind(parameters, betas=rule.betas, eps=rule.eps, **common)
         if isinstance(rule, optim.Adagrad):
             return torch.optim.Adagrad(
                 parameters, eps=rule.eps, initial_accumulator_value=rule.initial_accumulator_value, **common

@@ -87,7 +87,7 @@ def test_ids_and_offsets_of_another_kind(
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        (torch.zeros(2, 4, dtype=torch.float64), TypeError, "rows must be a Tensor of torch.float32"),
+        (torch.zeros(2, 4, dtype=torch.float64), TypeError, "rows must be float32, float16 or bfloat16"),
         (torch.zeros(2, 5), ValueError, r"rows must be \[2, 4\], not \[2, 5\]"),
         (torch.zeros(3, 4), ValueError, r"rows must be \[2, 4\], not \[3, 4\]"),
         ([[0.0] * 4] * 2, TypeError, "not list"),
@@ -143,7 +143,10 @@ def test_per_sample_weights_that_do_not_fit(store: tierstore.Store) -> None:
         table.pooled(ids, offsets, mode="mean", per_sample_weights=torch.ones(2))
     with pytest.raises(ValueError, match=r"must be \[2\]"):
         table.pooled(ids, offsets, per_sample_weights=torch.ones(3))
-    with pytest.raises(TypeError, match=r"must be float32, not torch\.float64; per_sample_weights\.float\(\) converts"):
+    with pytest.raises(
+        TypeError,
+        match=r"must be float32, float16 or bfloat16, not torch\.float64; per_sample_weights\.float\(\) converts",
+    ):
         table.pooled(ids, offsets, per_sample_weights=torch.ones(2, dtype=torch.float64))
     scale: Any = [[1.0, 1.0]]
     with pytest.raises(TypeError, match="per_sample_weights must be a Tensor, not list"):

@@ -16,6 +16,8 @@ from .nn import (
     TieredEmbeddingBagCollection,
     TieredEmbeddingCollection,
     checkpoint,
+    convert,
+    plain_model,
 )
 from .offline.quantization import QuantizedTable, QuantizeReport, quantize
 from .pool.stats import Stats, TierStats
@@ -40,10 +42,12 @@ __all__ = [
     "TieredEmbeddingCollection",
     "__version__",
     "checkpoint",
+    "convert",
     "errors",
     "init",
     "open",
     "optim",
+    "plain_model",
     "prefetch",
     "quantize",
 ]

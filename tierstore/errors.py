@@ -1,4 +1,5 @@
-"""What can go wrong, as one tree. A wrong argument is a ``ValueError`` or ``TypeError``, as everywhere in Python.
+"""What can go wrong, as one tree. A wrong argument is a ``ValueError`` or ``TypeError``, as everywhere in Python; an id
+that is no row of its table is an ``IdError``, a ``ValueError`` that is an ``IndexError``, too.
 
 ::
 
@@ -29,6 +30,7 @@ __all__ = [
     "DamagedError",
     "DiskFullError",
     "FormatError",
+    "IdError",
     "PartlyTrainedError",
     "RankError",
     "ReadOnlyError",
@@ -44,6 +46,10 @@ __all__ = [
 
 class TierstoreError(Exception):
     """Base of every error that is not a plain wrong argument."""
+
+
+class IdError(IndexError, ValueError):
+    """An id is no row of its table; torch's embeddings raise IndexError."""
 
 
 class StoreNotFoundError(TierstoreError):

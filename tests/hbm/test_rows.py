@@ -29,6 +29,7 @@ RULES = {
     "rowwise_adagrad": optim.RowWiseAdagrad(lr=0.3, weight_decay=0.01),
     "adagrad": optim.Adagrad(lr=0.3, weight_decay=0.01),
     "adam": optim.Adam(lr=0.1, weight_decay=0.01),
+    "adam, decoupled": optim.Adam(lr=0.1, weight_decay=0.01, decoupled=True),
 }
 MODES = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 needs_interpreter = pytest.mark.skipif(

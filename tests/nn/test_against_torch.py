@@ -16,10 +16,12 @@ OPTIMIZERS = [
     optim.SGD(lr=0.1, weight_decay=0.02),
     optim.RowWiseAdagrad(lr=0.1, eps=1e-6),
     optim.RowWiseAdagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1),
+    optim.RowWiseAdagrad(lr=0.1, weight_decay=0.5, decoupled=True),
     optim.Adagrad(lr=0.1),
     optim.Adagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1),
     optim.Adam(lr=0.01),
     optim.Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.02),
+    optim.Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.5, decoupled=True),
 ]
 
 
@@ -40,7 +42,7 @@ def make_table(
 
 @pytest.mark.parametrize("dim", [1, 5, 16])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{o.kind}-decay{o.weight_decay}")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{o.kind}-decay{o.weight_decay}-{o.decoupled}")
 def test_training_equals_torch(store_dir: Path, optimizer: optim.Optimizer, mode: Any, dim: int) -> None:
     generator = torch.Generator().manual_seed(1)
     with tierstore.open(store_dir, ddr="2MiB") as store:
@@ -130,6 +132,28 @@ def test_a_bag_is_called_as_nn_embedding_bag(store_dir: Path) -> None:
         assert bag(square.to(torch.int32)).requires_grad
         with torch.no_grad():
             assert not bag(square).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_all_modules_of_a_pass_make_one_update_of_a_table(mode: Any) -> None:
+    """Pooled or not: Adagrad adds the square of the sum, not the sum of squares."""
+    ids, offsets = torch.tensor([3, 3, 1, 2]), torch.tensor([0, 2, 4])
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = make_table(store, optim.Adagrad(lr=0.1), pooling=mode)
+        dense = DenseTable(table.read(torch.arange(ROWS)), table.config.optimizer)
+        leaf, pooled = dense.pooled(ids, offsets, mode)
+        (pooled.sum() + 2 * leaf[ids].sum() + pooled.square().sum() + leaf[ids].square().sum()).backward()
+        assert leaf.grad is not None
+        dense.apply(leaf.grad, ids)
+        features = tierstore.KeyedJaggedTensor(["items"], ids, offsets=offsets)
+        sums = [
+            tierstore.TieredEmbeddingBag(table, include_last_offset=True)(ids, offsets).sum(),
+            2 * tierstore.TieredEmbedding(table)(ids).sum(),
+            tierstore.TieredEmbeddingBagCollection(store)(features).values().square().sum(),
+            tierstore.TieredEmbeddingCollection(store)(features)["items"].values().square().sum(),
+        ]
+        torch.stack(sums).sum().backward()
+        torch.testing.assert_close(table.read(torch.arange(ROWS)), dense.weights, rtol=1e-6, atol=1e-6)
 
 
 def test_features_that_share_a_table_are_merged_into_one_update(store_dir: Path) -> None:

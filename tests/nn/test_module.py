@@ -1,7 +1,6 @@
 """Modules over tables as torch's own are handled: frozen, moved, converted, saved; and un-pooled lookups."""
 
 import contextlib
-import copy
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -217,9 +216,11 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
             embedding.weight.grad = None
     for name, embedding in theirs.items():
         torch.testing.assert_close(store[name].read(every), embedding.weight.detach())
-    weighted = tierstore.KeyedJaggedTensor(["t", "a", "b"], ids, torch.ones(len(ids)), lengths[:3].flatten() + 0)
-    with pytest.raises(ValueError, match="take no weights"):
-        module(weighted)
+    plain, weighted = (
+        tierstore.KeyedJaggedTensor(["t", "a", "b", "c"], ids, weights, lengths.flatten())
+        for weights in (None, torch.rand(len(ids)))
+    )
+    assert torch.equal(module(weighted)["a"].values(), module(plain)["a"].values())
 
 
 @pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
@@ -286,17 +287,84 @@ def test_rows_are_not_in_the_state_dict(store: tierstore.Store, number: int) -> 
         module.load_state_dict({"rows": torch.empty(0), "other": torch.empty(1)})
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     model(features).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
-    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="clipping does not reach them"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+    with pytest.warns(RuntimeWarning, match="weight_decay=0.1 of AdamW"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_copies_are_refused_with_the_way_out(store: tierstore.Store, number: int) -> None:
-    model = nn.Sequential(modules(store)[number][0], nn.Linear(DIM, 1))
-    for refused in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, lambda each: torch.save(each, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*checkpoint.save.*AveragedModel"):
-            refused(model)
-    torch.optim.swa_utils.AveragedModel(model[1]).update_parameters(model[1])
+def test_a_copy_shares_the_tables_and_an_average_has_dense_weights_of_its_own(
+    store: tierstore.Store, number: int
+) -> None:
+    module, given = modules(store)[number]
+    model = nn.Sequential(module, nn.Linear(DIM, 1))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    weights, before = [model[1].weight.detach().clone()], model[0](given).detach().clone()
+    for _ in range(2):
+        model[0](given).sum().backward()
+        model[1].weight.data += 1
+        average.update_parameters(model)
+        weights.append(model[1].weight.detach().clone())
+    assert torch.equal(average.module[0](given), model[0](given))
+    assert not torch.equal(model[0](given), before)
+    torch.testing.assert_close(average.module[1].weight.detach(), (weights[1] + weights[2]) / 2)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*checkpoint.save.*copy.deepcopy"):
+        torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_id_that_is_no_row_is_an_index_error_and_a_value_error(store: tierstore.Store, number: int) -> None:
+    module, _ = modules(store)[number]
+    ids = torch.tensor([[1, ROWS]])
+    given = ids if number < 2 else tierstore.KeyedJaggedTensor(["t"], ids[0], lengths=torch.tensor([2]))
+    for kind in (IndexError, ValueError):
+        with pytest.raises(kind, match=f"id {ROWS} is not a row of table 't'"):
+            module(given)
+        with pytest.raises(kind, match=f"id {ROWS} is not a row"):
+            store["t"].read(ids[0])
+
+
+def test_weight_is_refused_with_the_way_out_which_trains(store: tierstore.Store) -> None:
+    module = tierstore.TieredEmbedding(store["t"])
+    for name in ("num_embeddings", "embedding_dim"):
+        assert getattr(module, name) == getattr(tierstore.TieredEmbeddingBag(store["t"]), name)
+    assert not hasattr(module, "weight")
+    with pytest.raises(AttributeError, match=r"emb\(torch.arange\(n\)\).*table.read\(ids\).*table.write"):
+        _ = module.weight
+    with pytest.raises(AttributeError, match="'TieredEmbedding' object has no attribute 'weigth'"):
+        _ = module.weigth
+    before = rows_of(store)
+    module(torch.arange(ROWS)).sum().backward()
+    assert (rows_of(store) != before).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype: torch.dtype) -> None:
+    table, bag = store["t"], tierstore.TieredEmbeddingBag(store["t"])
+    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2])
+    scale = torch.tensor([0.3, float("nan"), 0.5], dtype=dtype).nan_to_num(0.7).requires_grad_()
+    expected = scale.detach().float().requires_grad_()
+    with torch.no_grad():  # the rows stay
+        assert torch.equal(bag(ids, offsets, scale), bag(ids, offsets, expected))
+    rows = table.read(ids)
+    bag.requires_grad_(False)
+    bag(ids, offsets, scale).sum().backward()
+    torch.testing.assert_close(scale.grad, rows.sum(1).to(dtype))
+    for batch in tierstore.prefetch(
+        [(ids, offsets, torch.full((3,), torch.nan, dtype=dtype))], bag, features=lambda batch: batch
+    ):
+        assert bag(*batch).isnan().all()
+    new = torch.rand(3, DIM).to(dtype)
+    table.write(torch.tensor([4, 5, 6]), new)
+    assert torch.equal(table.read(torch.tensor([4, 5, 6])), new.float())
+    with tierstore.open(cold="memory", ddr="4MiB") as other:
+        name: Any = str(dtype).removeprefix("torch.")
+        half = other.create_table(tierstore.TableConfig(name="h", num_embeddings=9, embedding_dim=DIM, dtype=name))
+        half.write(torch.arange(9), torch.linspace(-1, 1, 9 * DIM).view(9, DIM))
+        assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
+    with pytest.raises(TypeError, match=r"rows must be float32, float16 or bfloat16, not torch.float64"):
+        table.write(torch.tensor([1]), torch.zeros(1, DIM, dtype=torch.float64))
 
 
 def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:

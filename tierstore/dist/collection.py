@@ -21,9 +21,9 @@ _NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; l
 class ShardedCollection(Collection):
     """What both have in common."""
 
-    def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None) -> None:
+    def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None, **options: Any) -> None:
         as_one: Any = store  # it has what a module asks of a store
-        super().__init__(as_one, tables=tables)
+        super().__init__(as_one, tables=tables, **options)
         self._owners = store.owners
 
     def _make_lookup(self, joined: Joined, mode: str) -> ShardedLookup:

@@ -268,7 +268,7 @@ def _update(code: int, hyper: Tensor, gradient: Tensor, slot: Tensor, weights: T
         change = lr * gradient / (_root(squares) + eps)
     else:
         change = _adam(hyper, gradient, slot, state)
-    weights[slot, :dim] = (value - change).to(weights.dtype)
+    weights[slot, :dim] = (hyper[:, 7:8] * value - change).to(weights.dtype)
 
 
 def _mean_square(gradient: Tensor) -> Tensor:

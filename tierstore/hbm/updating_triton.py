@@ -286,6 +286,7 @@ def update_tile(
         weight_decay = hyper_column(hyper, table, active, 1)
         gradient = tl.where(weight_decay != 0, gradient + weight_decay * value, gradient)
         step = step_of_rows(gradient, state, hyper, table, active, slot, CODE, DIM, STATE_STRIDE, WIDTH, ROWS)
-        store_rows(targets, value - step, lanes, BFLOAT16)
+        kept = hyper_column(hyper, table, active, 7) * value
+        store_rows(targets, kept - step, lanes, BFLOAT16)
         if HAS_DIRTY:
             tl.store(dirty + slot, tl.full([ROWS], 1, tl.uint8), mask=active)

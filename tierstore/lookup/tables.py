@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import ClosedError
+from ..errors import ClosedError, IdError
 from ..kernels.threads import Workers
 from ..optim.configs import Hyper
 from ..pool import Pool
@@ -166,11 +166,11 @@ def id_error(name: str, row: int, rows: range, whose: str = "") -> ValueError:
         whose: why there are no others.
     """
     if row in rows:
-        return ValueError(
+        return IdError(
             f"an id was no row of table {name!r} when it was read, and is {row} now: its memory changed during the "
             "lookup; give each batch memory of its own"
         )
-    return ValueError(f"id {row} is not a row of table {name!r}: ids are in [{rows.start}, {rows.stop}){whose}")
+    return IdError(f"id {row} is not a row of table {name!r}: ids are in [{rows.start}, {rows.stop}){whose}")
 
 
 def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> list[RowGradients]:

@@ -2,6 +2,7 @@
 
 from . import checkpoint
 from .collection import TieredEmbeddingBagCollection, TieredEmbeddingCollection
+from .convert import convert, plain_model
 from .embedding import TieredEmbedding
 from .embedding_bag import TieredEmbeddingBag
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -16,4 +17,6 @@ __all__ = [
     "TieredEmbeddingBagCollection",
     "TieredEmbeddingCollection",
     "checkpoint",
+    "convert",
+    "plain_model",
 ]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..config import require_names
+from ..config import TableConfig, require_names
 from ..errors import TableError
 from ..lookup.contract import AnyLookup
 from ..lookup.joined import Features, Jagged, Joined
@@ -64,6 +65,15 @@ class Collection(TieredModule):
     def _tables(self) -> list[Table]:
         return list({feature.table.layout: feature.table for feature in self._features.values()}.values())
 
+    @property
+    def device(self) -> torch.device:
+        """Where results are."""
+        return self.store.device
+
+    def _weights(self, features: JaggedLike) -> Tensor | None:  # noqa: ARG002 - here they are ignored
+        """Of a batch's ids, as far as they are used."""
+        return None
+
     def _alike(self, table: Table) -> Any:
         """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
@@ -88,7 +98,7 @@ class Collection(TieredModule):
                 hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         jagged = check_jagged(
-            features.values(), features.offsets(), features.weights_or_none(), "sum", device=self.store.device,
+            features.values(), features.offsets(), self._weights(features), "sum", device=self.store.device,
             offsets_type=self.store.offsets_type, ids_name="values", scale_name="weights",
         )  # fmt: skip
         batch, rest = divmod(jagged.batch, len(keys))
@@ -117,8 +127,9 @@ class TieredEmbeddingBagCollection(Collection):
             no such table, or two of them have a feature of one name.
     """
 
-    def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
+    def __init__(self, store: Store, *, tables: Sequence[str] | None = None, is_weighted: bool = True) -> None:
         super().__init__(store, tables=tables)
+        self._is_weighted = is_weighted
         self._groups = self._group_features()
         self._dims = [feature.table.layout.dim for feature in self._features.values()]
 
@@ -137,13 +148,24 @@ class TieredEmbeddingBagCollection(Collection):
         """
         return KeyedTensor(self.feature_names, self._dims, self._run((features,), _sources(features)))
 
+    def embedding_bag_configs(self) -> list[TableConfig]:
+        """Of its tables, in order; they have the names of TorchRec's ``EmbeddingBagConfig``."""
+        return [table.config for table in self.tables]
+
+    def is_weighted(self) -> bool:
+        """Whether a batch's weights are used."""
+        return self._is_weighted
+
+    def _weights(self, features: JaggedLike) -> Tensor | None:
+        return features.weights_or_none() if self._is_weighted else None
+
     def _prepare(self, features: JaggedLike) -> Prepared:
-        sources, scale = _sources(features), features.weights_or_none()
+        sources, scale = _sources(features), self._weights(features)
         jagged, place = self._checked(features)
         for table in self.tables if scale is not None else ():
             if table.config.pooling != "sum":
                 given = f"table {table.name!r} has {table.config.pooling!r}"
-                raise ValueError(f'weights go with pooling="sum" only; {given}')
+                raise ValueError(f'weights go with pooling="sum" only; {given}: is_weighted=False ignores them')
         lookups = [
             self._make_lookup(jagged.join(group, [place[name] for name in names]), group.tables[0].config.pooling)
             for names, group in self._groups
@@ -173,7 +195,7 @@ class TieredEmbeddingCollection(Collection):
         """Rows of every feature's ids.
 
         Args:
-            features: as for ``TieredEmbeddingBagCollection``, without weights.
+            features: as for ``TieredEmbeddingBagCollection``; weights are ignored.
 
         Returns:
             each feature's rows, float32 [ids, dim] on the store's device, with the offsets of the samples; in order of
@@ -195,12 +217,21 @@ class TieredEmbeddingCollection(Collection):
         return out
 
     def _prepare(self, features: JaggedLike) -> Prepared:
-        if features.weights_or_none() is not None:
-            raise ValueError("rows that are not pooled take no weights; multiply the result")
         checked, place = self._checked(features)
         lookups = [self._lookup(table, checked.on_host, place) for table in self.tables]
         elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
         return Prepared(lookups, (elements,), None, _sources(features), self.store)
+
+    def embedding_configs(self) -> list[TableConfig]:
+        """Of its tables, in order; they have the names of TorchRec's ``EmbeddingConfig``."""
+        return [table.config for table in self.tables]
+
+    def embedding_dim(self) -> int:
+        """Of its tables; ValueError if they differ."""
+        dims = {table.config.embedding_dim for table in self.tables}
+        if len(dims) != 1:
+            raise ValueError(f"tables have embedding_dim {sorted(dims)}: ask each one's config")
+        return dims.pop()
 
     def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> AnyLookup:
         """Of the ids of all the table's features, one after another."""
@@ -209,7 +240,7 @@ class TieredEmbeddingCollection(Collection):
         ids: Any = np.concatenate(lists)
         offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
         jagged = Jagged(ids, offsets, len(ids))
-        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), "sum")
+        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), table.config.pooling)
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:

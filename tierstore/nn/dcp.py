@@ -10,6 +10,8 @@ the shards it was told of and pickles each, which reads its rows. A reader narro
 calls ``copy_``, which writes them. Every other use raises.
 """
 
+import codecs
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
@@ -324,9 +326,9 @@ class StoreVersion:
             ValueError: the version is not kept any more, or nothing was loaded. TableError: as ``Store.rollback``.
         """
         saved, store = state_dict["version"], self._store
-        if not isinstance(saved, tuple):
+        if not isinstance(saved, bytes | tuple):  # releases before wrote a tuple
             raise ValueError("the checkpoint has no version of a store: save a StoreVersion in it")
-        version, commit_id, directory = saved
+        version, commit_id, directory = json.loads(saved) if isinstance(saved, bytes) else saved
         if not commit_id or store.commit_id(version) != commit_id:
             raise TierstoreError(
                 f"the checkpoint is of version {version} of {directory} (commit {commit_id}), which is not "
@@ -344,16 +346,17 @@ class StoreVersion:
 class _Committed:
     """Is pickled, or copied, as the version that this commits. Loading takes a ``state_dict`` too, and pickles nothing.
 
-    It becomes a tuple, as torch would enter a dict.
+    It becomes bytes of JSON: ``torch.load(weights_only=True)`` takes them, and ``torch.distributed.checkpoint`` does
+    not look into them, as it would into a dict.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._made: list[Any] = []
 
-    def __reduce__(self) -> tuple[type[tuple[Any, ...]], tuple[list[Any]]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         if not self._made:  # torch may copy it more than once
             store = self._store
             version = store.version if store.readonly else store.commit()
             self._made = [version, store.commit_id(version), str(store.directory)]
-        return tuple, (self._made,)
+        return codecs.encode, (json.dumps(self._made), "ascii")

@@ -72,7 +72,7 @@ class TieredEmbedding(TieredModule):
 
     def _prepare(self, ids: Tensor) -> Prepared:
         flat = require_tensor(ids, "input").reshape(-1)
-        padding = None
+        padding, mode = None, self.table.config.pooling  # so that a pass merges these lookups with those of bags
         if self.padding_idx is None:
             offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device=flat.device)
         else:
@@ -83,8 +83,8 @@ class TieredEmbedding(TieredModule):
                 row = self.table.jagged(torch.tensor([self.padding_idx]), torch.tensor([0, 1]), mode="sum")
                 places = (~is_used).to(self.table.store.device)
                 padding = Padding(self.table.lookup(row, mode="sum"), places, self._empty)
-        jagged = self.table.jagged(flat, offsets, mode="sum")
-        lookup = self.table.lookup(jagged, mode="sum")
+        jagged = self.table.jagged(flat, offsets, mode=mode)
+        lookup = self.table.lookup(jagged, mode=mode)
         return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store, padding)
 
     def extra_repr(self) -> str:

@@ -52,6 +52,8 @@ class TieredEmbeddingBag(TieredModule):
                 f"export and tierstore import --pooling {mode}"
             )
         self.table = table
+        self.num_embeddings = table.config.num_embeddings
+        self.embedding_dim = table.config.embedding_dim
         self.mode = pooling
         self.include_last_offset = include_last_offset
         self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)

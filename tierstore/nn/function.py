@@ -213,7 +213,9 @@ def _changes(tensor: Tensor) -> int:
 
 def _bits(tensor: Tensor) -> Tensor:
     """A view in which a NaN equals itself."""
-    return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
 
 
 def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:

@@ -1,7 +1,9 @@
 """Jagged inputs and keyed outputs in TorchRec's shape, without TorchRec."""
 
+import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ class JaggedTensor:
     Args:
         values: [N, ...].
         weights: float32 [N], or None.
-        lengths: integer [B], of each list. Give this or ``offsets``.
+        lengths: integer [B], of each list. Give this or ``offsets``; of both, offsets count.
         offsets: integer [B + 1], from 0 to N.
 
     Raises:
@@ -45,12 +47,17 @@ class JaggedTensor:
         self._values = require_tensor(values, "values")
         if weights is not None and require_tensor(weights, "weights").shape != values.shape[:1]:
             raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
-        if (lengths is None) == (offsets is None):
-            raise ValueError("give lengths or offsets, one of the two")
+        if lengths is None and offsets is None:
+            raise ValueError("give lengths or offsets, at least one of the two")
         self._weights = weights
-        self._lengths = lengths
-        given = require_ids(lengths, "lengths") if offsets is None else require_ids(offsets, "offsets")
-        self._offsets = _offsets_of(given) if offsets is None else given
+        if isinstance(lengths, Tensor) and lengths.dim() == 2:  # [features, samples]
+            lengths = lengths.flatten()
+        self._lengths = None if lengths is None else require_ids(lengths, "lengths")
+        if offsets is None:
+            assert self._lengths is not None, "one of the two was given"
+            self._offsets = _offsets_of(self._lengths)
+        else:
+            self._offsets = require_ids(offsets, "offsets")
 
     def values(self) -> Tensor:
         """The ids, [N], sample by sample."""
@@ -60,6 +67,10 @@ class JaggedTensor:
         """Integer [B]: how many each sample has; of several features B for each, one after another."""
         if self._lengths is None:
             self._lengths = torch.diff(self._offsets)
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """``lengths()`` if they were given or asked for before."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -80,6 +91,42 @@ class JaggedTensor:
         """Each list's values, views."""
         return list(torch.split(self._values, self.lengths().tolist()))
 
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """[B, desired_length, ...]: each list cut to that length, or filled up; default: the longest list's."""
+        lengths = self.lengths().to(self._values.device)
+        width = int(lengths.max()) if desired_length is None and len(lengths) else desired_length or 0
+        places = torch.arange(width, device=self._values.device)
+        is_there = places < lengths[:, None]
+        out = self._values.new_full((*is_there.shape, *self._values.shape[1:]), padding_value)
+        sources = self._offsets[:-1].to(places.device)[:, None] + places
+        out[is_there] = self._values[sources[is_there]]
+        return out
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Its tensors on a device."""
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Its tensors in page-locked memory."""
+        return self._changed(torch.Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """``Tensor.record_stream`` of each tensor that a device has."""
+        for each in (self._values, self._weights, self._lengths, self._offsets):
+            if each is not None and not each.is_cpu:
+                each.record_stream(stream)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        made = copy.copy(self)
+        made._values, made._offsets = change(self._values), change(self._offsets)
+        made._weights = None if self._weights is None else change(self._weights)
+        made._lengths = None if self._lengths is None else change(self._lengths)
+        return made
+
     def __repr__(self) -> str:
         return f"JaggedTensor(samples={len(self._offsets) - 1}, values={tuple(self._values.shape)})"
 
@@ -91,8 +138,9 @@ class KeyedJaggedTensor(JaggedTensor):
         keys: F feature names.
         values: int64 or int32 [N]; key-major: all ids of feature 0, sample by sample, then of feature 1, ...
         weights: float32 [N], one an id.
-        lengths: integer [F * B], length of each bag, key-major. Give this or ``offsets``.
+        lengths: integer [F * B] or [F, B], length of each bag, key-major. Give this or ``offsets``.
         offsets: integer [F * B + 1], from 0 to N.
+        stride: B, which is counted otherwise; without keys it is 0.
 
     Raises:
         TypeError: as ``JaggedTensor``, or ``keys`` is one str. ValueError: shapes that do not fit together.
@@ -105,11 +153,13 @@ class KeyedJaggedTensor(JaggedTensor):
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
+        stride: int | None = None,
     ) -> None:
         super().__init__(values, weights, lengths, offsets)
         require_names(keys, "keys")
         bags = len(self._offsets) - 1
-        if bags < 0 or (bags % len(keys) if keys else bags):
+        self._stride = bags // max(len(keys), 1) if stride is None else stride
+        if bags < 0 or bags != self._stride * len(keys):
             raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample")
         self._keys = list(keys)
 
@@ -134,7 +184,7 @@ class KeyedJaggedTensor(JaggedTensor):
         Raises:
             ValueError: they have not, or only some have weights.
         """
-        strides = {part.stride() for part in parts if part.keys()}
+        strides = {part.stride() for part in parts}
         weights = [part.weights_or_none() for part in parts]
         given = [each for each in weights if each is not None]
         if len(strides) > 1 or 0 < len(given) < len(weights):
@@ -144,6 +194,7 @@ class KeyedJaggedTensor(JaggedTensor):
             torch.cat([part.values() for part in parts]),
             torch.cat(given) if given else None,
             torch.cat([part.lengths() for part in parts]),
+            stride=next(iter(strides), None),
         )
 
     def keys(self) -> list[str]:
@@ -152,7 +203,12 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def stride(self) -> int:
         """Samples in the batch."""
-        return (len(self._offsets) - 1) // len(self._keys) if self._keys else 0
+        return self._stride
+
+    def length_per_key(self) -> list[int]:
+        """How many values each feature has."""
+        starts = self.offset_per_key()
+        return [stop - start for start, stop in itertools.pairwise(starts)]
 
     def offset_per_key(self) -> list[int]:
         """Where each feature's values begin, and where the last end."""
@@ -173,9 +229,15 @@ class KeyedJaggedTensor(JaggedTensor):
             offsets = self._offsets[first * batch : (first + count) * batch + 1]
             weights = None if self._weights is None else self._weights[own]
             keys = self._keys[first : first + count]
-            parts.append(KeyedJaggedTensor(keys, self._values[own], weights, offsets=offsets - starts[first]))
+            offsets = offsets - starts[first]
+            parts.append(KeyedJaggedTensor(keys, self._values[own], weights, offsets=offsets, stride=batch))
             first += count
         return parts
+
+    def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
+        """The features at these places, in this order; one may come more than once."""
+        parts = self.split([1] * len(self._keys))
+        return KeyedJaggedTensor.concat([parts[index] for index in indices])
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Each feature's lists; values are views."""
@@ -188,17 +250,14 @@ class KeyedJaggedTensor(JaggedTensor):
     def __getitem__(self, key: str) -> JaggedTensor:
         return self.to_dict()[key]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "KeyedJaggedTensor":
-        """Its tensors on a device."""
-        return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "KeyedJaggedTensor":
-        """Its tensors in page-locked memory."""
-        return self._changed(torch.Tensor.pin_memory)
-
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        weights = None if self._weights is None else change(self._weights)
-        return KeyedJaggedTensor(self._keys, change(self._values), weights, offsets=change(self._offsets))
+    def to(
+        self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None
+    ) -> "KeyedJaggedTensor":
+        """Its tensors on a device, the weights as ``dtype``."""
+        made = super().to(device, non_blocking)
+        if made._weights is not None and dtype is not None:
+            made._weights = made._weights.to(dtype)
+        return made
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
@@ -214,30 +273,64 @@ def _offsets_of(lengths: Tensor) -> Tensor:
 
 
 class KeyedTensor:
-    """Pooled rows of several features side by side.
+    """Pooled rows of several features side by side; in TorchRec's shape.
 
     Args:
         keys: F feature names.
-        dims: columns of each.
-        values: float32 [B, sum(dims)].
+        length_per_key: columns of each.
+        values: float32 [B, sum(length_per_key)].
     """
 
-    def __init__(self, keys: Sequence[str], dims: Sequence[int], values: Tensor) -> None:
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys = list(keys)
-        self._dims = list(dims)
+        self._dims = list(length_per_key)
         self._values = values
+
+    @classmethod
+    def from_tensor_list(cls, keys: Sequence[str], tensors: Sequence[Tensor]) -> "KeyedTensor":
+        """Of each feature's [B, dim]."""
+        return cls(keys, [each.shape[1] for each in tensors], torch.cat(list(tensors), dim=1))
+
+    @staticmethod
+    def regroup(keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Of each group [B, sum of dims]: its features side by side; a feature may be in several groups."""
+        found = {key: columns for each in keyed_tensors for key, columns in each.to_dict().items()}
+        return [torch.cat([found[key] for key in group], dim=1) for group in groups]
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]], keys: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """``regroup``, each group by its name in ``keys``."""
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
         """The features, in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """float32 [B, sum(dims)], features in order of ``keys()``."""
+        """float32 [B, sum(length_per_key())], features in order of ``keys()``."""
         return self._values
+
+    def key_dim(self) -> int:
+        """1: the axis along which features lie."""
+        return 1
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
 
     def length_per_key(self) -> list[int]:
         """Columns of each feature."""
         return self._dims
+
+    def offset_per_key(self) -> list[int]:
+        """Where each feature's columns begin, and where the last end."""
+        return [0, *itertools.accumulate(self._dims)]
+
+    def _key_indices(self) -> dict[str, int]:
+        """Asked for by TorchRec's regroup."""
+        return {key: index for index, key in enumerate(self._keys)}
 
     def __getitem__(self, key: str) -> Tensor:
         """float32 [B, dim] of one feature, a view."""
@@ -246,3 +339,15 @@ class KeyedTensor:
     def to_dict(self) -> dict[str, Tensor]:
         """Each feature's [B, dim], views."""
         return dict(zip(self._keys, torch.split(self._values, self._dims, dim=1), strict=True))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
+        """Its values on a device."""
+        return KeyedTensor(self._keys, self._dims, self._values.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """``Tensor.record_stream`` of values that a device has."""
+        if not self._values.is_cpu:
+            self._values.record_stream(stream)
+
+    def __repr__(self) -> str:
+        return f"KeyedTensor(keys={self._keys}, length_per_key={self._dims}, samples={len(self._values)})"

@@ -1,6 +1,8 @@
 """What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
 
+import copy
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from ..config import require_int
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
+from ..system.unpicklable import Unpicklable
+from .anchor import Anchor
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .replicas import require_one_process
 
@@ -23,7 +27,7 @@ NO_COUNTERPART: Final = {
 """Arguments of torch's modules."""
 
 
-class TieredModule(nn.Module, ABC):
+class TieredModule(Unpicklable, nn.Module, ABC):
     """Base of modules that look rows up.
 
     Attributes:
@@ -34,7 +38,7 @@ class TieredModule(nn.Module, ABC):
     def __init__(self, store: Store) -> None:
         require_store(store)
         super().__init__()
-        self.rows = nn.Parameter(torch.empty(0, dtype=torch.float32), requires_grad=not store.readonly)
+        self.rows = Anchor.of(self, requires_grad=not store.readonly)
         self._store = store
         self._prepared = PreparedLookups()
 
@@ -63,10 +67,11 @@ class TieredModule(nn.Module, ABC):
     ) -> Tensor:
         refuse_traces(sources)
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
-        trainable = self.rows.requires_grad and not self._store.readonly
+        rows: Any = self._parameters["rows"]  # by its name it is looked for elsewhere first
+        trainable = rows.requires_grad and not self._store.readonly
         if trainable:
             self._require_one_process()
-        return run_lookups(prepared, self.rows, prepared.shape if shape is None else shape, trainable=trainable)
+        return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -130,7 +135,27 @@ class TieredModule(nn.Module, ABC):
         """
         return self._prepare_of(features).announce()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredModule":
+        """A module of its own over the same tables, as averages of weights (EMA, SWA) make one."""
+        shared = (self._store, *self._store.tables.values())
+        memo |= {id(each): each for each in shared} | {id(self._prepared): PreparedLookups()}
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        made.rows.owner = weakref.ref(made)
+        return made
+
     # What torch's own modules are asked to do with their weights.
+
+    def __getattr__(self, name: str) -> Any:
+        """AttributeError for ``weight`` says how rows are read and written."""
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no weight: rows are in the store. All rows, trained as torch would: "
+                "emb(torch.arange(n)) of a TieredEmbedding; some, without gradient: table.read(ids); to set them: "
+                "table.write(ids, rows), or TableConfig(init=...) for first values",
+                name=name, obj=self,
+            )  # fmt: skip
+        return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
         """Called by ``to``, ``half``, ``cuda`` and the like.

@@ -2,7 +2,9 @@
 
 All four update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order
 (in runs of 64 positions, and 64 runs at a time; see ``kernels.RUN``).
-``weight_decay`` adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim does) of touched rows only.
+``weight_decay`` reaches touched rows only. It adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim
+does). With ``decoupled`` the row is multiplied by ``1 - lr * weight_decay`` beside the step instead, as by
+torch.optim.AdamW, FBGEMM's ADAM and its ``WeightDecayMode.DECOUPLE``.
 """
 
 import math
@@ -17,21 +19,24 @@ NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
 
 Hyper = tuple[float, float, float, float, float, float, float, float]
-"""That row: learning rate, weight decay, eps, beta1, beta2, step size, root of the bias correction; the last is free.
-A tuple, which is made and compared in a tenth of the time that numpy takes."""
+"""That row: learning rate, L2 weight decay, eps, beta1, beta2, step size, root of the bias correction, and the factor
+of the row that the step is subtracted from. A tuple, which is made and compared in a tenth of the time of numpy.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Base: a learning rate and L2 weight decay.
+    """Base: a learning rate and weight decay.
 
     Attributes:
         lr: learning rate; ``Table.learning_rate`` changes it while training.
-        weight_decay: L2 penalty on touched rows.
+        weight_decay: of touched rows; 0 is none.
+        decoupled: weight decay is no part of the gradient; see the module's docstring.
     """
 
     lr: float = 0.01
     weight_decay: float = 0.0
+    decoupled: bool = False
     kind: ClassVar[str] = ""
     code: ClassVar[int] = -1
 
@@ -44,6 +49,8 @@ class Optimizer:
                     raise ValueError(f"{type(self).__name__}: {name}={value} must be finite and not negative")
             plain = np.asarray(value).tolist()  # Python's numbers, of numpy's
             object.__setattr__(self, name, tuple(plain) if isinstance(plain, list) else plain)
+        if not isinstance(self.decoupled, bool):
+            raise TypeError(f"{type(self).__name__}: decoupled must be True or False, not {self.decoupled}")
 
     def state_dim(self, dim: int) -> int:
         """float32 columns of state kept with a row of ``dim`` columns."""
@@ -61,11 +68,24 @@ class Optimizer:
             learning_rate: the rate in force.
             step: how many updates the table will have had with this one (from 1).
         """
-        return learning_rate, self.weight_decay, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        decay = self.weight_decay
+        if self.decoupled:
+            return learning_rate, 0.0, *self._own(learning_rate, step), 1.0 - learning_rate * decay
+        return learning_rate, decay, *self._own(learning_rate, step), 1.0
+
+    def _own(self, _learning_rate: float, _step: int) -> tuple[float, float, float, float, float]:
+        """eps, beta1, beta2, step size, root of the bias correction, as far as the rule has them."""
+        return 0.0, 0.0, 0.0, 0.0, 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back."""
-        return {"kind": self.kind, **asdict(self)}
+        """JSON-able form; ``from_dict`` reads it back.
+
+        ``decoupled`` is left out where it is False, so that releases that do not know it read all other tables.
+        """
+        fields = asdict(self)
+        if not fields.pop("decoupled"):
+            return {"kind": self.kind, **fields}
+        return {"kind": self.kind, **fields, "decoupled": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +120,8 @@ class RowWiseAdagrad(Optimizer):
     def initial_state(self) -> float:
         return self.initial_accumulator_value
 
-    def hyper(self, learning_rate: float, step: int) -> Hyper:
-        return learning_rate, self.weight_decay, self.eps, 0.0, 0.0, 0.0, 0.0, 0.0
+    def _own(self, _learning_rate: float, _step: int) -> tuple[float, float, float, float, float]:
+        return self.eps, 0.0, 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +136,10 @@ class RowWiseAdagradOfColumns(RowWiseAdagrad):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weight_decay:
+        if self.weight_decay and not self.decoupled:
             raise ValueError(
                 f"weight_decay={self.weight_decay}: the mean square of a row's columns would need the whole row; "
-                "shard the table by rows, or leave weight_decay 0"
+                "shard the table by rows, give decoupled=True, or leave weight_decay 0"
             )
 
 
@@ -161,10 +181,9 @@ class Adam(Optimizer):
     def state_dim(self, dim: int) -> int:
         return 2 * dim
 
-    def hyper(self, learning_rate: float, step: int) -> Hyper:
+    def _own(self, learning_rate: float, step: int) -> tuple[float, float, float, float, float]:
         beta1, beta2 = self.betas
-        step_size, root_correction = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
-        return learning_rate, self.weight_decay, self.eps, beta1, beta2, step_size, root_correction, 0.0
+        return self.eps, beta1, beta2, learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
 
 
 _KINDS: Final[dict[str, type[Optimizer]]] = {
@@ -184,5 +203,5 @@ def from_dict(fields: dict[str, Any]) -> Optimizer:
 def adding(num_tables: int) -> tuple[Int64s, Floats]:
     """Codes, int64 [T], and hyper, float32 [T, NUM_HYPER], of an update that adds gradients to rows: SGD at rate -1."""
     hyper = np.zeros((num_tables, NUM_HYPER), np.float32)
-    hyper[:, 0] = -1
+    hyper[:, 0], hyper[:, -1] = -1, 1
     return np.full(num_tables, SGD.code, np.int64), hyper

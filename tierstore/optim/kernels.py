@@ -122,8 +122,8 @@ def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, 
 
 @template
 def _step_columns(
-    lanes: int, code: int, rate: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int, column: int,
-    state: Floats, state_row: int, dim: int, half: int,
+    lanes: int, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int,
+    column: int, state: Floats, state_row: int, dim: int, half: int,
 ) -> None:  # fmt: skip
     """One step of the columns ``[column, column + lanes)`` of a row, and of their state."""
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
@@ -141,7 +141,7 @@ def _step_columns(
         store(state, state_row, column, first, FLOAT32, lanes)
         store(state, state_row, dim + column, second, FLOAT32, lanes)
         step = (hyper[5] * first) / (root(second) / hyper[6] + hyper[2])
-    store(weights, slot, column, load(weights, slot, column, half, lanes) - step, half, lanes)
+    store(weights, slot, column, kept * load(weights, slot, column, half, lanes) - step, half, lanes)
 
 
 @inline
@@ -155,7 +155,7 @@ def _update_row(
         square: the mean of the squares of a gradient of which this is a range of columns.
         work: float32 [3, padded width]: the gradient, zero behind column ``dim``, and scratch.
     """
-    rate = hyper[0]
+    rate, kept = hyper[0], hyper[7]
     if hyper[1] != np.float32(0):
         _decay(hyper[1], work, weights, slot, dim, half)
     if code == _ROWWISE_ADAGRAD:
@@ -166,13 +166,13 @@ def _update_row(
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
     column = 0
     while column + 16 <= dim:
-        _step_columns(16, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(16, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
         column += 16
     while column + 4 <= dim:
-        _step_columns(4, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(4, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
         column += 4
     while column < dim:
-        _step_columns(1, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(1, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
         column += 1
 
 

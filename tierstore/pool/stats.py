@@ -74,11 +74,29 @@ def of_counters(counters: Sequence[CacheCounters]) -> TierStats:
 
 
 class Stats(NamedTuple):
-    """All tiers of a store."""
+    """All tiers of a store. Printed, a table of what is not zero."""
 
     hbm: TierStats
     ddr: TierStats
     ssd: TierStats
+
+    def to_dict(self) -> dict[str, float]:
+        """All numbers by name, as ``"ddr.hits"`` and ``"ddr.hit_rate"``: what loggers of metrics take."""
+        return {
+            f"{tier}.{name}": number
+            for tier, counts in self._asdict().items()
+            for name, number in (*counts._asdict().items(), ("hit_rate", counts.hit_rate))
+        }
+
+    def __str__(self) -> str:
+        numbers = self.to_dict()
+        lines = [["", *self._fields]]
+        for name in (*TierStats._fields, "hit_rate"):
+            row = [numbers[f"{tier}.{name}"] for tier in self._fields]
+            if any(row):
+                lines.append([name, *(f"{each:,.3f}" if isinstance(each, float) else f"{each:,}" for each in row)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
 def total(stats: Sequence[Stats]) -> Stats:

@@ -18,6 +18,8 @@ from ..lookup.on_device import DeviceJagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
+FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+"""Of per-sample weights and of rows that are written."""
 OffsetsType = type[np.int64] | type[np.int32]
 """Of the offsets that a lookup keeps."""
 _OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
@@ -135,17 +137,17 @@ def _first_wrong(offsets: Int64s, num_ids: int) -> str:
 
 
 def require_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Tensor | None:
-    """Per-sample weights, float32 [n], or None. TypeError: not float32. ValueError: another length than the ids, or a
-    mode other than "sum"."""
+    """Per-sample weights as float32 [n], or None. TypeError: not one of ``FLOAT_TYPES``. ValueError: another length
+    than the ids, or a mode other than "sum"."""
     if scale is None:
         return None
-    if require_tensor(scale, name).dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, not {scale.dtype}; {name}.float() converts")
+    if require_tensor(scale, name).dtype not in FLOAT_TYPES:
+        raise TypeError(f"{name} must be float32, float16 or bfloat16, not {scale.dtype}; {name}.float() converts")
     if mode != "sum":
         raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
     if scale.shape != (num_ids,):
         raise ValueError(f"{name} must be [{num_ids}] like the ids, not {tuple(scale.shape)}")
-    return scale.detach()
+    return scale.detach().float()
 
 
 def check_jagged(

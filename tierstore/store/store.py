@@ -140,15 +140,25 @@ class Store(Unpicklable):
         self.require_open()
         if not isinstance(config, TableConfig):
             raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
-        known = self._catalog.find(config)
+        known = self.find_or_require(config)
         if known is not None:
             return known
-        self.require_writable()
-        self._catalog.require_possible(config)
         self._commits.end_pending()
         with self._pools.lock:  # pools are made for all tables there are
             self._pools.retire()
             return self._catalog.create(config)
+
+    def find_or_require(self, config: TableConfig) -> Table | None:
+        """The table of this configuration; None if ``create_table`` can make it, else its errors."""
+        known = self._catalog.find(config)
+        if known is None:
+            self.require_writable()
+            self._catalog.require_possible(config)
+        return known
+
+    def has_rows_of(self, name: str) -> bool:
+        """Whether the version shown knows a table of that name, or it was changed since."""
+        return name in self._catalog.version.tables or name in self.changed_tables
 
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""

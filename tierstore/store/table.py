@@ -27,7 +27,7 @@ from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
-from .arguments import check_ids, check_jagged, refuse_traces, refuse_transforms
+from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class Table(Unpicklable):
 
         Args:
             ids: int64 or int32 [n].
-            rows: [n, embedding_dim] of the table's dtype.
+            rows: float32, float16 or bfloat16 [n, embedding_dim]; rounded to the table's dtype.
 
         Raises:
             ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError: the store was opened for
@@ -325,16 +325,13 @@ class Table(Unpicklable):
         self.store.require_writable()
         self.require_float()
         keys = self._keys(ids)
-        if not isinstance(rows, Tensor) or rows.dtype != self.layout.torch_dtype:
-            found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-            raise TypeError(
-                f"rows must be a Tensor of {self.layout.torch_dtype}, the dtype of table {self.name!r}, not {found}"
-            )
+        if require_tensor(rows, "rows").dtype not in FLOAT_TYPES:
+            raise TypeError(f"rows must be float32, float16 or bfloat16, not {rows.dtype}; rows.float() converts")
         if rows.shape != (len(keys), self.layout.dim):
             raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
         if not len(keys):
             return
-        new = rows.detach()
+        new = rows.detach().to(self.layout.torch_dtype)
         self.note_change()
         in_pool_of(self, lambda pool: self._write(pool, keys, new))
 

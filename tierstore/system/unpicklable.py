@@ -11,6 +11,6 @@ class Unpicklable:
         raise TypeError(
             f"{self!r} cannot be pickled or copied: its files, memory and threads are this process's. In another "
             'process open the store anew, with mode="r" if this one writes it. To save a model with its rows: '
-            "tierstore.checkpoint.save(store, model); without them: its state_dict(). AveragedModel and "
-            "copy.deepcopy take modules without tables"
+            "tierstore.checkpoint.save(store, model); without them: its state_dict(). copy.deepcopy of a model "
+            "shares its tables"
         )

@@ -1,0 +1,220 @@
+"""``tierstore.convert`` and the way back: models of many kinds train to the losses that torch gives them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tests.peers.zoo import BATCH, MODELS, Factorization, SharedModule
+from tierstore import optim
+from tierstore.errors import TableError
+
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.01),
+}
+
+
+class Loop:
+    """A model and the optimizers of its weights, as a plain loop has them."""
+
+    def __init__(self, model: nn.Module, rule: str) -> None:
+        self.model = model
+        tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+        own = {id(each.weight) for each in tables}
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self.sparse = RULES[rule]([each for each in trained if id(each) in own])
+        dense = [each for each in trained if id(each) not in own]
+        self.dense = torch.optim.SGD(dense, lr=0.05) if dense else None
+
+    def step(self, batch: tuple[Any, ...], target: Tensor) -> float:
+        loss = (self.model(*batch) - target).square().mean()
+        for optimizer in filter(None, (self.sparse, self.dense)):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in filter(None, (self.sparse, self.dense)):
+            optimizer.step()
+        return loss.item()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_a_converted_model_has_torchs_losses(kind: type[nn.Module], rule: str) -> None:
+    """Half trained by torch, then by both; and the way back has the weights that torch has."""
+    random = torch.Generator().manual_seed(1)
+    batches = [(MODELS[kind](random), torch.rand(BATCH, generator=random)) for _ in range(8)]
+    torch.manual_seed(0)
+    theirs = Loop(kind(), rule)
+    for batch, target in batches[:3]:
+        theirs.step(batch, target)
+    ours = copy.deepcopy(theirs)
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        assert tierstore.convert(ours.model, store, optimizer=ours.sparse) is ours.model
+        assert not any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in ours.model.modules())
+        assert not any(group["params"] for group in ours.sparse.param_groups)
+        losses = [(ours.step(*each), theirs.step(*each)) for each in batches[3:]]
+        torch.testing.assert_close(*zip(*losses, strict=True), rtol=1e-5, atol=1e-6)
+        plain = tierstore.plain_model(ours.model)
+        assert [name for name, _ in plain.named_modules()] == [name for name, _ in theirs.model.named_modules()]
+        torch.testing.assert_close(plain.state_dict(), theirs.model.state_dict(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain(*batches[0][0]), ours.model(*batches[0][0]), rtol=1e-6, atol=1e-6)
+
+
+def test_adam_state_and_settings_come_along() -> None:
+    bag, ids = nn.EmbeddingBag(9, 4, sparse=True), torch.tensor([[1, 2, 2]])
+    theirs = torch.optim.SparseAdam(bag.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-12)
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        model = nn.ModuleDict({"bag": copy.deepcopy(bag)})
+        for number in range(6):
+            if number == 3:
+                own = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+                model.load_state_dict({"bag." + name: each for name, each in bag.state_dict().items()})
+                own.load_state_dict(theirs.state_dict())
+                tierstore.convert(model, store, optimizer=own)
+                assert store["bag"].config.optimizer == optim.Adam(lr=0.1, betas=(0.8, 0.9), eps=1e-12)
+                assert not own.state
+            if number >= 3:
+                model["bag"](ids).square().sum().backward()
+            theirs.zero_grad()
+            bag(ids).square().sum().backward()
+            theirs.step()
+        torch.testing.assert_close(store["bag"].read(torch.arange(9)), bag.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_optimizers_of_torch_that_are_kept_and_those_that_are_not() -> None:
+    def rule(make: Callable[[Any], torch.optim.Optimizer]) -> optim.Optimizer:
+        with tierstore.open(cold="memory", ddr="4MiB") as store:
+            model = nn.ModuleList([nn.Embedding(3, 2)])
+            tierstore.convert(model, store, optimizer=make(model.parameters()))
+            return store["0"].config.optimizer
+
+    assert rule(lambda own: torch.optim.SGD(own, 0.5, weight_decay=0.1)) == optim.SGD(lr=0.5, weight_decay=0.1)
+    assert rule(lambda own: torch.optim.Adam(own, 0.5)) == optim.Adam(lr=0.5)
+    assert rule(lambda own: torch.optim.AdamW(own, 0.5)) == optim.Adam(lr=0.5, weight_decay=0.01, decoupled=True)
+    for make, told in (
+        (lambda own: torch.optim.SGD(own, 0.5, momentum=0.9), "'0': momentum=0.9"),
+        (lambda own: torch.optim.Adagrad(own, 0.5, lr_decay=0.1), "'0': lr_decay=0.1"),
+        (lambda own: torch.optim.RMSprop(own), "'0': RMSprop has no counterpart"),
+        (lambda _own: torch.optim.SGD(nn.Linear(1, 1).parameters()), "'0': the optimizer does not train its weight"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            rule(make)
+
+
+def test_a_model_on_the_meta_device_is_never_made_whole() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.EmbeddingBag(10**9, 64, mode="sum"), nn.Linear(64, 1))
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        tierstore.convert(model, store, min_rows=10**6, init=tierstore.init.Normal(std=0.5, seed=3))
+        model.to_empty(device="cpu")
+        model[1].reset_parameters()
+        row = store["0"].read(torch.tensor([999_999_999]))
+        assert model[0](torch.tensor([[999_999_999]])).tolist() == row.tolist()
+        assert 0.3 < row.std() < 0.7
+
+
+def test_what_is_chosen_and_what_stays() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({"small": nn.Embedding(9, 2), "large": nn.Embedding(90, 2), "bag": nn.EmbeddingBag(99, 2)})
+
+    rules = {"large": optim.SGD(lr=0.5), "bag": optim.Adam()}
+    for chosen, tables in (
+        ({"min_rows": 50, "optimizer": rules}, {"large": rules["large"], "bag": rules["bag"]}),
+        ({"names": ["small"], "optimizer": optim.Adagrad()}, {"small": optim.Adagrad()}),
+        ({"min_rows": 1000}, {}),
+    ):
+        with tierstore.open(cold="memory", ddr="4MiB") as store:
+            made = tierstore.convert(model(), store, **chosen)  # type: ignore[arg-type]
+            assert {name: each.config.optimizer for name, each in store.tables.items()} == tables
+            kept = {
+                name for name, each in made.named_children() if not isinstance(each, nn.Embedding | nn.EmbeddingBag)
+            }
+            assert kept == set(tables)
+    root = nn.EmbeddingBag(9, 2, mode="max").eval()
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        alone = tierstore.convert(root, store)
+        assert isinstance(alone, tierstore.TieredEmbeddingBag)
+        assert (alone.mode, alone.training, list(store.tables)) == ("max", False, ["embedding"])
+        assert torch.equal(alone(torch.tensor([[1, 2]])), root(torch.tensor([[1, 2]])))
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return 2 * super().forward(input)
+
+
+def refused_models() -> dict[str, nn.Module]:
+    tied = nn.ModuleDict({"item": nn.Embedding(9, 2), "head": nn.Linear(2, 9, bias=False)})
+    tied["head"].weight = tied["item"].weight
+    viewed = nn.ModuleDict({"item": nn.Embedding(9, 2), "head": nn.Linear(2, 9, bias=False)})
+    viewed["head"].weight.data = viewed["item"].weight.data
+    modes = nn.ModuleDict({"one": nn.EmbeddingBag(9, 2, mode="sum"), "two": nn.EmbeddingBag(9, 2, mode="mean")})
+    modes["two"].weight = modes["one"].weight
+    hooked = nn.ModuleDict({"item": nn.Embedding(9, 2)})
+    hooked["item"].register_forward_hook(lambda *_: None)
+    return {
+        "'item': its weight is bad.head.weight": tied,
+        "'item': its weight is bad.head.weight of the model": viewed,
+        "'one': bags that share its weight pool by mean and sum": modes,
+        "'item': it has hooks": hooked,
+        "'0': max_norm": nn.Sequential(nn.Embedding(9, 2, max_norm=1.0)),
+        "'0': scale_grad_by_freq": nn.Sequential(nn.Embedding(9, 2, scale_grad_by_freq=True)),
+        "'0': padding_idx": nn.Sequential(nn.EmbeddingBag(9, 2, padding_idx=0)),
+        "'0': its weight is torch.float16": nn.Sequential(nn.Embedding(9, 2).half()),
+        "'0': is a Scaled": nn.Sequential(Scaled(9, 2)),
+    }
+
+
+@pytest.mark.parametrize(("told", "model"), [*refused_models().items()], ids=lambda value: str(value)[:30])
+def test_what_cannot_be_kept_is_refused_by_name_before_anything_changes(told: str, model: nn.Module) -> None:
+    whole = nn.ModuleDict({"good": nn.Embedding(9, 2), "bad": model})
+    before = list(whole.named_modules(remove_duplicate=False))
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        with pytest.raises(ValueError, match=r"nothing was converted.*\n.*" + told.replace("'", "'bad.", 1)):
+            tierstore.convert(whole, store)
+        assert not store.tables
+        assert list(whole.named_modules(remove_duplicate=False)) == before
+        tierstore.convert(whole, store, names=["good"])
+        assert list(store.tables) == ["good"]
+
+
+def test_rows_of_an_earlier_run_are_used_and_never_overwritten(tmp_path: Any) -> None:
+    ids = torch.arange(50)
+    with tierstore.open(tmp_path / "s", ddr="4MiB") as store:
+        tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
+    with tierstore.open(tmp_path / "s", ddr="4MiB") as store:  # nothing was committed: the rows come again
+        model = tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
+        model(ids, ids).sum().backward()
+        rows = store["encoder.0"].read(ids)
+        with pytest.raises(TableError, match=r"rows of table 'encoder.0' from before.*copy=False"):
+            tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
+        store.commit()
+    for mode in ("w", "r"):
+        with tierstore.open(tmp_path / "s", ddr="4MiB", mode=mode) as store:  # type: ignore[arg-type]
+            with pytest.raises(TableError, match="copy=False"):
+                tierstore.convert(SharedModule(), store, optimizer=optim.SGD(lr=0.5))
+            with pytest.raises(TableError, match="exists and differs in num_embeddings"):
+                tierstore.convert(nn.ModuleDict({"frozen": nn.Embedding(4, 8)}), store, copy=False)
+            again = tierstore.convert(SharedModule(), store, copy=False)
+            assert torch.equal(again.encoder[0](ids), rows)
+            assert again.encoder[0] is again.decoder[0]
+
+
+def test_the_way_back_is_traced_and_does_not_change_the_model() -> None:
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        model, batch = tierstore.convert(Factorization(), store), (torch.tensor([1, 2]), torch.tensor([3, 3]))
+        before = model(*batch)
+        plain = tierstore.plain_model(model)
+        assert torch.equal(torch.fx.symbolic_trace(plain)(*batch), before)
+        plain(*batch).sum().backward()
+        with torch.no_grad():
+            for each in plain.parameters():
+                each.zero_()
+        assert torch.equal(model(*batch), before)
+        both = nn.ModuleDict({"bags": tierstore.TieredEmbeddingBagCollection(store)})
+        with pytest.raises(ValueError, match="'bags' is a TieredEmbeddingBagCollection"):
+            tierstore.plain_model(both)

@@ -1,0 +1,119 @@
+"""The parameter that stands for a module's rows; it notices what torch does to gradients and would do to the rows'.
+
+Rows that are trained in backward have no gradient that clipping, a ``GradScaler`` or an optimizer's weight decay could
+change, and each pass is an update. Where torch would have applied these to rows, a warning names the way: Python shows
+it once for each place.
+"""
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.amp import grad_scaler
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..store import Store
+
+if TYPE_CHECKING:
+    from .module import TieredModule
+
+_CHANGE_GRADIENTS: Final = {
+    clip_grad.__file__: "clipping does not reach them; optimizer.clip_grad_norm_(model.parameters(), max_norm) does",
+    grad_scaler.__file__: "a GradScaler does not reach them, and they are trained by scaled gradients",
+}
+"""Files whose functions read ``grad`` of parameters to change it, with what is then wrong."""
+_GRAD: Final[Any] = Tensor.grad
+"""torch's property, to which mypy knows no setter."""
+_SEEN: Final["weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen]"] = weakref.WeakKeyDictionary()
+
+
+class _Seen:
+    """What an optimizer's steps were told of: the updates of each module's rows as of its last step, and whether there
+    was more than one before it."""
+
+    def __init__(self) -> None:
+        self.updates: dict[int, int] = {}
+        self.was_more: set[int] = set()
+
+
+class Anchor(nn.Parameter):
+    """Without elements. See the module's docstring.
+
+    Attributes:
+        owner: gives the module, while there is one.
+    """
+
+    owner: "Callable[[], TieredModule | None]"
+
+    @classmethod
+    def of(cls, module: "TieredModule", *, requires_grad: bool) -> "Anchor":
+        _watch_steps()
+        made = cls(torch.empty(0, dtype=torch.float32), requires_grad=requires_grad)
+        made.owner = weakref.ref(module)
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None, as rows have no gradient of their own."""
+        reason = _CHANGE_GRADIENTS.get(sys._getframe(1).f_code.co_filename)
+        if reason is not None and self.trained is not None:
+            self.warn(reason)
+        return super().grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+
+    @property
+    def trained(self) -> "TieredModule | None":
+        """The module, if backward trains its rows."""
+        module = self.owner()
+        if module is None or not self.requires_grad or not isinstance(module._store, Store):
+            return None
+        return None if module._store.readonly or module._store.optimizer_in_use else module
+
+    def warn(self, reason: str) -> None:
+        """Say what torch would have done to rows."""
+        warnings.warn(
+            f"rows of {self.owner()!r} are trained at the end of each backward pass: {reason}. With optimizer = "
+            "store.optimizer(), backward collects gradients, and optimizer.step() trains rows as torch does",
+            RuntimeWarning,
+            stacklevel=1,  # one place, so that Python shows each text once
+        )
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_at_step)
+
+
+def _at_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Called after each step of any optimizer. What happens at two steps in turn is a habit."""
+    seen = _SEEN.get(optimizer)
+    if seen is not None and not seen.updates:
+        return  # it has no rows
+    is_new, seen = seen is None, _SEEN.setdefault(optimizer, _Seen())
+    for group in optimizer.param_groups:
+        for anchor in group["params"]:
+            if not isinstance(anchor, Anchor):
+                continue
+            module, place = anchor.trained, id(anchor)
+            updates = 0 if module is None else sum(table._step for table in module._tables)
+            more = updates - seen.updates.get(place, updates) > (0 if module is None else len(module._tables))
+            seen.updates[place] = updates
+            if is_new and module is not None and group.get("weight_decay") and not _has_decay(module):
+                decay = f"weight_decay={group['weight_decay']} of {type(optimizer).__name__}"
+                anchor.warn(f"{decay} does not reach them, as that of a tierstore.optim rule does")
+            if more and place in seen.was_more:
+                anchor.warn("several passes before a step are several updates, not one of accumulated gradients")
+            seen.was_more = seen.was_more | {place} if more else seen.was_more - {place}
+
+
+def _has_decay(module: "TieredModule") -> bool:
+    return any(table.config.optimizer.weight_decay for table in module._tables)

@@ -1,0 +1,302 @@
+"""A whole model over a store: tiered modules in the place of its ``nn.Embedding`` and ``nn.EmbeddingBag``, and back."""
+
+import copy as copying
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import optim
+from ..config import TableConfig, require_int, require_names
+from ..errors import TableError
+from ..exchange.keys import StateTensor, state_tensors
+from ..exchange.rows import chunks, write_rows
+from ..init import Initializer, Normal
+from ..rows import MAX_ROWS
+from ..store import Store, Table
+from ..store.table import raw_weights
+from ..store.version import TableState
+from .embedding import TieredEmbedding
+from .embedding_bag import TieredEmbeddingBag
+from .module import TieredModule
+from .rules import Rules, rules_of
+
+__all__ = ["convert", "plain_model"]
+
+Embedding = nn.Embedding | nn.EmbeddingBag
+_ROOT: Final = "embedding"
+"""The table's name where the model itself is the embedding."""
+
+
+@dataclass(kw_only=True)
+class _Weight:
+    """A weight that becomes a table, and the modules that look it up: several if they share it."""
+
+    name: str
+    weight: Tensor
+    modules: list[Embedding] = field(default_factory=list)
+
+    @property
+    def modes(self) -> list[Any]:
+        """Of the bags among the modules, distinct."""
+        return sorted({module.mode for module in self.modules if isinstance(module, nn.EmbeddingBag)})
+
+
+class _Move(NamedTuple):
+    """A weight, the table that it becomes, and the state of the optimizer that trained it."""
+
+    of: _Weight
+    config: TableConfig
+    state: Mapping[str, Any]
+
+
+def convert(
+    model: nn.Module,
+    store: Store,
+    *,
+    min_rows: int = 1,
+    names: Collection[str] | None = None,
+    optimizer: "Rules | None" = None,
+    init: Initializer | None = None,
+    copy: bool = True,
+) -> nn.Module:
+    """Put a tiered module in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model.
+
+    A table has the name of its module, such as ``"user.embedding"``. Rows are copied in chunks of 8 MiB. A weight on
+    the meta device is never made whole: its table's first values are those of ``init``. Modules that share a weight
+    share a table. Mode, ``padding_idx``, ``requires_grad`` and ``training`` stay.
+
+    Args:
+        model: changed in place. Its other modules stay as they are.
+        store: open for writing; or for reading, with ``copy=False``.
+        min_rows: modules with fewer rows stay.
+        names: modules to convert, as ``model.named_modules()`` names them; default: all with ``min_rows`` rows.
+        optimizer: the update rule of each table. A ``tierstore.optim.Optimizer`` for all; or a dict of those by module
+            name; or the ``torch.optim.Optimizer`` of the weights: SGD without momentum, Adagrad, Adam, AdamW or
+            SparseAdam. Then rate, settings and state come along, and the weights leave that optimizer.
+        init: first values of rows that are not copied; default: normal with std 1, as torch's modules have them.
+        copy: whether to copy rows. With False the rows are the store's, also of tables that it has from an earlier run;
+            weights and optimizer state of the model are dropped.
+
+    Returns:
+        the model; its successor if the model itself is an embedding.
+
+    Raises:
+        ValueError: modules cannot be converted: each is named with its reason. Nothing was changed.
+        TableError: the store has a table of that name which is another, or whose rows would be overwritten. Nothing
+            was changed. ReadOnlyError, DiskFullError, ClosedError: the model was not changed.
+    """
+    if not isinstance(store, Store):
+        raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
+    require_int(min_rows, "min_rows", 0, MAX_ROWS)
+    weights = _weights(model, _chosen(model, min_rows, names))
+    moves = _moves(weights, store, optimizer, init or Normal(std=1.0), copy=copy)
+    made: dict[int, nn.Module] = {}
+    for move in moves:
+        table = store.create_table(move.config)
+        if copy and not move.of.weight.is_meta:
+            _copy_rows(table, move)
+        made |= {id(module): _tiered(module, table) for module in move.of.modules}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _leave(optimizer, weights)
+    return _replaced(model, made)
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """A copy of a model with ``nn.Embedding`` and ``nn.EmbeddingBag`` in the place of tiered modules.
+
+    For an ONNX or TorchScript export, or where tierstore is not installed. All rows are in memory at once, as float32.
+    The model itself is not changed.
+
+    Raises:
+        ValueError: a tiered module is no ``TieredEmbedding`` or ``TieredEmbeddingBag``; it is named.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, TieredModule) and not isinstance(module, TieredEmbedding | TieredEmbeddingBag):
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which has no counterpart in torch")
+    weights: dict[Table, nn.Parameter] = {}
+    made: dict[int, nn.Module] = {}
+    plain = copying.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, TieredEmbedding | TieredEmbeddingBag):
+            if module.table not in weights:
+                weights[module.table] = nn.Parameter(_rows_of(module.table))
+            made[id(module)] = _of_torch(module, weights[module.table])
+    return _replaced(plain, made)
+
+
+def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> Iterator[tuple[str, Embedding]]:
+    """Modules to convert by name; one that has several names comes several times."""
+    require_names(names, "names")
+    found = {
+        name: each
+        for name, each in model.named_modules(remove_duplicate=False)
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    }
+    if unknown := [name for name in names or () if name not in found]:
+        raise ValueError(f"names: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag of the model: {list(found)}")
+    for name, module in found.items():
+        if module.num_embeddings >= min_rows if names is None else name in names:
+            yield name, module
+
+
+def _weights(model: nn.Module, chosen: Iterator[tuple[str, Embedding]]) -> list[_Weight]:
+    """What becomes tables. ValueError, with all modules that cannot be converted."""
+    found: dict[int, _Weight] = {}
+    refused: dict[str, str] = {}
+    for name, module in chosen:
+        own = found.setdefault(id(module.weight), _Weight(name=name or _ROOT, weight=module.weight))
+        if module not in own.modules:
+            own.modules.append(module)
+            if reason := _reason(module):
+                refused[name] = reason
+    ours = {id(module) for own in found.values() for module in own.modules}
+    names = {_memory(own.weight): own.name for own in found.values()}
+    for owner_name, owner in model.named_modules():
+        if isinstance(owner, DistributedDataParallel):
+            refused[owner_name] = "is a DistributedDataParallel: convert its module before it is wrapped"
+        for part, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            if _memory(tensor) in names and id(owner) not in ours:
+                there = f"{owner_name}.{part}".lstrip(".")
+                refused[names[_memory(tensor)]] = (
+                    f"its weight is {there} of the model, too: look those rows up in both places"
+                )
+    for own in found.values():
+        if len(own.modes) > 1:
+            refused[own.name] = f"bags that share its weight pool by {' and '.join(own.modes)}; a table has one mode"
+    _require_none(refused)
+    return list(found.values())
+
+
+def _require_none(refused: Mapping[str, str]) -> None:
+    if refused:
+        told = "".join(f"\n  {name or _ROOT!r}: {reason}" for name, reason in refused.items())
+        raise ValueError(f"nothing was converted. Change these modules, or name the others in names=[...]:{told}")
+
+
+def _reason(module: Embedding) -> str:
+    """Why a module cannot be converted; "" if it can."""
+    if type(module) not in (nn.Embedding, nn.EmbeddingBag):
+        return f"is a {type(module).__name__}, which may compute something else than torch's own"
+    if module.max_norm is not None:
+        return "max_norm: rows of a table are not renormalized"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq: gradients of a table are summed over a batch"
+    if isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None:
+        return "padding_idx of a bag: leave those ids out of the batch; an empty bag gives zeros"
+    if module.weight.dtype != torch.float32:
+        return f"its weight is {module.weight.dtype}, but a tiered module gives float32: convert model.float()"
+    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    if hooks:
+        return f"it has hooks ({', '.join(hooks)}), which would be lost: register them after this"
+    return ""
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Equal of tensors that share memory."""
+    return id(tensor) if tensor.is_meta or not tensor.numel() else tensor.untyped_storage().data_ptr()
+
+
+def _moves(
+    weights: list[_Weight], store: Store, optimizer: "Rules | None", init: Initializer, *, copy: bool
+) -> list[_Move]:
+    """The table of each weight. ValueError, TableError if one cannot be; nothing was changed."""
+    refused: dict[str, str] = {}
+    moves: list[_Move] = []
+    for each in weights:
+        if not each.weight.is_meta and each.weight.device != store.device:
+            refused[each.name] = f"it is on {each.weight.device}, but the store's results are on {store.device}"
+        try:
+            rule, state = rules_of(optimizer, each.name, each.weight)
+        except ValueError as error:
+            refused[each.name] = str(error)
+            continue
+        shape, pooling = tuple(each.weight.shape), (*each.modes, "sum")[0]
+        known = store[each.name].config if each.name in store and rule is None and not copy else None
+        if known is None or (known.num_embeddings, known.embedding_dim, known.pooling) != (*shape, pooling):
+            known = TableConfig(
+                name=each.name, num_embeddings=shape[0], embedding_dim=shape[1], pooling=pooling, init=init,
+                optimizer=rule or optim.SGD(),
+            )  # fmt: skip
+        moves.append(_Move(each, known, state))
+    _require_none(refused)
+    for move in moves:
+        store.find_or_require(move.config)
+        if copy and store.has_rows_of(move.config.name):
+            raise TableError(
+                f"{store.directory} has rows of table {move.config.name!r} from before, which those of the model would "
+                "overwrite: copy=False takes the store's, as in convert(model, store, copy=not store.version)"
+            )
+    return moves
+
+
+def _copy_rows(table: Table, move: _Move) -> None:
+    """Write all rows, and the optimizer state that there is."""
+    parts = state_tensors(table.config.optimizer, table.layout.dim)
+    has_state = bool(parts) and all(part.name in move.state for part in parts)
+    for start, stop in chunks(table):
+        weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
+        write_rows(table, start, weights, _state(move.state, parts, start, stop) if has_state else None)
+    if "step" in move.state:
+        table.restore(TableState(int(move.state["step"]), table.learning_rate))
+
+
+def _state(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int, stop: int) -> Any:
+    columns = [state[part.name][start:stop].detach().cpu().float().reshape(stop - start, -1) for part in parts]
+    return torch.cat(columns, dim=1).contiguous().numpy()
+
+
+def _leave(optimizer: torch.optim.Optimizer, weights: list[_Weight]) -> None:
+    """The optimizer keeps its groups, without the weights of tables."""
+    gone = {id(each.weight) for each in weights}
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if id(each) not in gone]
+    for each in weights:
+        optimizer.state.pop(each.weight, None)
+
+
+def _tiered(module: Embedding, table: Table) -> nn.Module:
+    made: TieredModule
+    if isinstance(module, nn.Embedding):
+        made = TieredEmbedding(table, padding_idx=module.padding_idx)
+    else:
+        made = TieredEmbeddingBag(table, include_last_offset=module.include_last_offset)
+    made.requires_grad_(module.weight.requires_grad and made.rows.requires_grad)
+    return made.train(module.training)
+
+
+def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
+    rows, dim = weight.shape
+    made: Embedding
+    if isinstance(module, TieredEmbeddingBag):
+        last = module.include_last_offset
+        made = nn.EmbeddingBag(rows, dim, mode=module.mode, include_last_offset=last, _weight=weight)
+    else:
+        padding = module.padding_idx
+        made = nn.Embedding(rows, dim, padding_idx=padding, _weight=weight)
+        if padding is not None:  # which gives zeros until it is written
+            with torch.no_grad():
+                weight[padding] = module.forward(torch.tensor(padding))
+    made.weight = weight
+    weight.requires_grad_(module.rows.requires_grad or module.table.store.readonly)
+    return made.train(module.training)
+
+
+def _rows_of(table: Table) -> Tensor:
+    """float32 [rows, dim]."""
+    out = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
+    for start, stop in chunks(table):
+        out[start:stop] = table.read(torch.arange(start, stop))
+    return out
+
+
+def _replaced(model: nn.Module, made: Mapping[int, nn.Module]) -> nn.Module:
+    """The model with modules made by the id of those that they replace."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in made:
+                parent._modules[name] = made[id(child)]
+    return made.get(id(model), model)
