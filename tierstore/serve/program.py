@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -53,7 +54,7 @@ class Server:
         self.metrics.add(StateCollector(self.engine.state))
         limits = Limits(
             body_bytes=config.body_bytes,
-            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes),
+            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes, config.grpc_body_bytes),
             connections=config.connections,
             receive_seconds=config.receive_seconds,
         )
@@ -66,7 +67,7 @@ class Server:
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
             self.engine,
-            limits,
+            replace(limits, body_bytes=config.grpc_body_bytes),
             host=config.host,
             port=max(config.grpc_port, 0),
             reuse_port=config.workers > 1,
