@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tierstore
 from tests.serve.models.programs import save
-from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, InThread, serving, wait_for
 from tests.updates.support import SMALL, change
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError
@@ -86,7 +86,7 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
     change(source, 2)
     inputs: dict[str, Any] = {"dense": DENSE, "values": VALUES, "lengths": LENGTHS}
     with serving(replica, updates=True) as server:
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
     with serving(replica, updates=True, model=str(program)) as server, Client(server.url) as client:
         before = client.infer("both", inputs)
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
@@ -95,7 +95,7 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
             client.infer("both", inputs)
         assert "version 1 is served without the model of" in caplog.text
         assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         after = client.infer("both", inputs)
     assert (before.version, after.version) == ("2", "2")
     assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()

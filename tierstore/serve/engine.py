@@ -71,7 +71,7 @@ class StoreEngine:
         self._moving = asyncio.Lock()
         self._before = Stats(TierStats(), TierStats(), TierStats())
         self._is_ready = False
-        self._is_draining = False
+        self._is_draining = self._is_stopping = False
         self._has_failed = False
 
     # Starting and stopping
@@ -172,9 +172,14 @@ class StoreEngine:
         )  # fmt: skip
         return _Served(model, batcher)
 
+    async def begin_to_stop(self) -> None:
+        """Drain for good."""
+        self._is_stopping = True
+        await self.drain()
+
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
-        await self.drain()
+        await self.begin_to_stop()
         batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
         await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
@@ -386,9 +391,16 @@ class StoreEngine:
             newer.close()
 
     async def drain(self) -> bool:
-        """Take no more requests; those that came are answered."""
+        """Take no more requests, until told to resume; those that came are answered."""
         self._is_draining, self._is_ready = True, False
         return True
+
+    async def resume(self) -> bool:
+        """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
+        if self._is_stopping:
+            raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
+        self._is_draining, self._is_ready = False, self._models is not None
+        return False
 
     # What is told of it
 

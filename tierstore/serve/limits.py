@@ -26,7 +26,7 @@ class Limits:
     streams: int = 128  # ModelStreamInfer calls among them
     receive_seconds: float = 30.0  # time for a request to arrive whole, and for a TLS handshake
     send_seconds: float = 60.0  # time a client may take to accept a response
-    idle_seconds: float = 60.0  # time an HTTP connection may stay open without a request
+    idle_seconds: float = 75.0  # time an HTTP connection may stay open without a request
     stream_idle_seconds: float = 300.0  # time a gRPC stream may ask nothing more
 
 

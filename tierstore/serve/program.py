@@ -15,7 +15,7 @@ import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from .admin import Replica, admin_app, admin_routes
+from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .engine import StoreEngine
 from .front import TlsFiles
@@ -57,6 +57,7 @@ class Server:
             bodies_bytes=max(Limits().bodies_bytes, config.body_bytes, config.grpc_body_bytes),
             connections=config.connections,
             receive_seconds=config.receive_seconds,
+            idle_seconds=config.idle_seconds,
         )
         self._http = HttpServer(
             RestApp(self.engine, limits=limits, token=self._token),
@@ -77,15 +78,18 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
 
     def _admin_app(self) -> ASGIApp:
-        engine = self.engine
+        engine, token = self.engine, self._config.admin_token
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
         rollback = _refuse_rollback
         if self._config.updates:
             replica = Replica(Path(self._config.store), extra=engine.extra, refresh=engine.refresh)
             routes += replica.routes()
             rollback = replica.roll_back
-        routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain)
-        return admin_app(routes, token=self._token)
+        if token is None:
+            routes.append(read_only_route())
+        else:
+            routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
+        return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
         """Listen, open the store, and be ready.
@@ -123,7 +127,7 @@ class Server:
 
     async def stop(self) -> None:
         """Take no more requests, answer those that came, within the time that the configuration gives, and close."""
-        await self.engine.drain()
+        await self.engine.begin_to_stop()
         grace = self._config.grace_seconds
         await asyncio.gather(self._http.stop(grace), self._grpc.stop(grace))
         for task in self._background:
@@ -163,7 +167,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        await server.engine.drain()  # the warm-up sees it and ends
+        await server.engine.begin_to_stop()  # the warm-up sees it and ends
     ports = await starting
     if not stopping.is_set():
         on_ready(ports)
