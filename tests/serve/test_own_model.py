@@ -1,5 +1,6 @@
 """``--model``: a program of torch.export behind a whole server, asked by the protocol's own clients."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,58 @@ def test_a_program_that_does_not_fit_is_told_before_the_server_is_ready(tmp_path
         serving(tmp_path / "store", model=str(program)),
     ):
         pass
+
+
+class Scored(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(6, 1)
+
+    def forward(self, item: Tensor) -> Tensor:
+        return self.out(item)
+
+
+class Trained(torch.nn.Module):
+    """Of which ``Scored`` is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scored()
+        self.other = torch.nn.Linear(6, 1)
+
+
+def test_dense_weights_are_those_of_the_version_if_it_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And else the file's, also after another version had them; the metadata and the log tell which."""
+    directory, model = tmp_path / "store", Trained()
+    program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))
+    of_file = copy.deepcopy(model.part)
+
+    def commit(scale: float, way: str) -> None:
+        with torch.no_grad():
+            model.part.out.weight.fill_(scale)
+        with tierstore.open(directory, **SMALL) as store:
+            store["item"].write(torch.arange(2), torch.full((2, 6), scale))
+            if way == "checkpoint":
+                tierstore.checkpoint.save(store, model)
+            else:
+                store.commit(
+                    tensors={f"model.{name}": each for name, each in model.state_dict().items()} if way else {}
+                )
+
+    change(directory, 1, names=("item",))
+    inputs = {"values": np.array([0, 1]), "lengths": np.array([[1, 1]], np.int32)}
+    with serving(directory, model=str(program)) as server, Client(server.url) as client:
+        for version, way in enumerate(("checkpoint", "tensors", "", "checkpoint"), 2):
+            commit(float(version), way)
+            wait_for(lambda version=version: server.engine.version == version)
+            answer = client.infer("scored", inputs)
+            with torch.no_grad():
+                want = (model.part if way else of_file)(torch.full((2, 6), float(version)))
+            assert answer.outputs["output"].tobytes() == want.numpy().tobytes(), way
+            assert answer.version == str(version)
+            told = "of the version" if way else "of the file"
+            assert client.metadata("scored")["parameters"]["dense_weights"] == told
+            where = "the version" if way else "its file"
+            assert f"model scored: version {version} with the dense weights of {where}" in caplog.text

@@ -4,7 +4,9 @@ import json
 import mmap
 import os
 import shutil
+import socket
 import ssl
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +29,8 @@ from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.client import Client
-from tierstore.serve.front import TlsFiles
 from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.tls import Tls
 from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
 from tierstore.train import train
@@ -462,7 +464,7 @@ def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> 
         config_with(plain, admin_host="0.0.0.0", token_file="clients")
 
 
-def test_tls_on_all_ports(plain: Path, tls: TlsFiles) -> None:
+def test_tls_on_all_ports(plain: Path, tls: Tls) -> None:
     context = ssl.create_default_context(cafile=tls.certificate)
     with serving(plain, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as server:
         for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
@@ -474,3 +476,53 @@ def test_tls_on_all_ports(plain: Path, tls: TlsFiles) -> None:
         ) as client:
             found = client.infer("rows.item", bags_of(tritonclient.grpc, [1], [])[:1])
             assert found.as_numpy("rows").shape == (1, 6)
+
+
+def made_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += [
+        *(options or ["-nodes"]),
+        "-subj",
+        f"/CN={name}",
+        "-days",
+        "2",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def shown_certificate(port: int) -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", port), 20)) as secured:
+        return secured.getpeercert(binary_form=True) or b""
+
+
+def test_a_renewed_certificate_is_shown_on_all_ports(
+    plain: Path, tls: Tls, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    made_certificate("first", certificate, key)
+    with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
+        ports = (server.ports.rest, server.ports.grpc, server.ports.admin)
+
+        def shown() -> set[bytes]:
+            return {shown_certificate(port) for port in ports}
+
+        renew = server.server.tls.renew
+        (first,) = shown()
+        made_certificate("second", certificate, tmp_path / "second.pem")
+        renew()
+        assert shown() == {first}, "its key has not come yet"
+        assert "the certificate is not renewed: no certificate" in caplog.text
+        shutil.move(tmp_path / "second.pem", key)
+        renew()
+        (second,) = shown()
+        assert second != first
+    made_certificate("third", certificate, key, "-passout", "pass:secret")
+    with pytest.raises(ValueError, match="has a pass phrase"):
+        Tls(certificate, key)

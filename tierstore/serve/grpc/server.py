@@ -2,12 +2,11 @@
 
 from typing import Any, Final
 
-import grpc
 from grpc import aio
 
 from ..base import Engine
-from ..front import TlsFiles
 from ..limits import Limits
+from ..tls import Tls
 from .service import InferenceService
 
 _OTHER_CALLS: Final = 1 << 12
@@ -65,7 +64,7 @@ class GrpcServer:
         token: wanted of every call but those about health, or None.
 
     Raises:
-        ValueError: a token or TLS files that cannot be used.
+        ValueError: a token that cannot be used.
     """
 
     def __init__(
@@ -77,16 +76,13 @@ class GrpcServer:
         port: int = 0,
         reuse_port: bool = False,
         token: str | None = None,
-        tls: TlsFiles | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._limits = limits or Limits()
         self._service = InferenceService(engine, self._limits, token)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._reuse_port = reuse_port
-        self._credentials: Any = None
-        if tls is not None:
-            tls.context()  # tells what is wrong with them
-            self._credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+        self._credentials = None if tls is None else tls.credentials()
         self._server: Any = None
 
     async def start(self) -> int:

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -67,6 +68,12 @@ class Exported:
             outputs=program.outputs,
             parameters={"features": ",".join(self._specs)},
         )
+
+    def take_weights(self, found: Mapping[str, Tensor]) -> None:
+        """Compute with these dense weights, ``Program.weights_of`` a commit, or the file's. Not beside ``run``."""
+        self._program.load(found)
+        where = "of the version" if found else "of the file"
+        self.metadata = replace(self.metadata, parameters={**self.metadata.parameters, "dense_weights": where})
 
     @property
     def features(self) -> list[str]:
