@@ -10,7 +10,7 @@ import pytest
 
 from tests.following import Child
 from tierstore.serve.admin import updates as admin_updates
-from tierstore.serve.front import TlsFiles
+from tierstore.serve.tls import Tls
 
 WRITER = """
 import json, sys
@@ -50,16 +50,14 @@ def warm_writer(writing_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """For localhost and 127.0.0.1, signed by its own key."""
     folder = tmp_path_factory.mktemp("tls")
-    files = TlsFiles(folder / "certificate.pem", folder / "key.pem")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
     try:
-        subprocess.run(
-            [*command, "-keyout", files.key, "-out", files.certificate], check=True, capture_output=True, timeout=60
-        )
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
     except FileNotFoundError:
         pytest.skip("needs openssl to make a certificate")
-    return files
+    return Tls(certificate, key)

@@ -50,7 +50,9 @@ def serving(directory: Path, *, token: str | None = None, port: int = 0) -> Iter
     """The URL of a server, and its replica."""
     replica = Shown(directory)
     taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh())
-    calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh)
+    calls = admin.admin_routes(
+        refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
+    )
     app = admin.admin_app([*taker.routes(), *calls], token=token)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,10 +12,10 @@ import httptools
 import uvloop
 
 from tests.serve.fakes import FakeEngine
-from tierstore.serve.front import TlsFiles
 from tierstore.serve.limits import Limits
 from tierstore.serve.rest.app import RestApp
 from tierstore.serve.rest.server import HttpServer, listen
+from tierstore.serve.tls import Tls
 
 SECONDS = 20.0
 """Bound of every wait in these tests."""
@@ -57,8 +57,8 @@ def serving(
     *,
     limits: Limits | None = None,
     token: str | None = None,
-    tls: TlsFiles | None = None,
-    listener: socket.socket | None = None,
+    tls: Tls | None = None,
+    listeners: list[socket.socket] | None = None,
     use_uvloop: bool = False,
     engine: FakeEngine | None = None,
 ) -> Iterator[RestServer]:
@@ -71,7 +71,7 @@ def serving(
     server = HttpServer(app, limits=limits, tls=tls, on_refused=refused.append)
     running = RestServer(engine=engine, app=app, server=server, loop=loop, port=0, refused=refused)
     try:
-        running.port = running.call(server.start(listener or listen("127.0.0.1", 0)))
+        running.port = running.call(server.start(listeners or listen("127.0.0.1", 0)))
         yield running
     finally:
         with suppress(TimeoutError):

@@ -548,3 +548,6 @@ def test_health_says_when_it_drains(server: InThread) -> None:
     channel = grpc.insecure_channel(server.grpc)
     with channel, tritonclient.grpc.InferenceServerClient(server.grpc) as client:
         assert not client.is_server_ready()
+    assert httpx.post(f"{server.admin}/admin/resume", headers=ADMIN).json() == {"draining": False}
+    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    assert ask_rows(server, [1]).status_code == 200

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -241,3 +243,34 @@ def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkey
     for _ in range(2):
         log_request(request(), "RESOURCE_EXHAUSTED", 0.001)
     assert [line.get("suppressed") for line in lines(capsys)] == [30, None]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "pipe of another"])
+def test_a_log_that_nobody_reads_is_not_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are left out, none is torn, and the next one that is written says how many."""
+    if kind == "socket":
+        reader, writer = (each.detach() for each in socket.socketpair())
+    else:
+        reader, writer = os.pipe()
+    if kind == "pipe of another":
+        monkeypatch.setattr(logs, "_opened_again", lambda _: None)
+
+    def read() -> list[dict[str, Any]]:
+        data = b""
+        while select.select([reader], [], [], 0)[0]:
+            data += os.read(reader, 1 << 20)
+        return [json.loads(line) for line in data.splitlines()]
+
+    with open(reader, "rb"), open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        configure()
+        log = logging.getLogger("tierstore.test")
+        for number in range(3000):
+            log.warning("%d %s", number, "x" * (number % 4000))
+        found = read()
+        log.warning("3000 last")
+        found += read()
+    numbers = [int(line["message"].split()[0]) for line in found]
+    assert numbers == [*range(len(found) - 1), 3000]
+    assert found[-1]["lines_lost"] == 3000 - numbers[-2] - 1 > 0

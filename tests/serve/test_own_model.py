@@ -1,5 +1,6 @@
 """``--model``: a program of torch.export behind a whole server, asked by the protocol's own clients."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import tierstore
 from tests.serve.models.programs import save
-from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, InThread, serving, wait_for
 from tests.updates.support import SMALL, change
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError
@@ -86,7 +87,7 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
     change(source, 2)
     inputs: dict[str, Any] = {"dense": DENSE, "values": VALUES, "lengths": LENGTHS}
     with serving(replica, updates=True) as server:
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
     with serving(replica, updates=True, model=str(program)) as server, Client(server.url) as client:
         before = client.infer("both", inputs)
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
@@ -95,7 +96,7 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
             client.infer("both", inputs)
         assert "version 1 is served without the model of" in caplog.text
         assert "input 'user' takes rows, and the store has no such feature; its features are item" in caplog.text
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         after = client.infer("both", inputs)
     assert (before.version, after.version) == ("2", "2")
     assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()
@@ -108,3 +109,58 @@ def test_a_program_that_does_not_fit_is_told_before_the_server_is_ready(tmp_path
         serving(tmp_path / "store", model=str(program)),
     ):
         pass
+
+
+class Scored(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(6, 1)
+
+    def forward(self, item: Tensor) -> Tensor:
+        return self.out(item)
+
+
+class Trained(torch.nn.Module):
+    """Of which ``Scored`` is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scored()
+        self.other = torch.nn.Linear(6, 1)
+
+
+def test_dense_weights_are_those_of_the_version_if_it_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And else the file's, also after another version had them; the metadata and the log tell which."""
+    directory, model = tmp_path / "store", Trained()
+    program = save(model.part, tmp_path / "scored.pt2", torch.zeros(2, 6))
+    of_file = copy.deepcopy(model.part)
+
+    def commit(scale: float, way: str) -> None:
+        with torch.no_grad():
+            model.part.out.weight.fill_(scale)
+        with tierstore.open(directory, **SMALL) as store:
+            store["item"].write(torch.arange(2), torch.full((2, 6), scale))
+            if way == "checkpoint":
+                tierstore.checkpoint.save(store, model)
+            else:
+                store.commit(
+                    tensors={f"model.{name}": each for name, each in model.state_dict().items()} if way else {}
+                )
+
+    change(directory, 1, names=("item",))
+    inputs = {"values": np.array([0, 1]), "lengths": np.array([[1, 1]], np.int32)}
+    with serving(directory, model=str(program)) as server, Client(server.url) as client:
+        for version, way in enumerate(("checkpoint", "tensors", "", "checkpoint"), 2):
+            commit(float(version), way)
+            wait_for(lambda version=version: server.engine.version == version)
+            answer = client.infer("scored", inputs)
+            with torch.no_grad():
+                want = (model.part if way else of_file)(torch.full((2, 6), float(version)))
+            assert answer.outputs["output"].tobytes() == want.numpy().tobytes(), way
+            assert answer.version == str(version)
+            told = "of the version" if way else "of the file"
+            assert client.metadata("scored")["parameters"]["dense_weights"] == told
+            where = "the version" if way else "its file"
+            assert f"model scored: version {version} with the dense weights of {where}" in caplog.text

@@ -1,7 +1,9 @@
 """``tierstore serve`` as a process: how it starts, and how it ends."""
 
+import argparse
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -19,9 +21,14 @@ import tierstore
 from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
 from tests.updates.support import ROWS, change, contents, table_config
 from tierstore.cli import entry as cli
+from tierstore.serve import command as command_module
+from tierstore.serve import program
 from tierstore.serve.client import Client
 from tierstore.serve.command import begin_anew
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.grpc.service import InferenceService
+from tierstore.serve.rest.protocol import BoundedProtocol
+from tierstore.serve.rest.server import listen
 from tierstore.serve.workers import recording_paths, share_of
 from tierstore.settings.sections import described
 from tierstore.system import sizes
@@ -274,6 +281,70 @@ def test_workers_end_with_their_parent(store: Path, tmp_path: Path) -> None:
         for each in alive:
             each.kill()
         assert not alive
+
+
+def test_two_servers_do_not_share_a_port(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Though the workers of one do."""
+    rest, grpc, admin, _ = free_ports(4)
+    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--workers", "2"]
+    for port in (rest, grpc):
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            assert f"cannot listen on 127.0.0.1 port {port}" in said(capfd, "--store", str(store), *ports)
+
+
+def test_a_server_that_does_not_answer_is_never_ready(
+    store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another version of what it uses the private parts of."""
+    monkeypatch.setattr(program, "_ANSWER_SECONDS", 0.2)
+    for place, name in ((InferenceService, "_check"), (BoundedProtocol, "on_headers_complete")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, lambda *_: 1 // 0)
+            assert "the server does not answer itself" in said(capfd, "--store", str(store), *FREE_PORTS)
+
+
+def test_a_package_that_is_broken_is_not_one_that_lacks_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(file=None)
+    monkeypatch.setitem(sys.modules, "tierstore.serve.program", None)
+    with pytest.raises(ImportError) as caught:
+        command_module.serve(options)
+    assert "more packages" not in str(caught.value)
+    monkeypatch.delitem(sys.modules, "tierstore.serve.program")
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(ImportError, match=r"uvloop.* a server needs more packages"):
+        command_module.serve(options)
+
+
+@pytest.mark.parametrize(("limits", "after", "is_told"), [((256, 4096), 2256, False), ((256, 300), 300, True)])
+def test_room_for_connections_is_made_or_missed(
+    limits: tuple[int, int],
+    after: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, made: found.append(made))
+    program._make_room_for(1000)
+    assert found == [(after, limits[1])]
+    assert is_told == ("ulimit -n is 300, and 1000 connections" in caplog.text)
+
+
+def test_localhost_is_listened_on_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]  # fmt: skip
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    listeners = listen("localhost", 0)
+    assert len({each.getsockname()[1] for each in listeners}) == 1
+    for each in listeners:
+        with socket.socket(each.family) as asking:
+            asking.connect(each.getsockname()[:2])
+        each.close()
+    assert {each.family for each in listeners} in ({socket.AF_INET, socket.AF_INET6}, {socket.AF_INET})
 
 
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

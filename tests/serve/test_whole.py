@@ -4,7 +4,9 @@ import json
 import mmap
 import os
 import shutil
+import socket
 import ssl
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +23,14 @@ import tierstore
 from tests.following import Child
 from tests.fuzz.target import bounded
 from tests.serve.test_engine import bags_of
-from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, serving, wait_for
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.client import Client
-from tierstore.serve.front import TlsFiles
 from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.tls import Tls
 from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
 from tierstore.train import train
@@ -157,7 +159,7 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         assert caught.value.status is Status.UNAVAILABLE
         expected = dict([trainer()])
         for _ in range(2):
-            (published,) = publish(source, [server.admin])
+            (published,) = publish(source, [server.admin], token=ADMIN_TOKEN)
             assert not published.error
             assert client.ready()
             version, wanted = list(expected.items())[-1]
@@ -183,7 +185,7 @@ def test_a_replica_that_was_only_begun_waits_for_its_first_update(tmp_path: Path
     Manifest.new(mmap.PAGESIZE).create(replica)
     with serving(replica, updates=True) as server, Client(server.url) as client:
         assert not client.ready()
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         assert client.ready()
 
 
@@ -200,11 +202,11 @@ def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path
     with serving(tmp_path / "replica", updates=True, dtype="int8") as server, Client(server.url) as client:
         before = client.rows(ids, table="item")
         put(float("nan"))
-        (failed,) = publish(source, [server.admin])
+        (failed,) = publish(source, [server.admin], token=ADMIN_TOKEN)
         assert "holds NaN" in failed.error
         assert np.array_equal(client.rows(ids, table="item"), before)
         put(2.0)
-        (done,) = publish(source, [server.admin])
+        (done,) = publish(source, [server.admin], token=ADMIN_TOKEN)
         assert (done.error, done.version) == ("", 3)
         assert (client.rows(ids, table="item") == 2).all()
 
@@ -224,7 +226,7 @@ def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Pa
     apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
     with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
         bring("first", 3)
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         assert client.rows(ids.numpy(), table="first").tolist() == [[1.0] * 3] * 3
         back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
         assert back.json() == {"version": 1}
@@ -234,7 +236,7 @@ def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Pa
         shutil.rmtree(source)
         shutil.copytree(tmp_path / "copy", source)
         bring("second", 9)
-        assert not publish(source, [server.admin])[0].error
+        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
         assert client.rows(ids.numpy(), table="second").tolist() == [[1.0] * 9] * 3
         assert server.status()["version"]["update_failures"] == 0
 
@@ -414,7 +416,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_token_is_wanted_on_all_ports(plain: Path, tmp_path: Path) -> None:
+def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("s3cret\n")
     bearer = {"Authorization": "Bearer s3cret"}
@@ -434,13 +436,35 @@ def test_a_token_is_wanted_on_all_ports(plain: Path, tmp_path: Path) -> None:
             assert found.as_numpy("rows").shape == (1, 6)
         for path in ("/", "/metrics", "/status.json"):
             assert httpx.get(server.admin + path).status_code == 401
-            assert httpx.get(server.admin + path, headers=bearer).status_code == 200
+            assert httpx.get(server.admin + path, headers=bearer).status_code == 401
+            assert httpx.get(server.admin + path, headers=ADMIN).status_code == 200
         refresh = f"{server.admin}/admin/refresh"
-        assert httpx.post(refresh, headers=ADMIN).status_code == 401
-        assert httpx.post(refresh, headers=ADMIN | bearer).json() == {"version": 1}
+        assert httpx.post(refresh, headers=ADMIN | bearer).status_code == 401
+        assert httpx.post(refresh, headers=ADMIN).json() == {"version": 1}
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            httpx.get(f"{server.url}/v2", headers=ADMIN).raise_for_status()
+    with pytest.raises(ValueError, match="holds the token of clients"):
+        _ = config_with(plain, token_file=str(token_file), admin_token_file=str(token_file)).admin_token
 
 
-def test_tls_on_all_ports(plain: Path, tls: TlsFiles) -> None:
+def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> None:
+    """A proxy on this machine may ask as the machine itself does."""
+    with serving(plain, admin_token_file="") as server:
+        for path in ("/", "/metrics", "/status.json"):
+            assert httpx.get(server.admin + path).status_code == 200
+        calls = [("POST", "drain"), ("POST", "refresh"), ("POST", "rollback"), ("PATCH", f"updates/{'0' * 16}")]
+        for method, call in calls:
+            refused = httpx.request(method, f"{server.admin}/admin/{call}", headers=ADMIN)
+            assert refused.status_code == 403
+            assert "--admin-token-file" in refused.json()["error"]
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    with pytest.raises(ValueError, match="give an admin_token_file"):
+        config_with(plain, updates=True)
+    with pytest.raises(ValueError, match=r"admin_host='0\.0\.0\.0' lets other machines in: give an admin_token_file"):
+        config_with(plain, admin_host="0.0.0.0", token_file="clients")
+
+
+def test_tls_on_all_ports(plain: Path, tls: Tls) -> None:
     context = ssl.create_default_context(cafile=tls.certificate)
     with serving(plain, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as server:
         for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
@@ -452,3 +476,53 @@ def test_tls_on_all_ports(plain: Path, tls: TlsFiles) -> None:
         ) as client:
             found = client.infer("rows.item", bags_of(tritonclient.grpc, [1], [])[:1])
             assert found.as_numpy("rows").shape == (1, 6)
+
+
+def made_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += [
+        *(options or ["-nodes"]),
+        "-subj",
+        f"/CN={name}",
+        "-days",
+        "2",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def shown_certificate(port: int) -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", port), 20)) as secured:
+        return secured.getpeercert(binary_form=True) or b""
+
+
+def test_a_renewed_certificate_is_shown_on_all_ports(
+    plain: Path, tls: Tls, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    made_certificate("first", certificate, key)
+    with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
+        ports = (server.ports.rest, server.ports.grpc, server.ports.admin)
+
+        def shown() -> set[bytes]:
+            return {shown_certificate(port) for port in ports}
+
+        renew = server.server.tls.renew
+        (first,) = shown()
+        made_certificate("second", certificate, tmp_path / "second.pem")
+        renew()
+        assert shown() == {first}, "its key has not come yet"
+        assert "the certificate is not renewed: no certificate" in caplog.text
+        shutil.move(tmp_path / "second.pem", key)
+        renew()
+        (second,) = shown()
+        assert second != first
+    made_certificate("third", certificate, key, "-passout", "pass:secret")
+    with pytest.raises(ValueError, match="has a pass phrase"):
+        Tls(certificate, key)

@@ -1,6 +1,7 @@
 """Whole servers for tests: in a thread of this process, or as the command that users start."""
 
 import asyncio
+import atexit
 import contextlib
 import os
 import re
@@ -8,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,17 @@ from tierstore.serve.config import ServeConfig
 from tierstore.serve.program import Ports, Server
 
 WAIT_SECONDS = 60.0
-ADMIN = {"X-Tierstore-Admin": "1"}
+ADMIN_TOKEN = "an-operators-token"
+ADMIN = {"X-Tierstore-Admin": "1", "Authorization": f"Bearer {ADMIN_TOKEN}"}
+
+
+def admin_token_file() -> str:
+    """A file with the token of ``ADMIN``."""
+    path = Path(tempfile.gettempdir()) / f"tierstore-admin-token-{os.getpid()}"
+    if not path.exists():
+        path.write_text(ADMIN_TOKEN)
+        atexit.register(path.unlink, missing_ok=True)
+    return str(path)
 
 
 def wait_for(condition: Callable[[], Any], what: str = "") -> Any:
@@ -82,12 +94,12 @@ class InThread:
         return f"http://127.0.0.1:{self.ports.admin}"
 
     def status(self) -> Any:
-        return httpx.get(f"{self.admin}/status.json").raise_for_status().json()
+        return httpx.get(f"{self.admin}/status.json", headers=ADMIN).raise_for_status().json()
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the series of this name that have these labels."""
         total = 0.0
-        for line in httpx.get(f"{self.admin}/metrics").raise_for_status().text.splitlines():
+        for line in httpx.get(f"{self.admin}/metrics", headers=ADMIN).raise_for_status().text.splitlines():
             is_it = line.startswith((f"{name}{{", f"{name} "))
             if is_it and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
@@ -125,8 +137,9 @@ SMALL: dict[str, Any] = {
 
 @contextlib.contextmanager
 def serving(store: Path, **settings: Any) -> Iterator[InThread]:
-    """A small server of a store, in a thread."""
-    server = InThread(ServeConfig(**(SMALL | {"store": str(store)} | settings)))
+    """A small server of a store, in a thread; its admin port wants ``ADMIN_TOKEN``."""
+    given = SMALL | {"store": str(store), "admin_token_file": admin_token_file()} | settings
+    server = InThread(ServeConfig(**given))
     try:
         yield server
     finally:

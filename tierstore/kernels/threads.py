@@ -9,6 +9,7 @@ pipeline's, use a pool of our own, and so does everybody where torch's OpenMP is
 import ctypes
 import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..system.sizes import cpu_limit
 from .arrays import Int64s
 
 MIN_WORK: Final = 4096
@@ -25,8 +27,8 @@ MIN_WORK: Final = 4096
 
 
 def default_threads() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
+    """CPUs this process may use; of a quota that is no whole number, one more: threads wait, too."""
+    return math.ceil(cpu_limit())
 
 
 Range = tuple[int, int]

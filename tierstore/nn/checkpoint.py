@@ -213,3 +213,14 @@ def load(
     if is_whole:
         torch.set_rng_state(state["rng"])
     return store.extra
+
+
+def model_state(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The state of the model that ``save`` wrote into a commit's tensors; of another commit, its tensors."""
+    packed = tensors.get(CHECKPOINT_NAME)
+    if packed is None:
+        return tensors
+    state: Mapping[str, Tensor] = torch.load(
+        io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True
+    )["model"]
+    return state

@@ -1,11 +1,15 @@
 """The server's two contracts: what a model is to the batcher, and what the engine is to REST and gRPC."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ModelStatistics, ServeError
 
 Outputs = dict[str, InferTensor]
+Pause = Callable[[], None]
+"""Lets short queries run between two parts of a long one. Raises ServeError if nobody waits for the long one."""
+LONG_IDS: Final = 32_768
+"""A query of more ids is run by itself, in parts: a millisecond of rows in memory, some 50 of rows on SSD."""
 
 
 class Query(Protocol):
@@ -13,6 +17,9 @@ class Query(Protocol):
 
     @property
     def num_samples(self) -> int: ...
+
+    @property
+    def num_ids(self) -> int: ...
 
 
 class Model(Protocol):
@@ -31,8 +38,9 @@ class Model(Protocol):
     def answer_at_once(self, query: Any) -> Outputs | None:
         """What ``run`` gives of this query alone, if that takes some 0.1 ms and reads nothing from SSD; else None."""
 
-    def run(self, queries: Sequence[Any]) -> list[Outputs]:
-        """The outputs of each query; all are computed as one batch, and each as if it were alone in it."""
+    def run(self, queries: Sequence[Any], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
+        """The outputs of each query, or why it has none; all are computed as one batch, and each as if it were alone in
+        it. With ``pause`` rows are looked up in parts, and it is called between them."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""The token that clients show, on every port."""
+"""The tokens: one that clients show, and one that operators show on the admin port."""
 
 import base64
 import binascii
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def read_token(path: str) -> str:
+def read_token(path: str, *, name: str = "token_file") -> str:
     """What a token file holds, without white space around it; ValueError if it cannot be read or is empty."""
     try:
         text = Path(path).read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        raise ValueError(f"token_file={path!r} cannot be read: {error}") from None
+        raise ValueError(f"{name}={path!r} cannot be read: {error}") from None
     if not text:
-        raise ValueError(f"token_file={path!r} is empty")
+        raise ValueError(f"{name}={path!r} is empty")
     return text
 
 

@@ -58,7 +58,9 @@ def serve(options: argparse.Namespace) -> int:
         from ..store.recording import require_recordable
         from .program import run
         from .workers import recording_paths, run_workers
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == __package__.partition(".")[0]:
+            raise  # the package is broken: to install others mends nothing
         raise ImportError(f"{error}; a server needs more packages: pip install 'PATH_OF_THE_CHECKOUT[serve]'") from None
     names = [each.name for each in fields(ServeConfig)]
     given = _read(Path(options.file), names) if options.file else {}
@@ -71,9 +73,10 @@ def serve(options: argparse.Namespace) -> int:
 
     def tell(ports: "Ports") -> None:
         scheme = "https" if config.tls_certificate else "http"
-        places = [f"REST {scheme}://{config.host}:{ports.rest}"]
-        places += [f"gRPC {config.host}:{ports.grpc}"] if ports.grpc >= 0 else []
-        places += [f"status {scheme}://{config.admin_host}:{ports.admin}/"] if ports.admin >= 0 else []
+        host, admin = (f"[{each}]" if ":" in each else each for each in (config.host, config.admin_host))
+        places = [f"REST {scheme}://{host}:{ports.rest}"]
+        places += [f"gRPC {host}:{ports.grpc}"] if ports.grpc >= 0 else []
+        places += [f"status {scheme}://{admin}:{ports.admin}/"] if ports.admin >= 0 else []
         print(f"ready: {', '.join(places)}", flush=True)
 
     is_said = _WAIT_POLICY in os.environ

@@ -41,7 +41,9 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
     port: int = _port(8000, "port of REST; 0: any that is free")
     grpc_port: int = _port(8001, "port of gRPC; 0: any that is free, -1: no gRPC", -1)
-    admin_host: str = option("127.0.0.1", "address of status page, metrics and admin calls; others need --token-file")
+    admin_host: str = option(
+        "127.0.0.1", "address of status page, metrics and admin calls; others need --admin-token-file"
+    )
     admin_port: int = _port(
         8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i", -1
     )
@@ -50,9 +52,15 @@ class ServeConfig:
     max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)", low=1)
     max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)", low=1)
     request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")
-    body_bytes: int = option(64 << 20, "longest request", low=1024, high=_INT32_MAX)
+    body_bytes: int = option(64 << 20, "longest request over REST", low=1024, high=_INT32_MAX)
+    grpc_body_bytes: int = option(
+        4 << 20, "longest request over gRPC; 1 GiB over this many may be arriving at a time", low=1024, high=_INT32_MAX
+    )
     connections: int = option(1000, "connections at a time, of REST and of gRPC each", low=1, high=_INT32_MAX)
     receive_seconds: float = option(30.0, "time for a request to arrive whole", low=0.001, high=86_400)
+    idle_seconds: float = option(
+        75.0, "time a REST connection may stay open without a request; longer than your proxy's", low=0.001, high=86_400
+    )
     out_of_range: Literal["reject", "zero"] = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
     )
@@ -66,9 +74,15 @@ class ServeConfig:
         0.01, "share of the rows that is recorded; less once the recording has 64 MiB", low=1e-9, high=1
     )
     follow_seconds: float = _seconds(0.05, "how often to look for a newer commit; 0: never")
-    updates: bool = option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
+    updates: bool = option(
+        False,
+        "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token",
+    )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
-    token_file: str = option("", "file with the bearer token that requests must carry; health stays open")
+    token_file: str = option("", "file with the bearer token that clients must show; health stays open")
+    admin_token_file: str = option(
+        "", "file with another, for the admin port; without it that port answers this machine and changes nothing"
+    )
     tls_certificate: str = option("", "certificate chain in PEM, for TLS on all ports")
     tls_key: str = option("", "its key")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "what to log: debug, info, warning, error")
@@ -89,10 +103,14 @@ class ServeConfig:
             )
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("TLS wants both tls_certificate and tls_key")
-        if self.admin_host not in ("127.0.0.1", "::1", "localhost") and self.admin_port >= 0 and not self.token_file:
+        is_open = self.admin_host not in ("127.0.0.1", "::1", "localhost") and self.admin_port >= 0
+        if is_open and not self.admin_token_file:
             raise ValueError(
-                f"admin_host={self.admin_host!r} lets other machines in: give a token_file, or leave it at 127.0.0.1"
+                f"admin_host={self.admin_host!r} lets other machines in: give an admin_token_file, or leave it at "
+                "127.0.0.1"
             )
+        if self.updates and not self.admin_token_file:
+            raise ValueError("updates come by the admin port, with a token: give an admin_token_file")
         if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
             raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
         if self.admin_port + self.workers - 1 > _MAX_PORT:
@@ -107,9 +125,19 @@ class ServeConfig:
 
     @property
     def token(self) -> str | None:
-        """What the token file holds; ValueError if it cannot be read or is empty."""
-        if not self.token_file:
-            return None
-        from .bearer_token import read_token
+        """What the clients' token file holds; ValueError if it cannot be read or is empty."""
+        return _read_token("token_file", self.token_file)
 
-        return read_token(self.token_file)
+    @property
+    def admin_token(self) -> str | None:
+        """The operators'; ValueError also if it is the clients'."""
+        found = _read_token("admin_token_file", self.admin_token_file)
+        if found is not None and found == self.token:
+            raise ValueError("admin_token_file holds the token of clients, who may change nothing; make another")
+        return found
+
+
+def _read_token(name: str, path: str) -> str | None:
+    from .bearer_token import read_token
+
+    return read_token(path, name=name) if path else None

@@ -25,7 +25,7 @@ from ..store.manifest import Manifest
 from ..store.newer import Newer
 from ..system.excerpt import excerpt
 from ..updates.origin import origin_of
-from .base import Model, Outputs
+from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
@@ -71,7 +71,7 @@ class StoreEngine:
         self._moving = asyncio.Lock()
         self._before = Stats(TierStats(), TierStats(), TierStats())
         self._is_ready = False
-        self._is_draining = False
+        self._is_draining = self._is_stopping = False
         self._has_failed = False
 
     # Starting and stopping
@@ -156,18 +156,30 @@ class StoreEngine:
             outputs = model.answer_at_once(query) if is_there() else None
             return None if outputs is None else _Ran(outputs, str(self.version))
 
-        def run(queries: Sequence[Any]) -> list[_Ran]:
+        def run(queries: Sequence[Any], pause: Pause | None) -> list[_Ran | ServeError]:
             if not is_there():
                 raise ServeError(Status.UNAVAILABLE, f"model {name!r} has changed with the version; ask again")
             version = str(self.version)
-            return [_Ran(outputs, version) for outputs in model.run(queries)]
+            answers = model.run(queries, pause)
+            return [each if isinstance(each, ServeError) else _Ran(each, version) for each in answers]
+
+        def others() -> list[Batcher]:
+            return [each.batcher for each in self._served.values()]
 
         observer = self._metrics.batched
-        return _Served(model, Batcher(name, run, self._executor, self._config, at_once=at_once, observer=observer))
+        batcher = Batcher(
+            name, run, self._executor, self._config, at_once=at_once, others=others, observer=observer
+        )  # fmt: skip
+        return _Served(model, batcher)
+
+    async def begin_to_stop(self) -> None:
+        """Drain for good."""
+        self._is_stopping = True
+        await self.drain()
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
-        await self.drain()
+        await self.begin_to_stop()
         batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
         await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
@@ -297,9 +309,12 @@ class StoreEngine:
     async def _run(self, request: InferRequest, deadline: float) -> _Ran:
         while True:
             served = self._find(request.model, request.version)
-            query = served.model.parse(request.inputs)
+            if sum(tensor.data.size for tensor in request.inputs.values()) > LONG_IDS:
+                query = await asyncio.to_thread(served.model.parse, request.inputs)
+            else:
+                query = served.model.parse(request.inputs)
             try:
-                ran: _Ran = await served.batcher.submit(query, deadline)
+                ran: _Ran = await served.batcher.submit(query, deadline, request.client)
                 return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked anew.
@@ -376,9 +391,16 @@ class StoreEngine:
             newer.close()
 
     async def drain(self) -> bool:
-        """Take no more requests; those that came are answered."""
+        """Take no more requests, until told to resume; those that came are answered."""
         self._is_draining, self._is_ready = True, False
         return True
+
+    async def resume(self) -> bool:
+        """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
+        if self._is_stopping:
+            raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
+        self._is_draining, self._is_ready = False, self._models is not None
+        return False
 
     # What is told of it
 

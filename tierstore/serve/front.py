@@ -1,9 +1,7 @@
 """What REST and gRPC do alike around a request: who may ask, what is refused, and how much is held of answers."""
 
-import ssl
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..system.release import __version__
 from .base import Engine
@@ -14,25 +12,6 @@ from .triton import EXTENSIONS, model_config, model_statistics
 
 SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
 """The server's metadata."""
-
-
-class TlsFiles(NamedTuple):
-    """PEM files: the certificate with its chain, and its key."""
-
-    certificate: Path
-    key: Path
-
-    def context(self) -> ssl.SSLContext:
-        """For an HTTP server; ValueError if the files cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            context.load_cert_chain(self.certificate, self.key)
-        except OSError as error:  # ssl.SSLError is one
-            message = f"no certificate {self.certificate} with key {self.key}, both in PEM: {error}"
-            raise ValueError(message) from error
-        return context
 
 
 class _NotingRefusals:

@@ -14,7 +14,8 @@ LARGE_RESPONSE_BYTES: Final = 64 << 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     body_bytes: int = 64 << 20  # longest request, and of a compressed one once inflated
-    bodies_bytes: int = 1 << 30  # requests under way, together; one beyond that is refused
+    # Requests under way, together; one beyond that is refused. And again those arriving over gRPC, each as the longest.
+    bodies_bytes: int = 1 << 30
     json_bytes: int = 2 << 20  # longest JSON in a request: while it is parsed nobody else is served
     elements: int = MAX_ELEMENTS  # numbers of a response in JSON or typed contents; more leave as binary only
     response_bytes: int = 64 << 20  # longest response over gRPC
@@ -25,7 +26,7 @@ class Limits:
     streams: int = 128  # ModelStreamInfer calls among them
     receive_seconds: float = 30.0  # time for a request to arrive whole, and for a TLS handshake
     send_seconds: float = 60.0  # time a client may take to accept a response
-    idle_seconds: float = 60.0  # time an HTTP connection may stay open without a request
+    idle_seconds: float = 75.0  # time an HTTP connection may stay open without a request
     stream_idle_seconds: float = 300.0  # time a gRPC stream may ask nothing more
 
 

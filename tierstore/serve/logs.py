@@ -4,9 +4,14 @@ What clients send (model names, request ids) is bounded and escaped, so that no 
 with one request.
 """
 
+import contextlib
+import io
 import json
 import logging
 import os
+import select
+import socket
+import stat
 import sys
 import time
 from datetime import UTC, datetime
@@ -78,11 +83,64 @@ def _shown(value: object) -> str:
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to whatever ``sys.stderr`` is at the moment."""
+    """Writes to whatever ``sys.stderr`` is at the moment. Where that is the process's own, nobody waits for its reader:
+    while it takes nothing, lines are left out, and counted by the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unwritten = b""
+        self._num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
-        super().emit(record)
+        if sys.stderr is None or sys.stderr is not sys.__stderr__:
+            super().emit(record)
+            return
+        try:
+            self._push()
+            if self._unwritten:
+                self._num_lost += 1
+                return
+            if self._num_lost:
+                record.lines_lost = self._num_lost
+            self._unwritten = (self.format(record) + self.terminator).encode(errors="backslashreplace")
+            self._num_lost = 0
+            self._push()
+        except Exception:
+            self.handleError(record)
+
+    def _push(self) -> None:
+        while self._unwritten:
+            written = _write_now(sys.stderr.fileno(), self._unwritten)
+            self._unwritten = self._unwritten[written:]
+            if not written:
+                return
+
+
+def _write_now(descriptor: int, data: bytes) -> int:
+    """How many bytes went out without a wait."""
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        if kind == stat.S_IFSOCK:
+            with socket.socket(fileno=os.dup(descriptor)) as own:
+                return own.send(data, socket.MSG_DONTWAIT)
+        if kind == stat.S_IFIFO and (again := _opened_again(descriptor)) is not None:
+            with again:
+                return again.write(data) or 0
+        ready = select.poll()
+        ready.register(descriptor, select.POLLOUT)
+        # A pipe that is ready takes so much, unless another process has written meanwhile.
+        return os.write(descriptor, data[: select.PIPE_BUF]) if ready.poll(0) else 0
+    return 0
+
+
+def _opened_again(descriptor: int) -> io.FileIO | None:
+    """A pipe without waits, for us alone: that is a property of what is open, which others share. None if another user
+    has made it."""
+    try:
+        return io.FileIO(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "wb")
+    except OSError:
+        return None
 
 
 def configure(level: str | int = "INFO", as_json: bool = True) -> None:

@@ -118,6 +118,7 @@ class InferRequest:
     outputs: names of the wanted outputs; empty for all.
     deadline: ``time.monotonic()`` seconds after which nobody waits for the answer, or None.
     protocol: that it came by, "http" or "grpc"; for metrics and logs.
+    client: whose connection it came by; "" if that is not known.
     """
 
     model: str
@@ -127,6 +128,7 @@ class InferRequest:
     outputs: tuple[str, ...] = ()
     deadline: float | None = None
     protocol: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import resource
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,11 +16,12 @@ import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from .admin import Replica, admin_app, admin_routes
+from ..errors import TierstoreError
+from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .engine import StoreEngine
-from .front import TlsFiles
 from .grpc.server import GrpcServer
+from .health import ask_grpc, ask_rest
 from .limits import Limits
 from .logs import configure
 from .messages import ServeError, Status
@@ -27,9 +30,16 @@ from .monitoring.metrics import Metrics
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
 from .source import StateCollector
+from .tls import WATCH_SECONDS, Tls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+_OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_ANSWER_SECONDS: Final = 30.0
+_OTHER_FILES: Final = 256
+"""That a server has open beside connections."""
 
 
 class Ports(NamedTuple):
@@ -47,15 +57,16 @@ class Server:
         self._config = config
         self._worker = worker
         self._token = config.token
-        tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
+        self.tls = tls = Tls(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
         self.metrics = Metrics([], worker=worker)
         self.engine = StoreEngine(config, self.metrics)
         self.metrics.add(StateCollector(self.engine.state))
         limits = Limits(
             body_bytes=config.body_bytes,
-            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes),
+            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes, config.grpc_body_bytes),
             connections=config.connections,
             receive_seconds=config.receive_seconds,
+            idle_seconds=config.idle_seconds,
         )
         self._http = HttpServer(
             RestApp(self.engine, limits=limits, token=self._token),
@@ -66,7 +77,7 @@ class Server:
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
             self.engine,
-            limits,
+            replace(limits, body_bytes=config.grpc_body_bytes),
             host=config.host,
             port=max(config.grpc_port, 0),
             reuse_port=config.workers > 1,
@@ -76,15 +87,18 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
 
     def _admin_app(self) -> ASGIApp:
-        engine = self.engine
+        engine, token = self.engine, self._config.admin_token
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
         rollback = _refuse_rollback
         if self._config.updates:
             replica = Replica(Path(self._config.store), extra=engine.extra, refresh=engine.refresh)
             routes += replica.routes()
             rollback = replica.roll_back
-        routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain)
-        return admin_app(routes, token=self._token)
+        if token is None:
+            routes.append(read_only_route())
+        else:
+            routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain, resume=engine.resume)
+        return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
         """Listen, open the store, and be ready.
@@ -108,6 +122,7 @@ class Server:
             _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
             if not is_shared:
                 await self.engine.start()
+            await self._require_answers(rest, grpc)
         except BaseException:
             await self.stop()
             raise
@@ -115,14 +130,29 @@ class Server:
         gc.collect()
         gc.freeze()
         tasks = {"following": self.engine.follow(), "keeping hot rows": self.engine.keep_hot_rows()}
+        if self.tls is not None:
+            tasks["watching the certificate"] = _renew(self.tls)
         self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
         for task in self._background:
             self.engine.watch(task)
         return Ports(rest, grpc, admin)
 
+    async def _require_answers(self, rest: int, grpc: int) -> None:
+        """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used, which others than
+        the tested versions may lack."""
+        host = _OWN.get(self._config.host, self._config.host)
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await ask_rest(host, rest, is_tls=self.tls is not None)
+                if grpc >= 0 and self.tls is None:
+                    await ask_grpc(host, grpc)
+        except Exception as error:
+            message = f"the server does not answer itself ({type(error).__name__}: {error}); its log may say why"
+            raise TierstoreError(f"{message}. Is it with this release's versions of uvicorn and grpcio?") from error
+
     async def stop(self) -> None:
         """Take no more requests, answer those that came, within the time that the configuration gives, and close."""
-        await self.engine.drain()
+        await self.engine.begin_to_stop()
         grace = self._config.grace_seconds
         await asyncio.gather(self._http.stop(grace), self._grpc.stop(grace))
         for task in self._background:
@@ -131,6 +161,12 @@ class Server:
         await self.engine.stop()
         await self._admin.stop(1.0)
         gc.unfreeze()
+
+
+async def _renew(tls: Tls) -> None:
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.to_thread(tls.renew)
 
 
 async def _refuse_rollback() -> int:
@@ -147,9 +183,22 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
     """
     configure(config.log_level.upper(), as_json=not config.log_text)
     torch.set_num_threads(config.num_threads)
+    _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, worker, on_ready, is_patient))
     return 0
+
+
+def _make_room_for(connections: int) -> None:
+    """Raise this process's limit of open files to what connections need, if it may; else tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        found = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (found, hard))
+        if found < wanted:
+            message = "ulimit -n is %d, and %d connections of each protocol want %d: raise it, or lower --connections"
+            _LOG.warning(message, found, connections, wanted)
 
 
 async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any], is_patient: bool) -> None:
@@ -158,17 +207,24 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     for each in _SIGNALS:
         loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
     server = Server(config, worker=worker)
+    loop.add_signal_handler(signal.SIGHUP, _hang_up, server)
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        await server.engine.drain()  # the warm-up sees it and ends
+        await server.engine.begin_to_stop()  # the warm-up sees it and ends
     ports = await starting
     if not stopping.is_set():
         on_ready(ports)
     await waiting
     _LOG.info("stopping: requests under way have %.0f s", config.grace_seconds)
     await server.stop()
+
+
+def _hang_up(server: Server) -> None:
+    """SIGHUP: read again what may have been renewed, and go on."""
+    if server.tls is not None:
+        server.tls.renew()
 
 
 def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -18,6 +18,7 @@ from ..errors import TierstoreError
 from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run
+from .rest.server import listen
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _POLL_SECONDS: Final = 0.2
@@ -48,6 +49,9 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
 
     If one ends by itself, all are stopped, and the status is 1: whoever supervises the command starts it again.
+
+    Raises:
+        OSError: a port is taken.
     """
     part = replace(config, ddr=share_of(config.ddr, config.workers))
     configure(config.log_level.upper(), as_json=not config.log_text)
@@ -56,7 +60,11 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
     processes: list[BaseProcess] = []
     waited_for = [context.Event() for _ in range(config.workers)]
     ended = 0
-    with _signals(stopping):
+    for port in (config.port, config.grpc_port):
+        if port >= 0:
+            for listener in listen(config.host, port):  # alone: workers of two servers would share it, unseen
+                listener.close()
+    with _signals(stopping, processes):
         for index, path in enumerate(recording_paths(config) or [""] * config.workers):
             arguments = (replace(part, record=path), index, waited_for[index])
             processes.append(context.Process(target=_work, args=arguments, name=f"tierstore-worker-{index}"))
@@ -102,8 +110,14 @@ def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _signals(stopping: threading.Event) -> Iterator[None]:
+def _signals(stopping: threading.Event, processes: Sequence[BaseProcess]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
     before = {each: signal.signal(each, lambda *_: stopping.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, pass_on)
     try:
         yield
     finally:

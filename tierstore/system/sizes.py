@@ -1,5 +1,6 @@
 """Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
 
+import contextlib
 import mmap
 import os
 import re
@@ -37,7 +38,7 @@ def format_count(count: int, noun: str) -> str:
 def machine_memory_bytes() -> int:
     """Memory this process may use: the machine's, or a limit of its control groups if one is less (a container's)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _limit_files():
+    for path in _limit_files("memory", "memory.max", "memory.limit_in_bytes"):
         try:
             limits.append(int(path.read_text()))
         except (OSError, ValueError):  # no such file, or "max"
@@ -45,8 +46,20 @@ def machine_memory_bytes() -> int:
     return min(limits)
 
 
-def _limit_files() -> Iterator[Path]:
-    """Where limits on memory may stand: the process's control group and those around it, versions 2 and 1.
+def cpu_limit() -> float:
+    """CPUs this process may use: those it may run on, or a quota of its control groups if one is less."""
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for path in _limit_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, *period = path.read_text().split()
+            of = period[0] if period else (path.parent / "cpu.cfs_period_us").read_text()
+            if int(quota) > 0:
+                limits.append(int(quota) / int(of))
+    return min(limits)
+
+
+def _limit_files(controller: str, name: str, first_name: str) -> Iterator[Path]:
+    """Where limits may stand: the process's control group and those around it, versions 2 and 1.
 
     A container may see the groups from the root of its own, where the path in /proc leads nowhere.
     """
@@ -54,18 +67,18 @@ def _limit_files() -> Iterator[Path]:
         lines = os.fsdecode(_CGROUP.read_bytes()).splitlines()
     except OSError:
         lines = []
-    groups = [(_CGROUP_ROOT, "memory.max", "/"), (_CGROUP_ROOT / "memory", "memory.limit_in_bytes", "/")]
+    groups = [(_CGROUP_ROOT, name, "/"), (_CGROUP_ROOT / controller, first_name, "/")]
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if number == "0" and not controllers:
-            groups.append((_CGROUP_ROOT, "memory.max", group))
-        elif "memory" in controllers.split(","):
-            groups.append((_CGROUP_ROOT / "memory", "memory.limit_in_bytes", group))
-    for root, name, group in groups:
+            groups.append((_CGROUP_ROOT, name, group))
+        elif controller in controllers.split(","):
+            groups.append((_CGROUP_ROOT / controller, first_name, group))
+    for root, file, group in groups:
         inside = Path(group.lstrip("/"))
         if ".." not in inside.parts:
-            yield from (root / part / name for part in (inside, *inside.parents))
+            yield from (root / part / file for part in (inside, *inside.parents))
 
 
 def file_memory_bytes() -> int:

@@ -45,7 +45,13 @@ class Applied(NamedTuple):
     """The replica had this version already; nothing was done."""
 
 
-def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str], *, id: str | None = None) -> Applied:  # noqa: A002 - the word for it
+def apply_update(
+    directory: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    id: str | None = None,  # noqa: A002 - the word for it
+    replaces: str = "",
+) -> Applied:
     """Make the version in an update the current one of a replica, which is made if there is none.
 
     The file is read whole and checked before anything is written; a process that ends on the way leaves the version
@@ -57,6 +63,7 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
 
     Args:
         id: what the file must be (``file_checksum``); default: not checked.
+        replaces: identity of the source's commit that the replica has, so that it may go back to one of a lower number.
 
     Raises:
         ChecksumError: the file is not ``id``. FormatError, TruncatedError: it is no update, or damaged.
@@ -69,7 +76,7 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
         update.check()
         _make_store(directory, update.header)
         with _open(directory) as tier:
-            return _apply(directory, tier, update)
+            return _apply(directory, tier, update, replaces)
 
 
 def _make_store(directory: Path, header: UpdateHeader) -> None:
@@ -90,7 +97,7 @@ def _open(directory: Path) -> Iterator[LmdbColdTier]:
         raise translate_os_error(error, error.filename or directory) from error
 
 
-def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile) -> Applied:
+def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile, replaces: str) -> Applied:
     header, manifest = update.header, Manifest.read(directory)
     before = unpack(tier.version, tier.payload)._replace(tensors=b"")
     origin = origin_of(before.extra)
@@ -99,6 +106,11 @@ def _apply(directory: Path, tier: LmdbColdTier, update: UpdateFile) -> Applied:
     if header.origin.is_same(origin):
         return Applied(header.origin.version, 0, True)
     _require_base(directory, origin, header)
+    if origin is not None and origin.version > header.origin.version and origin.commit_id != replaces:
+        raise TierstoreError(
+            f"{directory} has {origin}, and the update is of version {header.origin.version}, before that: to go back, "
+            "publish from the store as it is now, or roll the replica back"
+        )
     _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), header)
     rows = _Writer(tier, update).run()
     sent = update.version()

@@ -1,4 +1,5 @@
-"""A process that writes a replica: ``python -m tierstore.updates.child apply DIR FILE ID``, or ``rollback DIR``.
+"""A process that writes a replica: ``python -m tierstore.updates.child apply DIR FILE ID [REPLACES]``, or
+``rollback DIR``.
 
 A server has the replica open for reading, and a process may open a row file once. The last line of the output is the
 outcome as JSON: what ``apply_update`` or ``roll_back_replica`` gave, or ``error`` and the name of its class.
@@ -26,8 +27,9 @@ def main(arguments: Sequence[str]) -> int:
 def _run(action: str, directory: str, *rest: str) -> dict[str, Any]:
     if action == "rollback":
         return roll_back_replica(directory)._asdict()
-    file, checksum = rest
-    return apply_update(directory, file, id=checksum)._asdict()
+    file, checksum, *others = rest
+    replaces = others[0] if others else ""
+    return apply_update(directory, file, id=checksum, replaces=replaces)._asdict()
 
 
 if __name__ == "__main__":

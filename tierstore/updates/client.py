@@ -1,8 +1,10 @@
 """One server's side of an update, as its trainer sees it: HTTP by the standard library."""
 
 import http.client
+import ipaddress
 import itertools
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from io import BufferedReader
@@ -29,6 +31,16 @@ FIRST_PAUSE_SECONDS: Final = 0.5
 _MAX_ANSWER_BYTES: Final = 1 << 20
 
 
+_LOG: Final = logging.getLogger("tierstore.updates")
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class PublishError(TierstoreError):
     """A server could not be reached, or refused."""
 
@@ -45,6 +57,9 @@ class AdminClient:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=_TIMEOUT_SECONDS)
         self._path = parts.path.rstrip("/")
+        if token is not None and parts.scheme == "http" and not _is_this_machine(parts.hostname):
+            way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
+            _LOG.warning("%s gets the token unencrypted, and whoever listens may change its rows: %s", url, way_out)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         disown_in_forks(self)
 
@@ -86,9 +101,10 @@ class AdminClient:
         headers = {"Content-Type": "application/octet-stream", "Content-Range": content_range}
         self._try("PATCH", f"/admin/updates/{update.id}", part, headers, _TIMEOUT_SECONDS)
 
-    def apply(self, update: Update) -> Applied:
-        """Have the server show the update; waits until it does."""
-        answer = self._ask("POST", f"/admin/updates/{update.id}/apply", timeout=_APPLY_SECONDS)
+    def apply(self, update: Update, *, replaces: Origin | None = None) -> Applied:
+        """Have the server show the update; waits until it does. If that is what the server has, it may go back."""
+        query = f"?replaces={replaces.commit_id}" if replaces is not None else ""
+        answer = self._ask("POST", f"/admin/updates/{update.id}/apply{query}", timeout=_APPLY_SECONDS)
         return Applied(int(answer["version"]), int(answer["rows"]), bool(answer["was_there"]))
 
     def _ask(self, method: str, path: str, *, timeout: float = _TIMEOUT_SECONDS) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class _Publisher:
                 update = self.update(self.begin(url, origin, since))
                 with self._bar("send") as show:
                     client.send(update, show)
-                done = client.apply(update)
+                done = client.apply(update, replaces=origin)
                 return Published(url, done.version, done.rows, update.size_bytes, time.monotonic() - started)
         except (TierstoreError, OSError) as error:
             return Published(url, 0, 0, 0, time.monotonic() - started, str(error))

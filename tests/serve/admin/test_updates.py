@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -210,6 +211,25 @@ def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, up
         assert replica.refreshed == 0
 
 
+def test_a_refused_update_leaves_its_place_to_others_and_an_older_one_is_not_taken_for_newer(
+    replica_dir: Path, source: Path, updates: dict[int, Update]
+) -> None:
+    ahead = replica_dir.with_name("ahead")
+    shutil.copytree(source, ahead)
+    change(ahead, 3, keep=2)
+    with serving(replica_dir) as (url, _):
+        upload(url, updates[1])
+        assert apply(url, updates[1].id).status_code == 422
+        assert listed(url)["uploads"] == {}
+        assert [publish(each, [url])[0].version for each in (source, ahead)] == [2, 3]
+        upload(url, updates[0])
+        answer = apply(url, updates[0].id)
+        assert answer.status_code == 422
+        assert "the update is of version 2, before that" in answer.json()["error"]
+        (done,) = publish(source, [url])
+        assert (done.error, done.version) == ("", 2), "its publisher knows what it replaces"
+
+
 def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no_more(
     replica_dir: Path, tmp_path: Path
 ) -> None:
@@ -230,6 +250,15 @@ def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no
         assert apply(url, updates[1].id).status_code == 500
         with tierstore.open(replica_dir, mode="r", ddr="1MiB") as store:
             assert store.version == before
+
+
+def test_a_token_that_others_may_read_on_its_way_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for url in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "https://example.com"):
+        AdminClient(url, token="s3cret").close()
+    assert not caplog.records
+    AdminClient("http://example.com", token="s3cret").close()
+    assert "http://example.com gets the token unencrypted" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 def test_an_update_that_the_server_cannot_take_is_not_sent(replica_dir: Path, source: Path) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tierstore.serve.base import LONG_IDS
 from tierstore.serve.batching import Batcher, OneThread
-from tierstore.serve.batching.isolation import MAX_SPLIT_RUNS
+from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 
@@ -24,6 +25,7 @@ class Ask:
     number: int
     num_samples: int = 1
     is_poison: bool = False
+    num_ids: int = 1
 
 
 def answer(queries: Sequence[Ask]) -> list[int]:
@@ -46,7 +48,7 @@ class Bench:
     def another(self, name: str, **options: Any) -> Batcher:
         return Batcher(name, self.note, self.executor, self.config, clock=self.loop.time, **options)
 
-    def note(self, queries: Sequence[Ask]) -> list[int]:
+    def note(self, queries: Sequence[Ask], _pause: Any) -> list[int]:
         self.batches.append([each.number for each in queries])
         return self.run(queries)
 
@@ -229,8 +231,77 @@ def test_a_model_that_always_fails_is_not_asked_forever(
     tasks = [bench.submit(Ask(number, is_poison=True)) for number in range(1000)]
     bench.work()
     assert {status_of(task) for task in tasks} == {Status.INTERNAL}
-    assert len(bench.batches) <= MAX_SPLIT_RUNS + 10
+    assert len(bench.batches) <= MAX_FAILED_RUNS + 10
     assert len(caplog.records) == 1
+
+
+def test_good_queries_are_answered_however_many_bad_ones_are_with_them(make_bench: Callable[..., Bench]) -> None:
+    """If the model has answered anything before; and a model that has stopped to answer is asked no further."""
+    bench = make_bench()
+    bench.submit(Ask(-1))
+    bench.work()
+    tasks = [bench.submit(Ask(number, is_poison=number < 200)) for number in range(216)]
+    bench.work()
+    assert {status_of(task) for task in tasks[:200]} == {Status.INTERNAL}
+    assert [task.result() for task in tasks[200:]] == list(range(200, 216))
+    bench.run = lambda _: 1 // 0
+    bench.batches.clear()
+    tasks = [bench.submit(Ask(number)) for number in range(216)]
+    bench.work()
+    assert {status_of(task) for task in tasks} == {Status.INTERNAL}
+    assert len(bench.batches) == 2
+
+
+def test_a_client_whose_query_failed_is_asked_alone_for_a_while(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+
+    def ask_all(poison: bool) -> list[asyncio.Task[int]]:
+        bench.batches.clear()
+        asks = [(Ask(number, is_poison=poison and number == 2), f"client {number}") for number in range(4)]
+        tasks = [bench.loop.create_task(bench.batcher.submit(ask, 1e9, client)) for ask, client in asks]
+        bench.loop.settle()
+        bench.work()
+        return tasks
+
+    assert status_of(ask_all(poison=True)[2]) is Status.INTERNAL
+    for poison in (True, False):
+        tasks = ask_all(poison)
+        assert [tasks[number].result() for number in (0, 1, 3)] == [0, 1, 3]
+        assert sorted(bench.batches) == [[0, 1, 3], [2]]
+    bench.loop.advance(61)
+    ask_all(poison=False)
+    assert bench.batches == [[0, 1, 2, 3]]
+
+
+def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(make_bench: Callable[..., Bench]) -> None:
+    """Until nobody waits for it: then it is ended."""
+    bench = make_bench()
+    runs: list[tuple[str, Any]] = []
+    others: list[Batcher] = []
+
+    def batcher(name: str) -> Batcher:
+        def run(queries: Sequence[Ask], pause: Any) -> list[int]:
+            for part in range(3 if pause else 1):
+                if part:
+                    submitted.append(bench.submit(Ask(part), to=others[part % 2]))
+                    pause()
+                runs.append((name, [each.number for each in queries]))
+                bench.loop.advance(1)
+            return answer(queries)
+
+        return Batcher(name, run, bench.executor, bench.config, clock=bench.loop.time, others=lambda: others)
+
+    others += [batcher("a"), batcher("b")]
+    submitted: list[asyncio.Task[int]] = []
+    long = Ask(7, num_ids=LONG_IDS + 1)
+    submitted += [bench.submit(long, to=others[0]), bench.submit(long, 6.5, to=others[0])]
+    bench.work()
+    part, short = ("a", [7]), [("b", [1]), ("a", [2])]
+    assert runs == [part, short[0], part, short[1], part, part, short[0], part, short[1]]
+    assert [task.result() for task in submitted if task is not submitted[1]] == [7, 1, 2, 1, 2]
+    assert status_of(submitted[1]) is Status.DEADLINE
+    for each in others:
+        each.check_integrity()
 
 
 @pytest.mark.parametrize("failure", ["short", "exit"])
@@ -342,7 +413,7 @@ def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[
 def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
     let_go = threading.Event()
 
-    def run(queries: Sequence[Ask]) -> list[int]:
+    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
         assert let_go.wait(30)
         return answer(queries)
 
@@ -366,14 +437,13 @@ def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
 
 def test_many_callers_and_a_thread() -> None:
     generator = np.random.default_rng(0)
-    successes: dict[int, int] = {}
+    successes: set[int] = set()
     threads: set[int] = set()
 
-    def run(queries: Sequence[Ask]) -> list[int]:
+    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
         threads.add(threading.get_ident())
         result = answer(queries)
-        for each in queries:
-            successes[each.number] = successes.get(each.number, 0) + 1
+        successes.update(each.number for each in queries)
         return result
 
     async def call(batcher: Batcher, number: int) -> str:
@@ -409,8 +479,7 @@ def test_many_callers_and_a_thread() -> None:
     batcher.check_integrity()
     assert (len(batcher._present), batcher.num_waiting_samples) == (0, 0)
     assert set(ended) == {"answered", "cancelled", "INTERNAL"}
-    assert set(successes.values()) == {1}
-    assert {number for number, each in enumerate(ended) if each == "answered"} <= successes.keys()
+    assert {number for number, each in enumerate(ended) if each == "answered"} <= successes
     assert not any(ended[number] == "INTERNAL" for number in successes)
     assert len(threads) == 1
     assert threads != {threading.get_ident()}

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tierstore.serve.base import LONG_IDS, Pause
 from tierstore.serve.batching import Batcher
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError
@@ -30,6 +32,7 @@ class Asked:
     deadline: float
     is_poison: bool
     is_quick: bool = False
+    num_ids: int = 1
     outcome: str = ""
     num_successes: int = 0
     task: asyncio.Task | None = None
@@ -59,9 +62,10 @@ QUERIES = st.tuples(
     st.sampled_from([None, None, None, -1, 0, 1, 2, 3, 4, 6, 12]),
     st.sampled_from([False, False, False, True]),
     st.booleans(),
+    st.sampled_from([1, 1, LONG_IDS + 1]),
 )
 """Samples; quarters of a second until the deadline; whether a batch fails that has it; whether it can be answered at
-once."""
+once; ids."""
 
 
 class BatcherMachine(RuleBasedStateMachine):
@@ -85,6 +89,8 @@ class BatcherMachine(RuleBasedStateMachine):
         self.waiting: list[Asked] = []
         self.running: list[Asked] = []
         self.is_closed = False
+        self.is_alones_turn = False
+        self.known: Asked | None = None
         self.drain_until = NEVER
         self.drain: asyncio.Task | None = None
         self.actions: list[tuple[str, int]] = []
@@ -117,8 +123,8 @@ class BatcherMachine(RuleBasedStateMachine):
         asked.num_successes += 1
         return asked.number
 
-    def ask(self, num_samples: int, seconds: float, is_poison: bool, is_quick: bool = False) -> None:
-        asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison, is_quick)
+    def ask(self, num_samples: int, seconds: float, is_poison: bool, is_quick: bool = False, num_ids: int = 1) -> None:
+        asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison, is_quick, num_ids)
         self.asked.append(asked)
         asked.outcome = self.refusal(asked)
         if not asked.outcome and is_quick and self.executor.is_idle:
@@ -156,17 +162,49 @@ class BatcherMachine(RuleBasedStateMachine):
             self.let_time_pass()
         self.loop.settle()
 
-    def run(self, queries: Sequence[Asked]) -> list[int]:
+    def run(self, queries: Sequence[Asked], pause: Pause | None) -> list[int]:
         """The model that is served; whatever it raises, the batcher takes for its failure."""
+        if self.expected is None and queries == [self.known] and self.known not in self.running:
+            return [self.known.number]  # it is asked again, as a batch failed
         try:
             self.check_batch(list(queries))
+            assert (pause is not None) == (queries[0].num_ids > LONG_IDS)
+            if pause is not None and not self.is_closed:
+                self.pause(queries[0], pause)
         except AssertionError as error:
             self.faults.append(error)
         if any(each.is_poison for each in queries):
             raise ArithmeticError("secret")
         for each in queries:
             each.num_successes += 1
+        if queries[-1].num_ids <= LONG_IDS:
+            self.known = queries[-1]
         return [each.number for each in queries]
+
+    def pause(self, asked: Asked, pause: Pause) -> None:
+        """Amid a long query; who waits for a batch is served, unless the query is not waited for any more."""
+        if asked.outcome:
+            with pytest.raises(ServeError):
+                pause()
+            return
+        outer, self.running = self.running, self.next_batch()
+        self.expected = self.running or None
+        pause()
+        assert self.expected is None, "a batch that should have run amid another's query has not"
+        self.conclude()
+        self.running = outer
+        self.loop.settle()
+
+    def next_batch(self) -> list[Asked]:
+        room, batch = self.config.max_batch_samples, []
+        for asked in self.waiting:
+            if asked.num_ids <= LONG_IDS:
+                if asked.num_samples > room:
+                    break
+                room -= asked.num_samples
+                batch.append(asked)
+        self.waiting = [asked for asked in self.waiting if asked not in batch]
+        return batch
 
     def check_batch(self, queries: list[Asked]) -> None:
         if self.expected is not None:
@@ -183,9 +221,9 @@ class BatcherMachine(RuleBasedStateMachine):
     # Rules.
 
     @rule(queries=st.lists(QUERIES, min_size=1, max_size=8))
-    def submit(self, queries: list[tuple[int, int | None, bool, bool]]) -> None:
-        for num_samples, quarters, is_poison, is_quick in queries:
-            self.ask(num_samples, NEVER if quarters is None else quarters / 4, is_poison, is_quick)
+    def submit(self, queries: list[tuple[int, int | None, bool, bool, int]]) -> None:
+        for num_samples, quarters, is_poison, is_quick, num_ids in queries:
+            self.ask(num_samples, NEVER if quarters is None else quarters / 4, is_poison, is_quick, num_ids)
 
     @rule(index=st.integers(0, 9))
     def cancel(self, index: int) -> None:
@@ -213,13 +251,12 @@ class BatcherMachine(RuleBasedStateMachine):
         late = [each for each in self.waiting if each.deadline <= self.loop.now]
         for asked in late:
             self.end(asked, "DEADLINE")
-        room, batch = self.config.max_batch_samples, []
-        for asked in self.waiting:
-            if asked.num_samples > room:
-                break
-            room -= asked.num_samples
-            batch.append(asked)
-        del self.waiting[: len(batch)]
+        alone = [asked for asked in self.waiting if asked.num_ids > LONG_IDS]
+        if alone and (self.is_alones_turn or len(alone) == len(self.waiting)):
+            batch, self.is_alones_turn = [alone[0]], False
+            self.waiting.remove(alone[0])
+        else:
+            batch, self.is_alones_turn = self.next_batch(), True
         self.running, self.expected, self.actions = batch, batch or None, list(actions)
         self.executor.run_next()
         assert self.expected is None, "a batch that should have run has not"

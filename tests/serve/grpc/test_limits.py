@@ -16,11 +16,11 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
-from tierstore.serve.front import TlsFiles
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import ServeError
+from tierstore.serve.tls import Tls
 
 MEBIBYTE = 1 << 20
 TOKEN = "a-token"
@@ -304,7 +304,7 @@ def test_token_that_cannot_be_sent(token: str) -> None:
 # TLS.
 
 
-def test_tls(client_of: Any, tls: TlsFiles) -> None:
+def test_tls(client_of: Any, tls: Tls) -> None:
     with serving(tls=tls) as served:
         client = client_of(served.address, ssl=True, root_certificates=str(tls.certificate))
         assert client.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
@@ -313,11 +313,11 @@ def test_tls(client_of: Any, tls: TlsFiles) -> None:
         assert code_of(raised.value) == "UNAVAILABLE"
 
 
-def test_tls_files_are_checked(tls: TlsFiles, tmp_path: Path) -> None:
+def test_tls_files_are_checked(tls: Tls, tmp_path: Path) -> None:
     (tmp_path / "other.pem").write_text("no key")
     for key in ("absent.pem", "other.pem"):
         with pytest.raises(ValueError, match=key):
-            GrpcServer(FakeEngine(), tls=TlsFiles(tls.certificate, tmp_path / key))
+            GrpcServer(FakeEngine(), tls=Tls(tls.certificate, tmp_path / key))
 
 
 # Ports.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import tierstore
 from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, models_of, plain_pooled, tensor
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.models import jagged as jagged_ids
+from tierstore.serve.models import lookups
 
 NAMES = tuple(ROWS)
 
@@ -92,6 +95,58 @@ def test_rows_are_those_of_a_read(store: tierstore.Store, name: str) -> None:
             assert found["rows"].tobytes() == rows[ids].tobytes()
 
     check()
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tierstore.Store]:
+    """Tables of one width, so that there is a model "rows"."""
+    directory = tmp_path_factory.mktemp("narrow") / "store"
+    make_store(directory, ["sums", "peaks"])
+    with tierstore.open(directory, mode="r", ddr="4MiB", threads=1) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["pooled.sums", "rows.sums", "pooled", "rows"])
+def test_a_query_in_parts_gives_the_bits_of_one_at_once(
+    narrow: tierstore.Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = models_of(narrow).by_name[name]
+    num_features = 4 if "." not in name else 1
+    generator = np.random.default_rng(len(name))
+    for module in (jagged_ids, lookups):
+        monkeypatch.setattr(module, "PART_IDS", 8)
+    for _ in range(50):
+        lengths = generator.integers(0, 3, (num_features, generator.integers(1, 20)))
+        ids = tensor("INT64", generator.integers(0, 20, lengths.sum()))
+        inputs = {"values" if num_features > 1 else "ids": ids}
+        if name != "rows.sums":
+            inputs["lengths"] = tensor("INT32", lengths if num_features > 1 else lengths[0])
+        query, pause = model.parse(inputs), Mock()
+        (whole,) = model.run([query])
+        (parts,) = model.run([query], pause)
+        for output, want in whole.items():
+            assert parts[output].data.tobytes() == want.data.tobytes()
+        assert pause.call_count >= ids.data.size // 16 - 1
+
+
+def test_ids_of_a_request_are_counted_and_those_of_a_sample_bounded(narrow: tierstore.Store) -> None:
+    """So that nobody holds the server for longer than many small requests would."""
+    for name, ids, num_features in (("pooled.sums", "ids", 1), ("pooled", "values", 4)):
+        model: Any = models_of(narrow).by_name[name]
+
+        def query(
+            num_ids: int, num_samples: int, model: Any = model, ids: str = ids, features: int = num_features
+        ) -> Any:
+            lengths = np.zeros((features, num_samples), np.int32)
+            lengths[0] = num_ids // num_samples
+            shape = lengths if features > 1 else lengths[0]
+            return model.parse({ids: tensor("INT64", [1] * num_ids), "lengths": tensor("INT32", shape)})
+
+        assert query(640, 10).num_samples == 10
+        assert query(64_000, 10).num_samples == 1000 // num_features
+        assert query(8192, 1).num_ids == 8192
+        with pytest.raises(ServeError, match="gives sample 0 8193 ids; a sample has at most 8192"):
+            query(8193, 1)
 
 
 @pytest.mark.parametrize("ddr", ["8MiB", "600KiB"])

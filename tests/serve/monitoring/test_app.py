@@ -48,7 +48,7 @@ class FakeAdmin:
         return call
 
     def routes(self) -> list[Route]:
-        answers = {"refresh": 8, "rollback": 6, "drain": True}
+        answers = {"refresh": 8, "rollback": 6, "drain": True, "resume": False}
         return admin_routes(**{name: self._call(name, answer) for name, answer in answers.items()})
 
 
@@ -148,6 +148,7 @@ def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
         ("updates/rollback", {"version": 6}),
         ("refresh", {"version": 8}),
         ("drain", {"draining": True}),
+        ("resume", {"draining": False}),
     ],
 )
 @pytest.mark.parametrize("headers", [JSON, {"content-type": "Application/JSON; charset=utf-8"}, {ADMIN_HEADER: "1"}])

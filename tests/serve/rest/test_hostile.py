@@ -258,8 +258,6 @@ NONSENSE = [
     b"GET /\xff HTTP/1.1\r\n\r\n",
     b"GET http://[ HTTP/1.1\r\n\r\n",
     b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n",
-    b"GET /v2 HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
-    b"GET /v2 HTTP/1.1\r\nhost: a\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n\r\n",
     b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
     b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999999\r\n\r\n",
     b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
@@ -281,6 +279,26 @@ def test_nonsense(patient: RestServer, sent: bytes) -> None:
         assert answer.headers["connection"] == "close"
         assert read_to_end(sock) == b""
     assert_serves(patient)
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 16])
+def test_an_offer_of_another_protocol_is_ignored(patient: RestServer, step: int) -> None:
+    """With a body, of either kind, and what comes after it on the connection."""
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    get = b"GET /v2 HTTP/1.1\r\nhost: a\r\n"
+    chunked = (
+        b"POST /v2/models/double/infer HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
+    websocket = get + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    sent = websocket
+    for message in (get + b"\r\n", post(), chunked, GET):
+        sent += message.replace(b"host: a\r\n", b"host: a\r\n" + offer, 1)
+    sent += b"GET /last HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    with patient.connect() as sock:
+        for first in range(0, len(sent), step):
+            sock.sendall(sent[first : first + step])
+        data = read_to_end(sock)
+    assert [int(part[:3]) for part in data.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, 400, 200, 404]
 
 
 def test_a_refused_client_that_sends_on_still_reads_why(patient: RestServer) -> None:

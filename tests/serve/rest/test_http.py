@@ -17,12 +17,12 @@ import pytest
 
 from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
-from tierstore.serve.front import TlsFiles
 from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest.app import RestApp
 from tierstore.serve.rest.body import read_body
 from tierstore.serve.rest.server import HttpServer, listen
+from tierstore.serve.tls import Tls
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}
@@ -338,7 +338,7 @@ def test_tokens_that_cannot_be_sent(token: str) -> None:
 
 
 @pytest.mark.parametrize("use_uvloop", [False, True])
-def test_tls(tls: TlsFiles, use_uvloop: bool) -> None:
+def test_tls(tls: Tls, use_uvloop: bool) -> None:
     trust = ssl.create_default_context(cafile=tls.certificate)
     with serving(tls=tls, use_uvloop=use_uvloop) as server:
         with httpx.Client(base_url=f"https://{server.address}", verify=trust, trust_env=False) as client:
@@ -352,7 +352,7 @@ def test_tls(tls: TlsFiles, use_uvloop: bool) -> None:
 
 
 @pytest.mark.parametrize("use_uvloop", [False, True])
-def test_who_does_not_shake_hands_is_cut_off(tls: TlsFiles, use_uvloop: bool) -> None:
+def test_who_does_not_shake_hands_is_cut_off(tls: Tls, use_uvloop: bool) -> None:
     with serving(tls=tls, use_uvloop=use_uvloop, limits=Limits(receive_seconds=0.2)) as server:
         with server.connect() as silent, server.connect() as slow:
             slow.sendall(b"\x16\x03\x01\x02\x00")  # where a handshake begins
@@ -363,13 +363,13 @@ def test_who_does_not_shake_hands_is_cut_off(tls: TlsFiles, use_uvloop: bool) ->
 
 def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no\.pem"):
-        HttpServer(RestApp(FakeEngine()), tls=TlsFiles(tmp_path / "no.pem", tmp_path / "no.key"))
+        HttpServer(RestApp(FakeEngine()), tls=Tls(tmp_path / "no.pem", tmp_path / "no.key"))
 
 
 def test_several_listeners_share_a_port() -> None:
     first = listen("127.0.0.1", 0, reuse_port=True)
-    second = listen("127.0.0.1", first.getsockname()[1], reuse_port=True)
-    with serving(listener=first) as one, serving(listener=second) as other:
+    second = listen("127.0.0.1", first[0].getsockname()[1], reuse_port=True)
+    with serving(listeners=first) as one, serving(listeners=second) as other:
         assert one.port == other.port
         with httpx.Client(headers={"Connection": "close"}, trust_env=False) as client:
             for _ in range(20):
@@ -388,7 +388,7 @@ def test_listens_on_ipv6_whose_wildcard_is_that_of_ipv4_too(host: str, asked: st
         listener = listen(host, 0)
     except OSError:
         pytest.skip("no IPv6 here")
-    with serving(listener=listener) as server:
+    with serving(listeners=listener) as server:
         assert httpx.get(f"http://{asked}:{server.port}/v2", trust_env=False).status_code == 200
 
 

@@ -31,10 +31,20 @@ _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", 
 Call = Callable[[], Awaitable[object]]
 
 
-def admin_routes(*, refresh: Call, rollback: Call, drain: Call) -> list[Route]:
+def read_only_route() -> Route:
+    """Instead of ``admin_routes``: who may change anything has a token, as not every proxy says that it is one."""
+
+    async def refuse(_: Request) -> Response:
+        return _error(403, "nothing is changed without an admin token; start the server with --admin-token-file")
+
+    return Route("/admin/{call:path}", refuse, methods=["POST", "PATCH"])
+
+
+def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) -> list[Route]:
     """POST /admin/refresh, to serve the newest version now; /admin/rollback, which is /admin/updates/rollback too, to
-    serve the one before; both are answered {"version": ...}, with the version then served. And /admin/drain, to take no
-    more requests, {"draining": true}. A call raises ServeError or another TierstoreError where it cannot be done."""
+    serve the one before; both are answered {"version": ...}, with the version then served. /admin/drain, to take no
+    more requests, and /admin/resume, to take them again, {"draining": true or false}. A call raises ServeError or
+    another TierstoreError where it cannot be done."""
 
     def route(name: str, call: Call, field: str) -> Route:
         async def answer(_: Request) -> Response:
@@ -43,7 +53,8 @@ def admin_routes(*, refresh: Call, rollback: Call, drain: Call) -> list[Route]:
         return Route(f"/admin/{name}", answer, methods=["POST"])
 
     rollbacks = [route(name, rollback, "version") for name in ("rollback", "updates/rollback")]
-    return [route("refresh", refresh, "version"), *rollbacks, route("drain", drain, "draining")]
+    drains = [route("drain", drain, "draining"), route("resume", resume, "draining")]
+    return [route("refresh", refresh, "version"), *rollbacks, *drains]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:

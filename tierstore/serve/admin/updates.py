@@ -4,7 +4,7 @@
 - ``PATCH /admin/updates/ID``: the body goes to where ``Content-Range: bytes FIRST-LAST/SIZE`` says, which must be where
   the upload ends; what arrives counts, also if the connection breaks.
 - ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
-  the replica goes back to the version before.
+  the replica goes back to the version before. One of a lower number needs ``?replaces=COMMIT_ID``, of what is there.
 
 An update on its way in is ``incoming/ID-SIZE.partial`` of the replica's directory, named by what it will be, so that it
 goes on after an interruption. There is one at a time.
@@ -47,8 +47,9 @@ _MAX_OUTPUT_CHARACTERS: Final = 2000
 _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.partial")
 _ID: Final = re.compile("[0-9a-f]{16}")
 _RANGE: Final = re.compile(r"bytes ([0-9]{1,16})-([0-9]{1,16})/([0-9]{1,16})")
-_SPOILED: Final = frozenset({"ChecksumError", "FormatError", "TruncatedError"})
-"""What says that the file itself is of no use: sent again, it may be."""
+_REFUSED: Final = 422
+_OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError"})
+"""What says nothing of the update: it may be applied later."""
 
 
 class UpdateError(TierstoreError):
@@ -193,17 +194,17 @@ class Replica:
                 raise UpdateError(409, f"there is {there} of update {update_id}; send the rest")
             self._is_applying = True
             try:
-                return JSONResponse(await self._apply_upload(upload))
+                return JSONResponse(await self._apply_upload(upload, request.query_params.get("replaces", "")))
             finally:
                 self._is_applying = False
 
-    async def _apply_upload(self, upload: _Upload) -> dict[str, Any]:
+    async def _apply_upload(self, upload: _Upload, replaces: str) -> dict[str, Any]:
         started = time.monotonic()
         try:
-            applied = await self._write("apply", str(self._directory), str(upload.path), upload.id)
+            applied = await self._write("apply", str(self._directory), str(upload.path), upload.id, replaces)
         except UpdateError as error:
-            if error.kind in _SPOILED:
-                upload.path.unlink(missing_ok=True)
+            if error.http_status == _REFUSED and error.kind not in _OF_THIS_MOMENT:
+                upload.path.unlink(missing_ok=True)  # sent again, it fares no better: others have its place
             raise
         upload.path.unlink(missing_ok=True)
         try:
@@ -242,7 +243,7 @@ class Replica:
             said = excerpt(err.decode(errors="replace")[-_MAX_OUTPUT_CHARACTERS:], _MAX_OUTPUT_CHARACTERS)
             raise UpdateError(500, f"the process that writes ended with {process.returncode}: {said}") from None
         if "error" in outcome:
-            status = 507 if outcome["kind"] == DiskFullError.__name__ else 422
+            status = 507 if outcome["kind"] == DiskFullError.__name__ else _REFUSED
             raise UpdateError(status, str(outcome["error"]), str(outcome["kind"]))
         return outcome
 

@@ -17,6 +17,11 @@ starts, so it holds all who came by then. If more wait when it ends, the next jo
 queue, behind the jobs of other batchers: models take turns, batch by batch, and whatever else is given to the same
 executor runs between two batches.
 
+Two kinds of queries have a line of their own, and are run alone, by turns with the batches: long ones, of more than
+``LONG_IDS`` ids, and those of clients of whom a query failed within a minute. A long one pauses between its parts: then
+the batches that wait are run, of all models. So nobody waits for more than a part of another's query, and a client that
+sends what a model cannot take makes no other's batch fail.
+
 While the executor has nothing to do, the event loop asks ``at_once``: to hand a small query to another thread and back
 would take longer than the query.
 
@@ -28,16 +33,22 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from ..base import Query
+from ..base import LONG_IDS, Pause, Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
 from .executor import OneThread
-from .isolation import Attempt, Run, Waiter, concerns_all, run_isolated
+from .isolation import Attempt, Isolation, Waiter, concerns_all
+
+_SUSPECT_SECONDS: Final = 60.0
+"""For which a client's queries are run alone, after one that failed."""
+_MAX_SUSPECTS: Final = 4096
+_Line: TypeAlias = "OrderedDict[Waiter, None]"
+"""Any who waits may leave at any time, and leaves nothing behind: so not a deque."""
 
 
 class Batcher:
@@ -45,11 +56,13 @@ class Batcher:
 
     Args:
         model: its name, for messages.
-        run: runs a batch, in the executor.
+        run: runs a batch, in the executor: the answer to each query, or a ``ServeError``. With a pause, if it may call
+            that between two parts of what it does.
         executor: shared by all models, outlives the batcher. Only the event loop and its own jobs give it jobs.
         config: how queries wait and are joined.
         at_once: the answer to a query, or None if it would keep the event loop from others; called there, while the
             executor is idle.
+        others: batchers of the same executor, itself among them or not, whose batches run in pauses.
         observer: told, after the answers, of each batch: model, number of queries, of samples, seconds that each query
             waited, seconds that it ran with all its repeats.
         clock: seconds, as deadlines are given in.
@@ -58,24 +71,29 @@ class Batcher:
     def __init__(
         self,
         model: str,
-        run: Run,
+        run: Callable[[Sequence[Any], Pause | None], Sequence[Any]],
         executor: OneThread,
         config: ServeConfig,
         *,
         at_once: Callable[[Any], Any] = lambda _: None,
+        others: Callable[[], Iterable["Batcher"]] = lambda: (),
         observer: Callable[[str, int, int, Sequence[float], float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model: Final = model
         self._run: Final = run
         self._at_once: Final = at_once
+        self._others: Final = others
+        self._isolation: Final = Isolation(model, clock)
+        self._suspects: dict[str, float] = {}  # until when
         self._executor: Final = executor
         self._config: Final = config
         self._observer: Final = observer
         self._clock: Final = clock
         self._lock: Final = threading.Lock()
-        # Any who waits may leave at any time, and leaves nothing behind: so not a deque.
-        self._line: Final[OrderedDict[Waiter, None]] = OrderedDict()
+        self._together: Final[_Line] = OrderedDict()
+        self._alone: Final[_Line] = OrderedDict()
+        self._is_alones_turn = False
         self._num_samples = 0
         self._has_job = False
         self._is_open = True
@@ -92,16 +110,17 @@ class Batcher:
     def num_waiting_samples(self) -> int:
         return self._num_samples
 
-    async def submit(self, query: Query, deadline: float) -> Any:
+    async def submit(self, query: Query, deadline: float, client: str = "") -> Any:
         """Wait for a query's answer. To cancel the caller takes the query back.
 
         Args:
             deadline: seconds on the clock after which the answer is of no use.
+            client: who asks; "" if that is not known.
 
         Raises:
             ServeError: INVALID, more samples than a batch may have; OVERLOADED, the queue is full; UNAVAILABLE,
-                draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
-                if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
+                draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised or
+                gave, if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
         """
         num_samples, now = query.num_samples, self._clock()
         self._require_takable(num_samples, deadline, now)
@@ -111,7 +130,7 @@ class Batcher:
                 self._observer(self._model, 1, num_samples, (0.0,), self._clock() - now)
                 return answer
         self._loop = asyncio.get_running_loop()
-        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
+        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline, client)
         self._enter(waiter)
         timer = self._loop.call_later(deadline - now, self._expire, waiter)
         try:
@@ -139,7 +158,7 @@ class Batcher:
     def check_integrity(self) -> None:
         """AssertionError if the books do not balance."""
         with self._lock:
-            line, counted, has_job = list(self._line), self._num_samples, self._has_job
+            line, counted, has_job = [*self._together, *self._alone], self._num_samples, self._has_job
         assert counted == sum(waiter.num_samples for waiter in line) <= self._config.max_queue_samples, (
             f"{counted} wait"
         )
@@ -155,9 +174,9 @@ class Batcher:
         if num_samples > self._config.max_batch_samples:
             raise ServeError(
                 Status.INVALID,
-                f"model {self._model!r}: {num_samples} samples are more than max_batch_samples, "
-                f"{self._config.max_batch_samples}; send them in several requests, or start the server with a larger "
-                "--max-batch-samples",
+                f"model {self._model!r}: {num_samples} samples, some ids of each counted as one, are more than "
+                f"max_batch_samples, {self._config.max_batch_samples}; send them in several requests, or start the "
+                "server with a larger --max-batch-samples",
             )
         if deadline <= now:
             raise self._late()
@@ -166,7 +185,8 @@ class Batcher:
         """Into the line; ServeError if it is full."""
         with self._lock:
             self._require_room(waiter.num_samples)
-            self._line[waiter] = None
+            line = self._alone if self._runs_alone(waiter) else self._together
+            line[waiter] = None
             self._num_samples += waiter.num_samples
             starts = self._claim_job()
         self._present.add(waiter)
@@ -176,8 +196,9 @@ class Batcher:
     def _require_room(self, num_samples: int) -> None:
         limit, samples = self._config.max_queue_requests, self._config.max_queue_samples
         full = ""
-        if len(self._line) >= limit:
-            full = f"{len(self._line)} requests wait already, max_queue_requests is {limit}"
+        num_waiting = len(self._together) + len(self._alone)
+        if num_waiting >= limit:
+            full = f"{num_waiting} requests wait already, max_queue_requests is {limit}"
         elif self._num_samples + num_samples > samples:
             many = f"{self._num_samples} samples wait already and {num_samples} more came"
             full = f"{many}, max_queue_samples is {samples}"
@@ -186,23 +207,43 @@ class Batcher:
 
     def _remove(self, waiter: Waiter) -> None:
         """From the line, if it is there. Under the lock."""
-        if waiter in self._line:
-            del self._line[waiter]
-            self._num_samples -= waiter.num_samples
+        for line in (self._together, self._alone):
+            if waiter in line:
+                del line[waiter]
+                self._num_samples -= waiter.num_samples
+
+    def _runs_alone(self, waiter: Waiter) -> bool:
+        is_suspect = bool(self._suspects) and self._suspects.get(waiter.client, waiter.entered) > waiter.entered
+        return is_suspect or waiter.query.num_ids > LONG_IDS
+
+    def _suspect(self, client: str) -> None:
+        """Run what this client asks alone for a while."""
+        if client:
+            self._suspects.pop(client, None)
+            self._suspects[client] = self._clock() + _SUSPECT_SECONDS
+            if len(self._suspects) > _MAX_SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+
+    def _is_wanted(self, waiter: Waiter) -> bool:
+        return waiter.deadline > self._clock() and not waiter.future.done()
+
+    def _first(self, line: _Line) -> Waiter | None:
+        """Who is first in a line; those who are late or gone are dropped. Under the lock."""
+        while line:
+            waiter = next(iter(line))
+            if self._is_wanted(waiter):
+                return waiter
+            self._remove(waiter)
+        return None
 
     def _take(self) -> list[Waiter]:
-        """A batch from the front, up to the first that does not fit. Who is late or gone is dropped. Under the lock."""
+        """A batch from the front, up to the first that does not fit. Under the lock."""
         taken: list[Waiter] = []
-        room, now = self._config.max_batch_samples, self._clock()
-        while self._line:
-            waiter = next(iter(self._line))
-            is_waited_for = waiter.deadline > now and not waiter.future.done()
-            if is_waited_for and waiter.num_samples > room:
-                break
+        room = self._config.max_batch_samples
+        while (waiter := self._first(self._together)) is not None and waiter.num_samples <= room:
             self._remove(waiter)
-            if is_waited_for:
-                room -= waiter.num_samples
-                taken.append(waiter)
+            room -= waiter.num_samples
+            taken.append(waiter)
         return taken
 
     def _stopping(self) -> ServeError:
@@ -231,7 +272,7 @@ class Batcher:
 
     def _claim_job(self) -> bool:
         """Whether the caller is to start a job now. Under the lock."""
-        if self._has_job or not self._line:
+        if self._has_job or not (self._together or self._alone):
             return False
         self._has_job = True
         return True
@@ -262,17 +303,41 @@ class Batcher:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _work(self) -> None:
-        """A job: run one batch. In the executor's thread."""
+        """A job: run one batch, or a query alone. In the executor's thread."""
         with self._lock:
-            batch = self._take()
-        taken = self._clock()
-        attempts = run_isolated(self._model, self._run, batch, self._clock)
+            alone = self._first(self._alone)
+            if not self._is_alones_turn and self._first(self._together) is not None:
+                alone = None
+            self._is_alones_turn = alone is None
+            batch = self._take() if alone is None else [alone]
+            if alone is not None:
+                self._remove(alone)
+        attempts, taken = self._attempt(batch, None if alone is None else lambda: self._pause(alone))
         with self._lock:
             self._has_job = False
             starts = self._claim_job()
         self._post(self._deliver, attempts, taken)
         if starts:
             self._start_job()
+
+    def _attempt(self, batch: Sequence[Waiter], pause: Pause | None) -> tuple[list[Attempt], float]:
+        """What came of a batch, and when it was begun."""
+        taken = self._clock()
+        return self._isolation.run(lambda queries: self._run(queries, pause), batch), taken
+
+    def _pause(self, alone: Waiter) -> None:
+        """Between two parts of a query. ServeError if nobody waits for it."""
+        if not self._is_wanted(alone):
+            raise self._late()
+        for each in (self, *self._others()):
+            each._run_waiting()
+
+    def _run_waiting(self) -> None:
+        """Run the batch that waits, amid another's query."""
+        if self._together:
+            with self._lock:
+                batch = self._take()
+            self._post(self._deliver, *self._attempt(batch, None))
 
     def _deliver(self, attempts: list[Attempt], taken: float) -> None:
         for attempt in attempts:
@@ -291,9 +356,13 @@ class Batcher:
     def _answer(self, attempt: Attempt) -> None:
         if attempt.error is None:
             for waiter, answer in zip(attempt.waiters, attempt.answers, strict=True):
-                if not waiter.future.done():
+                if isinstance(answer, ServeError):
+                    self._fail(waiter, answer)
+                elif not waiter.future.done():
                     waiter.future.set_result(answer)
             return
+        if len(attempt.waiters) == 1 and not concerns_all(attempt.error):
+            self._suspect(attempt.waiters[0].client)
         for waiter in attempt.waiters:
             self._fail(waiter, self._as_answer(attempt))
 

@@ -1,16 +1,22 @@
-"""A batch that fails is run again in halves, so that a query that makes it fail does so alone."""
+"""A batch that fails is run again in halves, so that a query that makes it fail does so alone.
+
+Before that the model is asked what it answered before: if that fails too, so does the batch.
+"""
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ..base import LONG_IDS
 from ..messages import ServeError, Status
 
-MAX_SPLIT_RUNS: Final = 64
-"""Runs of one batch after which what fails is not halved any more. To find one bad query among 4,096 takes 25; a model
-that always fails is not to be asked 8,191 times."""
+MAX_FAILED_RUNS: Final = 64
+"""Of one batch, after which the rest fails unasked, if the model has never answered anything."""
+_LOG_SECONDS: Final = 1.0
+"""Between two lines of a model, each with a traceback."""
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +31,7 @@ class Waiter:
     Attributes:
         future: what the caller awaits; it belongs to the event loop, and is done once nobody waits for the answer.
         entered, deadline: seconds on the batcher's clock.
+        client: who asks; "" if that is not known.
     """
 
     query: Any
@@ -32,6 +39,7 @@ class Waiter:
     future: asyncio.Future[Any]
     entered: float
     deadline: float
+    client: str = ""
 
 
 class Attempt(NamedTuple):
@@ -60,30 +68,68 @@ def _attempt(run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) ->
     return Attempt(waiters, answers, None, clock() - started)
 
 
-def run_isolated(model: str, run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) -> list[Attempt]:
-    """Run a batch, again in halves as long as it fails; each query that is still wanted is in one attempt, in order.
+class Isolation:
+    """Runs one model's batches; in one thread.
 
-    Failures are logged once a batch, with one traceback; a ``ServeError`` is an answer and is not.
+    Failures are logged once a batch, and once a second, with one traceback; a ``ServeError`` is an answer and is not.
     """
-    finished: list[Attempt] = []
-    fault: BaseException | None = None
-    waiting = [waiters]
-    num_runs = 0
-    while waiting:
-        group = [waiter for waiter in waiting.pop() if not waiter.future.done()]
-        if not group:
-            continue
-        attempt = _attempt(run, group, clock)
-        num_runs += 1
-        if attempt.error is not None and not isinstance(attempt.error, ServeError):
-            fault = attempt.error
-        is_last = len(group) == 1 or num_runs >= MAX_SPLIT_RUNS or concerns_all(attempt.error)
-        if attempt.error is None or is_last:
-            finished.append(attempt)
-        else:
-            middle = len(group) // 2
-            waiting += [group[middle:], group[:middle]]
-    if fault is not None:  # the last is of few queries, so it tells most about the cause
-        num_failed = sum(len(attempt.waiters) for attempt in finished if attempt.error is not None)
-        _logger.error("model %r: %d of %d queries of a batch failed", model, num_failed, len(waiters), exc_info=fault)
-    return finished
+
+    def __init__(self, model: str, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._clock = clock
+        self._answered: Any = None  # a query that the model has answered
+        self._quiet_until = -math.inf
+        self._num_unlogged = 0
+
+    def run(self, run: Run, waiters: Sequence[Waiter]) -> list[Attempt]:
+        """Run a batch, again in halves as long as it fails; each query that is still wanted is in one attempt, in
+        order."""
+        finished: list[Attempt] = []
+        fault: BaseException | None = None
+        waiting = [waiters]
+        num_failed, is_sound = 0, None  # whether the model answers anything; None: unknown
+        while waiting:
+            group = [waiter for waiter in waiting.pop() if not waiter.future.done()]
+            if not group:
+                continue
+            attempt = _attempt(run, group, self._clock)
+            if attempt.error is None:
+                is_sound = True
+                if group[-1].query.num_ids <= LONG_IDS:
+                    self._answered = group[-1].query
+                finished.append(attempt)
+                continue
+            num_failed += 1
+            if not isinstance(attempt.error, ServeError):
+                fault = attempt.error
+            if len(group) > 1 and is_sound is None and not concerns_all(attempt.error):
+                is_sound = self._is_sound(run)
+            is_hopeless = is_sound is False or (is_sound is None and num_failed >= MAX_FAILED_RUNS)
+            if len(group) == 1 or is_hopeless or concerns_all(attempt.error):
+                finished.append(attempt)
+            else:
+                middle = len(group) // 2
+                waiting += [group[middle:], group[:middle]]
+        if fault is not None:  # the last is of few queries, so it tells most about the cause
+            self._log(sum(len(each.waiters) for each in finished if each.error is not None), len(waiters), fault)
+        return finished
+
+    def _is_sound(self, run: Run) -> bool | None:
+        """Whether the model answers again what it has answered before; None if that was nothing."""
+        if self._answered is None:
+            return None
+        try:
+            run([self._answered])
+        except BaseException:  # as of any other query
+            return False
+        return True
+
+    def _log(self, num_failed: int, num_queries: int, fault: BaseException) -> None:
+        now = self._clock()
+        if now < self._quiet_until:
+            self._num_unlogged += 1
+            return
+        fields = {"suppressed": self._num_unlogged} if self._num_unlogged else {}
+        self._quiet_until, self._num_unlogged = now + _LOG_SECONDS, 0
+        message = "model %r: %d of %d queries of a batch failed"
+        _logger.error(message, self._model, num_failed, num_queries, exc_info=fault, extra=fields)

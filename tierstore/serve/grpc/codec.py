@@ -73,12 +73,13 @@ def id_of(data: bytes) -> str:
         return ""
 
 
-def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None) -> InferRequest:
+def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None, client: str = "") -> InferRequest:
     """Check a request; its inputs may be views of the bytes that arrived.
 
     Args:
         raw_request: just arrived.
         seconds_left: until the call's deadline; the request's parameter "timeout" may end it sooner.
+        client: whose connection it came by.
 
     Raises:
         ServeError: INVALID or TOO_LARGE.
@@ -94,6 +95,7 @@ def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None
         outputs=_wanted_outputs(message),
         deadline=arrival + min(limits) if limits else None,
         protocol="grpc",
+        client=client,
     )
 
 

@@ -2,17 +2,17 @@
 
 from typing import Any, Final
 
-import grpc
 from grpc import aio
 
 from ..base import Engine
-from ..front import TlsFiles
 from ..limits import Limits
+from ..tls import Tls
 from .service import InferenceService
 
-_OTHER_CALLS: Final = 1 << 14
+_OTHER_CALLS: Final = 1 << 12
 """Beside inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
-has its time, and takes some 10 KiB; one more is refused."""
+has its time, and takes some 10 KiB, and up to ``_LOOKAHEAD_BYTES`` of its request; one more is refused."""
+_LOOKAHEAD_BYTES: Final = 64 << 10
 _CONNECTION_CALLS: Final = 512
 """Under way on one connection, which may be a proxy's; more of them wait in the client."""
 _MAX_PENDING_CALLS: Final = 65_536
@@ -23,7 +23,7 @@ _SECONDS: Final = {
     "grpc.keepalive_time_ms": 60.0,
     "grpc.keepalive_timeout_ms": 20.0,
     # A client that pings more often while no data flows is disconnected after two strikes.
-    "grpc.http2.min_recv_ping_interval_without_data_ms": 10.0,
+    "grpc.http2.min_ping_interval_without_data_ms": 10.0,
     "grpc.max_connection_idle_ms": 3600.0,
     # A connection is asked to leave after so long, so that clients spread over servers started later.
     "grpc.max_connection_age_ms": 86_400.0,
@@ -38,6 +38,9 @@ def _options(limits: Limits, *, reuse_port: bool) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": limits.body_bytes,
         # The server refuses a response that is too long itself, with a message that says so.
         "grpc.max_send_message_length": -1,
+        # Of a call that is not read from. Probes would have fast clients raise it.
+        "grpc.http2.lookahead_bytes": _LOOKAHEAD_BYTES,
+        "grpc.http2.bdp_probe": 0,
         "grpc.max_allowed_incoming_connections": limits.connections,
         "grpc.max_metadata_size": limits.header_bytes,
         "grpc.absolute_max_metadata_size": limits.header_bytes,
@@ -61,7 +64,7 @@ class GrpcServer:
         token: wanted of every call but those about health, or None.
 
     Raises:
-        ValueError: a token or TLS files that cannot be used.
+        ValueError: a token that cannot be used.
     """
 
     def __init__(
@@ -73,16 +76,13 @@ class GrpcServer:
         port: int = 0,
         reuse_port: bool = False,
         token: str | None = None,
-        tls: TlsFiles | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._limits = limits or Limits()
         self._service = InferenceService(engine, self._limits, token)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._reuse_port = reuse_port
-        self._credentials: Any = None
-        if tls is not None:
-            tls.context()  # tells what is wrong with them
-            self._credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+        self._credentials = None if tls is None else tls.credentials()
         self._server: Any = None
 
     async def start(self) -> int:

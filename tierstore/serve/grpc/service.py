@@ -16,6 +16,7 @@ from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
 from ..triton import DATA_TYPES
 from . import codec
+from .arrivals import Arrivals
 from .calls import Call
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
 
@@ -25,6 +26,8 @@ _MAX_DETAIL_CHARACTERS: Final = 512
 """A status message travels in metadata, which clients bound at 8 KiB, with up to 12 bytes for a character."""
 _MAX_STREAM_REQUESTS: Final = 8
 """Of one stream, that wait for their answers."""
+_LEAST_ARRIVALS: Final = 16
+"""Requests that may be arriving, however long they may be."""
 _SERVING, _NOT_SERVING = 1, 2
 
 
@@ -46,6 +49,7 @@ class InferenceService:
     def __init__(self, engine: Engine, limits: Limits, token: str | None = None) -> None:
         self._engine = engine
         self.front = Front(engine, "grpc", limits, token)
+        self._arrivals = Arrivals(max(_LEAST_ARRIVALS, limits.bodies_bytes // limits.body_bytes))
         self._calls = Budget(limits.calls, "{} calls are under way")
         self._streams = Budget(limits.streams, "{} streams are open")
 
@@ -113,12 +117,8 @@ class InferenceService:
         return handle
 
     async def _receive(self, context: Any, seconds: float, what: str) -> bytes | None:
-        """The next request of a call; None at its end. Raises ServeError DEADLINE."""
-        try:
-            async with asyncio.timeout(seconds):
-                message = await context.read()
-        except TimeoutError:
-            raise ServeError(Status.DEADLINE, f"{what} {seconds:g} seconds") from None
+        """The next request of a call; None at its end. Raises ServeError DEADLINE or OVERLOADED."""
+        message = await self._arrivals.receive(context.read, context.peer(), seconds, what)
         return None if message is grpc.aio.EOF else bytes(message)
 
     async def _receive_any(self, context: Any) -> bytes | None:
@@ -179,19 +179,21 @@ class InferenceService:
         with self.front.noting_refusals():
             held = self._calls.hold(1)
         with held:
-            encoded, hold = await self._infer(data, context.time_remaining())
+            encoded, hold = await self._infer(data, context)
         if hold.size:
             call.when_over(hold.release)
         return encoded
 
-    async def _infer(self, data: bytes, seconds_left: float | None) -> _Answer:
+    async def _infer(self, data: bytes, context: Any) -> _Answer:
         """The response; ServeError for all that can go wrong."""
         with self.front.requests.hold() as held:
             with self.front.noting_refusals():
                 held.grow(len(data))
                 raw_request = codec.read_request(data)
             with self.front.noting_refusals(raw_request.message.id):
-                request = codec.decode_request(raw_request, seconds_left=seconds_left)
+                request = codec.decode_request(
+                    raw_request, seconds_left=context.time_remaining(), client=context.peer()
+                )
             response = await self._engine.infer(request)
             with self.front.noting_refusals(request.id):
                 return await self._encode(response, bool(raw_request.raws))
@@ -235,7 +237,7 @@ class InferenceService:
         seconds = self.front.limits.stream_idle_seconds
 
         async def answer(data: bytes) -> _Answer:
-            found = await self._stream_answer(data, context.time_remaining())
+            found = await self._stream_answer(data, context)
             holds.add(found.hold)
             return found
 
@@ -275,9 +277,9 @@ class InferenceService:
         finally:
             timer.cancel()
 
-    async def _stream_answer(self, data: bytes, seconds_left: float | None) -> _Answer:
+    async def _stream_answer(self, data: bytes, context: Any) -> _Answer:
         try:
-            encoded, hold = await self._infer(data, seconds_left)
+            encoded, hold = await self._infer(data, context)
             return _Answer(codec.encode_stream_response(encoded), hold)
         except ServeError as error:
             failure = error

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -12,10 +13,10 @@ from torch import Tensor
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...settings.names import nearest
 from ...store import Store, Table
-from ..base import Outputs
+from ..base import Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, Merged, merge
+from .jagged import DenseAndIds, Dropped, Features, Merged, merge, parts_of
 from .lookups import feature_inputs
 from .program import Program
 
@@ -68,6 +69,12 @@ class Exported:
             parameters={"features": ",".join(self._specs)},
         )
 
+    def take_weights(self, found: Mapping[str, Tensor]) -> None:
+        """Compute with these dense weights, ``Program.weights_of`` a commit, or the file's. Not beside ``run``."""
+        self._program.load(found)
+        where = "of the version" if found else "of the file"
+        self.metadata = replace(self.metadata, parameters={**self.metadata.parameters, "dense_weights": where})
+
     @property
     def features(self) -> list[str]:
         """Names of the inputs that get rows."""
@@ -93,15 +100,15 @@ class Exported:
     def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
         return None
 
-    def run(self, queries: Sequence[DenseAndIds]) -> list[Outputs]:
+    def run(self, queries: Sequence[DenseAndIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = [np.concatenate(parts) for parts in zip(*(query.dense for query in queries), strict=True)]
         given = {spec.name: torch.from_numpy(each) for spec, each in zip(self._dense, dense, strict=True)}
         with torch.inference_mode():
-            given |= self._pooled(batch)
-            for place, (name, spec) in enumerate(self._specs.items()):
-                if len(spec.shape) == 3:
-                    given[name] = _padded(self._tables[name], batch, place, spec.shape[1])
+            parts = [self._rows(part) for part in parts_of(batch, pause)]
+            given |= (
+                parts[0] if len(parts) == 1 else {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+            )
             found = self._program.run([given[spec.name] for spec in self._program.inputs])
             arrays = [each.contiguous().numpy() for each in found]
         return [
@@ -111,6 +118,14 @@ class Exported:
             }
             for first, last in zip(batch.samples[:-1], batch.samples[1:], strict=True)
         ]
+
+    def _rows(self, batch: Merged) -> dict[str, Tensor]:
+        """What each feature's input gets, by name."""
+        rows = self._pooled(batch)
+        for place, (name, spec) in enumerate(self._specs.items()):
+            if len(spec.shape) == 3:
+                rows[name] = _padded(self._tables[name], batch, place, spec.shape[1])
+        return rows
 
     def _pooled(self, batch: Merged) -> dict[str, Tensor]:
         """float32 [B, D] of each feature that is pooled, by name."""

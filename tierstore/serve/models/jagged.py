@@ -3,17 +3,23 @@
 Shapes: F features, B samples, N ids; ids lie feature by feature, sample by sample, as in a KeyedJaggedTensor.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.jit import kernel
+from ..base import Pause
 from ..messages import InferTensor
 from .inputs import invalid, lengths_of, require_finite
 
 Dropped = Callable[[str, int], None]
 """Told the model and how many ids of a request were dropped, as they are no rows."""
+_BAG_IDS: Final = 64
+"""Ids of a bag that count as one; of a longer one, so many count as another sample."""
+PART_IDS: Final = 8192
+"""Of a long query, that are looked up between two pauses; and the most of one sample that is pooled."""
 
 
 class JaggedIds(NamedTuple):
@@ -31,7 +37,12 @@ class JaggedIds(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        return int(self.lengths.shape[1])
+        """Those that there are; or one for as many ids as are due to it, if that is more."""
+        return max(int(self.lengths.shape[1]), -(-len(self.values) // (_BAG_IDS * len(self.lengths))))
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.values)
 
 
 class DenseAndIds(NamedTuple):
@@ -43,6 +54,10 @@ class DenseAndIds(NamedTuple):
     @property
     def num_samples(self) -> int:
         return self.jagged.num_samples
+
+    @property
+    def num_ids(self) -> int:
+        return self.jagged.num_ids
 
 
 class Features:
@@ -63,17 +78,23 @@ class Features:
         self._dropped = dropped
         self._ids = ids
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
+    def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True) -> JaggedIds:
         """The ids of a request, all of them rows, and its weights if it has any. Arrays are copies: what came in may be
         read-only, for which kernels would be compiled anew and torch warns.
 
         Raises:
             ServeError: INVALID, naming the input, for what does not fit together, and for an id that is no row.
         """
-        ids = np.array(inputs[self._ids].data, np.int64)
-        lengths = lengths_of(inputs, len(ids), self._ids).reshape(len(self.names), -1)
+        given = inputs[self._ids].data
+        lengths = lengths_of(inputs, len(given), self._ids).reshape(len(self.names), -1)
         if not lengths.shape[1]:
             raise invalid("lengths", "is empty: send at least one sample")
+        if are_pooled and len(given) > PART_IDS:  # no sum of rows is made in parts
+            counts = lengths.sum(0)
+            if counts.max() > PART_IDS:
+                many = f"gives sample {counts.argmax()} {counts.max()} ids"
+                raise invalid("lengths", f"{many}; a sample has at most {PART_IDS}: send fewer")
+        ids = np.array(given, np.int64)
         weights = None
         if "weights" in inputs:
             weights = np.array(inputs["weights"].data, np.float32)
@@ -139,13 +160,34 @@ class Merged(NamedTuple):
     samples: Any
 
 
+def parts_of(batch: Merged, pause: Pause | None) -> Iterator[Merged]:
+    """The batch; or, with a pause, its samples in order, in parts of some ``PART_IDS`` ids, and a pause between two."""
+    if pause is None:
+        yield batch
+        return
+    lengths = np.diff(batch.offsets).reshape(-1, int(batch.samples[-1]))
+    ends = np.cumsum(lengths.sum(0))
+    bounds = [0, *(np.flatnonzero(np.diff(ends // PART_IDS)) + 1).tolist(), len(ends)]
+    starts = batch.offsets[:-1].reshape(lengths.shape)
+    for first, last in pairwise(bounds):
+        if first:
+            pause()
+        sizes = lengths[:, first:last].sum(1)
+        spans = [slice(begin, begin + size) for begin, size in zip(starts[:, first], sizes, strict=True)]
+        values, weights = (
+            each if each is None else np.concatenate([each[span] for span in spans])
+            for each in (batch.values, batch.weights)
+        )
+        yield merge([JaggedIds(values, lengths[:, first:last], weights)])
+
+
 _NO_WEIGHTS: Final = np.empty(0, np.float32)
 
 
 def merge(parts: Sequence[JaggedIds]) -> Merged:
     """The ids of some requests as one batch: sample after sample, request after request."""
     samples = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([part.num_samples for part in parts], out=samples[1:])
+    np.cumsum([part.lengths.shape[1] for part in parts], out=samples[1:])
     has_weights = any(part.weights is not None for part in parts)
     if len(parts) == 1:
         offsets = np.zeros(parts[0].lengths.size + 1, np.int64)

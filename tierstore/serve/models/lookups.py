@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
-from ..base import Outputs
+from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec
 from .inputs import check_inputs
-from .jagged import Dropped, Features, JaggedIds, Merged, merge
+from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, merge, parts_of
 
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
 _SAMPLE_ROWS: Final = 16
@@ -35,6 +35,11 @@ def _is_quick(tables: Sequence[Table], ids: Any) -> bool:
 def feature_inputs(num_features: int) -> tuple[TensorSpec, TensorSpec]:
     """Jagged ids of some features: values INT64 [N] and lengths INT32 [F, B]."""
     return TensorSpec("values", "INT64", (-1,)), TensorSpec("lengths", "INT32", (num_features, -1))
+
+
+def joined(pieces: Sequence[Any]) -> Any:
+    """Arrays as one; a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
@@ -72,10 +77,11 @@ class Pooled:
             return None
         return self.run([query])[0] if self._tables[0].are_in_memory(torch.from_numpy(query.values)) else None
 
-    def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
+    def run(self, queries: Sequence[JaggedIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge(queries)
         with torch.inference_mode():
-            return split_rows(self._pool(batch), "embeddings", batch.samples)
+            pooled = joined([self._pool(part) for part in parts_of(batch, pause)])
+        return split_rows(pooled, "embeddings", batch.samples)
 
 
 def _embeddings(owners: Sequence[Table]) -> TensorSpec:
@@ -141,6 +147,10 @@ class _RowIds(NamedTuple):
     rows_per_sample: int
 
     @property
+    def num_ids(self) -> int:
+        return self.jagged.num_ids
+
+    @property
     def num_samples(self) -> int:
         return max(int(self.jagged.lengths.shape[1]), -(-len(self.jagged.values) // self.rows_per_sample))
 
@@ -164,7 +174,7 @@ class Rows:
     def parse(self, inputs: Mapping[str, InferTensor]) -> _RowIds:
         check_inputs(inputs, self.metadata.inputs)
         if "lengths" in inputs:
-            return _RowIds(self._features.parse(inputs), None, self._rows_per_sample)
+            return _RowIds(self._features.parse(inputs, are_pooled=False), None, self._rows_per_sample)
         ids = np.array(inputs["ids"].data, np.int64)
         lengths = np.array([[len(ids)]])
         outside = self._features.outside(ids, lengths)
@@ -177,20 +187,28 @@ class Rows:
         rows = self._tables[0].rows_in_memory(query.jagged.values)
         return None if rows is None else _rows_of(query, rows)
 
-    def run(self, queries: Sequence[_RowIds]) -> list[Outputs]:
+    def run(self, queries: Sequence[_RowIds], pause: Pause | None = None) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         bounds = batch.offsets[np.arange(len(self._tables))[:, None] * batch.samples[-1] + batch.samples]
         ids = torch.from_numpy(batch.values)
-        read = [
-            table.read(ids[span[0] : span[-1]]).to(torch.float32).numpy()
-            for table, span in zip(self._tables, bounds, strict=True)
-        ]
+        read = [_read(table, ids[span[0] : span[-1]], pause) for table, span in zip(self._tables, bounds, strict=True)]
         outputs = []
         for part, query in enumerate(queries):
             ranges = (bounds[:, part : part + 2] - bounds[:, :1]).tolist()
             pieces = [rows[first:last] for rows, (first, last) in zip(read, ranges, strict=True)]
-            outputs.append(_rows_of(query, pieces[0] if len(pieces) == 1 else np.concatenate(pieces)))
+            outputs.append(_rows_of(query, joined(pieces)))
         return outputs
+
+
+def _read(table: Table, ids: Tensor, pause: Pause | None) -> Any:
+    """float32 [N, D], with a pause before each part but the first, if there are any."""
+    pieces: list[Any] = []
+    size = PART_IDS if pause else len(ids)
+    for first in range(0, max(1, len(ids)), max(1, size)):
+        if first and pause:
+            pause()
+        pieces.append(table.read(ids[first : first + size]).to(torch.float32).numpy())
+    return joined(pieces)
 
 
 def _rows_of(query: _RowIds, rows: Any) -> Outputs:

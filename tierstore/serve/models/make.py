@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
+from torch import Tensor
 
 from ...errors import TierstoreError
 from ...nn import TieredEmbeddingBagCollection
@@ -51,6 +52,8 @@ class Models:
         self._exported = None if program is None else Exported(store, program, dropped)
         self._features = None if self._exported is None else self._exported.features  # a later table adds none
         self.by_name: Mapping[str, Model] = self._made(self._ranking)
+        if program is not None and program.weights:
+            self._take_weights(program.weights_of(store.tensors()))
 
     def _made(self, ranking: Ranking | None) -> dict[str, Model]:
         models: list[Model] = [] if ranking is None else [ranking]
@@ -78,7 +81,9 @@ class Models:
         """
         config = saved_config(newer.version.extra, "the newest commit")
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
-        weights = {} if ranking is None else newer.tensors()
+        program = self._program if self._program is not None and self._program.weights else None
+        weights = {} if ranking is None and program is None else newer.tensors()
+        own = {} if program is None else program.weights_of(weights)
         if ranking is not None:
             ranking.require(weights)
         newer.show()
@@ -92,6 +97,15 @@ class Models:
         if tables != self._tables or ranking is not self._ranking:
             made = {name: self._same(model) for name, model in self._made(ranking).items()}
             self._tables, self._ranking, self.by_name = tables, ranking, made
+        self._take_weights(own)
+
+    def _take_weights(self, found: Mapping[str, Tensor]) -> None:
+        """For the model of one's own."""
+        own, program = self._exported, self._program
+        if own is not None and program is not None and program.weights:
+            own.take_weights(found)
+            where = "the version" if found else "its file"
+            _LOG.info("model %s: version %d with the dense weights of %s", program.name, self._store.version, where)
 
     def _new_ranking(self, config: RunConfig) -> Ranking | None:
         try:

@@ -1,7 +1,7 @@
 """A program of torch.export, read from its file: what it takes and gives, by name."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...nn.checkpoint import model_state
 from ..messages import TensorSpec
 
 DTYPES: Final = {"FP32": torch.float32, "INT32": torch.int32, "INT64": torch.int64}
@@ -24,6 +25,7 @@ class Program(NamedTuple):
     module: what is called.
     in_spec: how the inputs lie in its arguments.
     dicts: names of the inputs in each argument that is a dict.
+    weights: parameters and buffers as the file has them.
     """
 
     path: Path
@@ -32,6 +34,19 @@ class Program(NamedTuple):
     module: Any
     in_spec: Any
     dicts: tuple[tuple[str, ...], ...]
+    weights: dict[str, Tensor]
+
+    def weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Its parameters and buffers as a commit has them, of the module that was exported or of one that this was a
+        part of; {} if it has not all, or in several places."""
+        return _found(self.weights, model_state(tensors))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with these, or, if they are none, with the file's."""
+        own = self.module.state_dict()
+        with torch.no_grad():
+            for name, each in (weights or self.weights).items():
+                own[name].copy_(each)
 
     @property
     def name(self) -> str:
@@ -87,7 +102,9 @@ def _described(path: Path, exported: Any, max_samples: int) -> Program:
             f"it takes batches of {limits.lower} to {limits.upper} samples, and the server makes those of 1 to "
             f"{max_samples}; export it with torch.export.Dim('batch'), or serve with --max-batch-samples"
         )
-    program = Program(path, inputs, outputs, exported.module(), call.in_spec, _dicts(call.in_spec))
+    module = exported.module()
+    weights = {name: each.clone() for name, each in module.state_dict().items()}
+    program = Program(path, inputs, outputs, module, call.in_spec, _dicts(call.in_spec), weights)
     for samples in (1, 2):
         zeros = [torch.zeros(samples, *spec.shape[1:], dtype=DTYPES[spec.datatype]) for spec in inputs]
         try:
@@ -96,6 +113,25 @@ def _described(path: Path, exported: Any, max_samples: int) -> Program:
         except Exception as error:
             raise ValueError(f"it fails on {samples} samples of zeros: {error}") from error
     return program
+
+
+def _found(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a model's state has of these, which may be a part of it; {} if it has not all, or in several places."""
+    if not wanted:
+        return {}
+    first = next(iter(wanted))
+    prefixes = [name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")]
+    places = [{name: state.get(prefix + name) for name in wanted} for prefix in prefixes]
+    whole = [
+        {name: each for name, each in place.items() if each is not None and _is_alike(each, wanted[name])}
+        for place in places
+    ]
+    whole = [place for place in whole if len(place) == len(wanted)]
+    return whole[0] if len(whole) == 1 else {}
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _spec(kind: str, name: str, value: Any, batches: set[Any]) -> TensorSpec:

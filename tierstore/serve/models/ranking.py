@@ -18,11 +18,11 @@ from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
-from ..base import Outputs
+from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, merge
-from .lookups import feature_inputs, pool_features, split_rows
+from .jagged import DenseAndIds, Dropped, Features, merge, parts_of
+from .lookups import feature_inputs, joined, pool_features, split_rows
 
 
 class Ranking:
@@ -99,15 +99,22 @@ class Ranking:
     def answer_at_once(self, query: DenseAndIds) -> None:  # noqa: ARG002 - its program takes longer
         return None
 
-    def run(self, queries: Sequence[DenseAndIds]) -> list[Outputs]:
+    def run(self, queries: Sequence[DenseAndIds], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
         batch = merge([query.jagged for query in queries])
-        dense = queries[0].dense if len(queries) == 1 else np.concatenate([query.dense for query in queries])
+        dense = joined([query.dense for query in queries])
         with torch.inference_mode():
-            logits = self._model.dense_part(torch.from_numpy(dense), pool_features(self._collection, batch))
-            probabilities = torch.sigmoid(logits).numpy()
-        if not np.isfinite(probabilities).all():
-            raise ServeError(Status.INTERNAL, "the model gave a probability that is no number; look at its weights")
-        return split_rows(probabilities, "probabilities", batch.samples)
+            pooled = [pool_features(self._collection, part) for part in parts_of(batch, pause)]
+            rows = pooled[0] if len(pooled) == 1 else torch.cat(pooled)
+            probabilities = torch.sigmoid(self._model.dense_part(torch.from_numpy(dense), rows)).numpy()
+        answers = split_rows(probabilities, "probabilities", batch.samples)
+        if np.isfinite(probabilities).all():
+            return answers
+        return [each if np.isfinite(each["probabilities"].data).all() else _no_number() for each in answers]
+
+
+def _no_number() -> ServeError:
+    way_out = "look for dense values that are too large, else at the model's weights"
+    return ServeError(Status.INTERNAL, f"the model gave a probability that is no number; {way_out}")
 
 
 def _require_texts(values: InferTensor) -> None:

@@ -111,7 +111,7 @@ class RestApp:
                 with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.require(model, version)
                     body = await read_body(held, self.front.limits.body_bytes, headers, receive)
-                    call = self._parse(body, headers, model, version, given_id)
+                    call = self._parse(body, headers, model, version, given_id, f"{scope.get('client')}")
                 request_id = call.request.id
                 del body
                 reply = await self._while_connected(call, scope)
@@ -143,7 +143,7 @@ class RestApp:
                 return await write_infer(response, call)
 
     def _parse(
-        self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str
+        self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
     ) -> InferCall:
         if len(default_id) > MAX_ID_CHARACTERS:
             raise ServeError(Status.INVALID, f"X-Request-Id is longer than {MAX_ID_CHARACTERS} characters")
@@ -160,6 +160,7 @@ class RestApp:
             model=model,
             version=version,
             default_id=default_id,
+            client=client,
         )
 
 

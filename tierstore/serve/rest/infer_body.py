@@ -53,6 +53,7 @@ def parse_infer(
     model: str,
     version: str = "",
     default_id: str = "",
+    client: str = "",
 ) -> InferCall:
     """The request in a body.
 
@@ -60,6 +61,7 @@ def parse_infer(
         json_bytes: length of the JSON, as ``JSON_LENGTH_HEADER`` gives it; None: all of the body.
         json_bytes_max: longest JSON that is parsed.
         default_id: the request's id where the body has none.
+        client: whose connection it came by.
 
     Returns:
         Tensors of binary data are read-only views of ``body``, which must not change.
@@ -89,6 +91,7 @@ def parse_infer(
         outputs=tuple(wanted),
         deadline=None if seconds is None else time.monotonic() + seconds,
         protocol="http",
+        client=client,
     )
     return InferCall(request, wanted, default)
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -22,6 +23,7 @@ UNDER_WAY: Final = "tierstore.under_way"
 """In a request's ``state``: a set in which an application puts its task, to be cancelled if the client leaves."""
 MAX_PIPELINED: Final = 16
 """Requests that may wait on a connection while one is answered."""
+_OFFER: Final = (b"upgrade", b"http2-settings")
 _CONTINUE: Final = b"HTTP/1.1 100 "
 LINGER_SECONDS: Final = 2.0
 """For which a client that was refused is still read from: closing at once would take the answer back."""
@@ -63,6 +65,46 @@ class _Responses:
         return self._transport.is_closing()
 
 
+class _Parser:
+    """httptools' parser, without upgrades: a server may ignore an offer of another protocol (RFC 9110, 7.8), and some
+    clients make one in each request. That parser takes the body for the other protocol's, so a request's head is
+    given to a second one, without the offer."""
+
+    def __init__(self, protocol: "BoundedProtocol", parser: Any) -> None:
+        self._protocol = protocol
+        self._parser = parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    @property
+    def is_offered(self) -> bool:
+        """Another protocol, by the request that is parsed: it will come again."""
+        return bool(self._parser.should_upgrade())
+
+    def should_upgrade(self) -> bool:
+        return False
+
+    def feed_data(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head() + data[offer.args[0] :]
+                self._parser = httptools.HttpRequestParser(self._protocol)
+
+    def _head(self) -> bytes:
+        version = self._parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self._parser.get_method(), self._protocol.url, version)]
+        for name, value in self._protocol.headers:
+            if name == b"connection":
+                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _OFFER)
+            if name not in _OFFER:
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"\r\n"])
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """At any time at most one timer runs beside that of a response that is not accepted.
 
@@ -86,6 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._tasks: set[asyncio.Task[Any]] = set()
         super().__init__(config, server_state, {UNDER_WAY: self._tasks}, asyncio.get_running_loop())
         self.logger = _LOGGER
+        self.parser: Any = _Parser(self, self.parser)
         self._limits = limits
         self._on_refused = on_refused
         self._on_lost = on_lost
@@ -179,8 +222,10 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
-            self._stop_parsing(ServeError(Status.INVALID, "only HTTP/1.1 is spoken here; leave out Upgrade"))
+        if self.parser.get_method() == b"CONNECT":  # what follows it is no body
+            self._stop_parsing(ServeError(Status.INVALID, "this is no proxy: CONNECT is not answered"))
+        if self.parser.is_offered:
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on this connection"
             self._stop_parsing(ServeError(Status.OVERLOADED, message))
@@ -194,6 +239,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.is_offered:
+            return
         self._is_receiving = False
         self._wait_for_request_or_answer()
         super().on_message_complete()

@@ -6,50 +6,62 @@ waits for a client without end.
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from ..front import TlsFiles
 from ..limits import Limits
 from ..messages import ServeError
+from ..tls import Tls
 from .protocol import BoundedProtocol
 
 _BACKLOG: Final = 1024
+_NO_SUCH_FAMILY: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""What an address says that the machine's network lacks, though a name has it."""
 _CLEANUP_SECONDS: Final = 1.0
 """For which requests that were cut off may still clean up before they are cancelled."""
 
 
-def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A socket that listens on a host's first address.
+def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Sockets that listen on all of a host's addresses, at one port: "localhost" has one of each family.
 
     Args:
         port: 0 for one that is free.
         reuse_port: let other processes' sockets listen on the same port; the system divides the connections.
 
     Raises:
-        OSError: the address is taken, or not this machine's.
+        OSError: an address is taken, or none is this machine's.
     """
+    listeners: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            # Not create_server: "::" is IPv4's wildcard, too, where the system has it so.
-            listener = opened.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
-            listener.bind(address)
-            listener.listen(_BACKLOG)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, (address, _, *scope) in dict.fromkeys(found):
+                # Not create_server: "::" is IPv4's wildcard, too, where the system has it so.
+                try:
+                    listener = opened.enter_context(socket.socket(family, kind, protocol))
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+                    listener.bind((address, listeners[0].getsockname()[1] if listeners else port, *scope))
+                except OSError as error:
+                    if len(found) > 1 and error.errno in _NO_SUCH_FAMILY:
+                        continue
+                    raise
+                listener.listen(_BACKLOG)
+                listener.setblocking(False)
+                listeners.append(listener)
+            if not listeners:
+                raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
         opened.pop_all()
-    listener.setblocking(False)
-    return listener
+    return listeners
 
 
 class HttpServer:
@@ -67,11 +79,11 @@ class HttpServer:
         app: ASGIApp,
         *,
         limits: Limits | None = None,
-        tls: TlsFiles | None = None,
+        tls: Tls | None = None,
         on_refused: Callable[[ServeError], None] = lambda _: None,
     ) -> None:
         self._limits = limits or Limits()
-        self._tls = None if tls is None else tls.context()
+        self._tls = None if tls is None else tls.context
         self._on_refused = on_refused
         self._config = Config(
             app,
@@ -87,29 +99,32 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._lost = asyncio.Event()
 
     @property
     def num_connections(self) -> int:
         return len(self._state.connections)
 
-    async def start(self, listener: socket.socket) -> int:
-        """Accept connections of a bound socket, which ``stop`` closes; returns its port."""
-        self._server = await asyncio.get_running_loop().create_server(
-            self._protocol,
-            sock=listener,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else self._limits.receive_seconds,
-        )
-        return int(listener.getsockname()[1])
+    async def start(self, listeners: Sequence[socket.socket]) -> int:
+        """Accept connections of bound sockets, which ``stop`` closes; returns their port."""
+        for listener in listeners:
+            server = await asyncio.get_running_loop().create_server(
+                self._protocol,
+                sock=listener,
+                backlog=_BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._limits.receive_seconds,
+            )
+            self._servers.append(server)
+        return int(listeners[0].getsockname()[1])
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, close connections that wait, let requests under way finish, and cut off those that do not."""
-        if self._server is None:
+        if not self._servers:
             return
-        self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in tuple(self._state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -124,7 +139,7 @@ class HttpServer:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS)
-        self._server = None
+        self._servers.clear()
 
     def _protocol(self) -> BoundedProtocol:
         return BoundedProtocol(

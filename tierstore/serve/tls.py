@@ -1,0 +1,87 @@
+"""The server's certificate and key, which may be renewed while it serves."""
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+_LOG: Final = logging.getLogger("tierstore.serve")
+WATCH_SECONDS: Final = 5.0
+"""Between two looks at the files."""
+
+
+class Tls:
+    """What all ports show. New connections get what ``renew`` has found; those that are open stay as they are.
+
+    Args:
+        certificate: PEM file of the certificate with its chain.
+        key: of its key, without a pass phrase.
+
+    Attributes:
+        context: for HTTP.
+
+    Raises:
+        ValueError: the files cannot be used.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self.certificate: Final = certificate
+        self.key: Final = key
+        self._pem = self._read()
+        self.context: Final = self._loaded()
+
+    def _read(self) -> tuple[bytes, bytes]:
+        try:
+            certificate, key = (path.read_bytes() for path in (self.certificate, self.key))
+        except OSError as error:
+            raise self._unusable(error) from error
+        return certificate, key
+
+    def _loaded(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=self._no_phrase)
+        except OSError as error:  # ssl.SSLError is one
+            raise self._unusable(error) from error
+
+    def _no_phrase(self) -> bytes:
+        """Instead of a question on the terminal."""
+        raise self._unusable("the key has a pass phrase, for which nobody can be asked; store it without")
+
+    def _unusable(self, why: object) -> ValueError:
+        return ValueError(f"no certificate {self.certificate} with key {self.key}, both in PEM: {why}")
+
+    def renew(self) -> None:
+        """Read the files again, if they have changed. What cannot be used is told in the log, and changes nothing."""
+        try:
+            pem = self._read()
+            if pem == self._pem:
+                return
+            self._loaded()  # a certificate that has come without its key, yet
+            self._load(self.context)
+        except ValueError as error:
+            _LOG.error("the certificate is not renewed: %s", error)
+        else:
+            self._pem = pem
+            _LOG.info("the certificate is renewed from %s", self.certificate)
+
+    def credentials(self) -> Any:
+        """For gRPC, which asks at each handshake."""
+        shown: list[Any] = [None]
+
+        def fetch() -> Any:
+            pem, before = self._pem, shown[0]
+            if pem is before:
+                return None
+            shown[0] = pem
+            return grpc.ssl_server_certificate_configuration([(pem[1], pem[0])])
+
+        return grpc.dynamic_ssl_server_credentials(fetch(), fetch)
