@@ -87,14 +87,15 @@ def require_same_files(store: Any, config: RunConfig, files: Sequence[DataFile])
     Between epochs there is no place in the data to lose."""
     saved = _saved(store) if store.version else {}
     before = [DataFile(*file) for file in saved.get("files", ())]
-    if not before or not saved["position"]["row"] or not config.data.check_files:
+    row = saved["position"]["row"] if before else 0
+    if not row or not config.data.check_files:
         return
     for old, new in zip_longest(before, files):
         if old != new:
             raise DataError(
-                f"{config.data.path} is not what it was when the run stopped at row {saved['position']['row']:,} of it: "
-                f"there is {_described(new)}, in place of {_described(old)}. Put the data back as they were, or go on at "
-                "that row of what is there now with --set data.check_files=false"
+                f"{config.data.path} is not what it was when the run stood at row {row:,}: there "
+                f"is {_described(new)} in place of {_described(old)}. Put the data back as they were, or go on at that "
+                "row of what is there now with --set data.check_files=false"
             )
 
 

@@ -92,8 +92,8 @@ def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
         return "parquet" if is_parquet else "csv"
     if path.is_dir():
         raise DataError(
-            f"{path} holds no Parquet or CSV file ({', '.join(f'*{each}' for each in (*ParquetReader.endings, csv[0]))}, "
-            f"...) and no label.npy, but {excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
+            f"{path} holds neither a Parquet file ({_endings(ParquetReader.endings)}) nor a CSV file "
+            f"({_endings(csv)}) nor label.npy, but {excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
         )
     if not is_criteo:
         raise DataError(
@@ -101,3 +101,7 @@ def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
             "data.label_column, dense_columns and sparse_columns if it is Criteo's text"
         )
     return "criteo"
+
+
+def _endings(endings: tuple[str, ...]) -> str:
+    return ", ".join(f"*{each}" for each in endings)

@@ -248,7 +248,9 @@ class _Record:
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
-            expected = f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null or NaN is missing"
+            expected = (
+                f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
+            )
             self._check_elements(name, elements, are_whole(values) & ~(values < 0), ends, expected)
         elif pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
             filled = elements if pa.types.is_integer(kind) else elements.cast(pa.int64())
