@@ -53,7 +53,7 @@ kernels-without-jit: $(READY)
 	  --numprocesses $(JOBS) --dist loadfile
 
 # Environments of several GB where torch is a CUDA build; they stay in .matrix.
-PYTHONS ?= python3.11 python3.12 python3.13
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 TESTS ?=
 test-matrix: $(READY)
 	$(BIN)/python -m tests.matrix --pythons '$(PYTHONS)' --torch '$(TORCH)' --tests '$(TESTS)'

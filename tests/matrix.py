@@ -20,10 +20,10 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / ".matrix"
-SUPPORTED: Final = ("3.11", "3.12", "3.13")
+SUPPORTED: Final = ("3.11", "3.12", "3.13", "3.14")
 EXTRAS: Final = ("parquet", "serve", "plan")
 """Whose dependencies are the user's, not the tests'."""
-SHOWN: Final = ("torch", "numpy", "numba", "lmdb", "cachetools", "psutil")
+SHOWN: Final = ("torch", "numpy", "numba", "lmdb", "pyarrow", "psutil")
 
 
 class Environment(NamedTuple):

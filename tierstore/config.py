@@ -95,7 +95,8 @@ class TableConfig:
         pooling: how a bag is pooled, in training and in serving: "sum", "mean" or "max". (The default of
             ``nn.EmbeddingBag`` is "mean".)
         init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
-        optimizer: update rule of the rows, its state stored with each row; default: SGD(lr=0.01).
+        optimizer: update rule of the rows, its state stored with each row; default: SGD(lr=0.01). A class is taken with
+            its defaults.
     """
 
     name: str
@@ -128,6 +129,10 @@ class TableConfig:
         for name in names:
             _require_unicode(name, "feature_names")
         object.__setattr__(self, "feature_names", names)
+        for name, base in (("init", initializers.Initializer), ("optimizer", optim.Optimizer)):
+            given = getattr(self, name)
+            if isinstance(given, type) and issubclass(given, base):  # the class is taken with its defaults
+                object.__setattr__(self, name, given())
         if not isinstance(self.init, initializers.Initializer):
             raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")
         if not isinstance(self.optimizer, optim.Optimizer):

@@ -320,8 +320,8 @@ HELP = {
     "warm-up": """
         usage: tierstore warm-up [-h] [--traceback]
         Compile everything that training and serving use on this machine's CPU, on all processors, so that later
-        processes need not. The machine code is kept beside the package, in this user's cache or in NUMBA_CACHE_DIR.
-        Processes use it that can write there too, on the same model of CPU.
+        processes need not. The machine code is kept in this user's cache folder or in NUMBA_CACHE_DIR. Processes use it
+        that can write there too, on the same model of CPU.
         options:
         example, in a Dockerfile:
           RUN pip install PATH_OF_THE_CHECKOUT && tierstore warm-up

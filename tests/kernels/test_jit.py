@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Pat
 
 
 def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process() -> None:
-    code = "from numba.core import caching; caching.CacheImpl._locator_classes = []\n" + RUN
+    code = "import numba.core.caching as c; c._CacheLocator.ensure_cache_path = lambda _: open('/dev/null/no')\n" + RUN
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
@@ -102,3 +103,34 @@ def test_a_folder_of_kernels_that_goes_away_is_made_again_or_done_without(
     assert compiled(5) == 10
     another: Any = jit.kernel(_twice)  # numba finds no folder
     assert another(6) == 12
+
+
+def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not beside the sources: pip would leave them there. Without a home no process compiles what another has."""
+
+    def kept_in(folder: Path) -> None:
+        for hits in (0, 1):
+            compiled: Any = jit.kernel(_twice)
+            assert compiled(8) == 16
+            assert sum(compiled.stats.cache_hits.values()) == hits
+        assert Path(compiled.stats.cache_path).is_relative_to(folder / tierstore.__version__)
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    kept_in(tmp_path / "home" / ".cache" / "tierstore")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    kept_in(tmp_path / "xdg" / "tierstore")
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "/dev/null")
+    private = tmp_path / f"tierstore-{os.geteuid()}"
+    kept_in(private)
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o777)  # others could have put code there
+    compiled: Any = jit.kernel(_twice)
+    assert compiled(8) == 16
+    assert not compiled.stats.cache_hits
+    assert compiled.stats.cache_path is None

@@ -131,3 +131,10 @@ def test_initial_weights_have_the_reference_spread_and_depend_on_the_seed_only()
 def test_wrong_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, **wrong)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_without_dense_features_their_place_may_be_none(interaction):
+    model = DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, num_dense=0, interaction=interaction)
+    _, ids = inputs()
+    assert torch.equal(model(None, ids), model(torch.empty(B, 0), ids))

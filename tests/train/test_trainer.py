@@ -209,7 +209,7 @@ def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbro
         run(data__path=str(broken), train__commit_every=1)
     broken.write_text("".join(lines))
     # Prefetching may have met the broken line while earlier batches were still to be trained on.
-    resumed = run(data__path=str(broken), train__commit_every=1, resume=True)
+    resumed = run(data__path=str(broken), data__check_files=False, train__commit_every=1, resume=True)
     assert 0 < resumed.rows < 2 * TRAIN_ROWS
     assert resumed.bits == unbroken().bits
 

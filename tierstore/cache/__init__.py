@@ -10,7 +10,7 @@ policy               cache
                      residence and age, or LRU where a sample says that it hits more
 "lookahead"          host memory, the row whose next announced use is farthest;
                      before them those of no announced use, as "lru"
-"reference-lru"      the same on cachetools: some fifty times as slow, obviously right
+"reference-lru"      the same in plain Python: some fifty times as slow, obviously right
 "reference-lfu"      likewise
 "reference-tinylfu"  likewise
 ===================  =============================================================

@@ -1,49 +1,63 @@
-"""The slow and obviously right row cache, on cachetools' LRUCache LFUCache and others of that kind: oracle in
-tests, off-switch in use.
+"""The slow and obviously right row cache, on mappings of Python's own: oracle in tests, off-switch in use.
 
 It shares nothing with the fast cache but the contract. Its rows take the same memory; its bookkeeping, Python objects
 of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final, Literal
 
-import cachetools
 import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
 from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Pinned
 from .reference_lookahead import Lookahead
-from .reference_pinnable import Pinnable
+from .reference_pinnable import LRU, Pinnable
 from .reference_tinylfu import TinyLFU
 
 ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
 
 
-class _PinnableLRU(Pinnable, cachetools.LRUCache[int, int]):
-    """Least recently used first."""
-
-    # cachetools shows its order only by evicting, so this and the next read private attributes; a test notices if a
-    # release moves them.
-    def eviction_order(self) -> Iterator[int]:
-        return iter(vars(self)["_LRUCache__order"])
-
-
-class _PinnableLFU(Pinnable, cachetools.LFUCache[int, int]):
+class LFU(Pinnable):
     """Least frequently used first; of several, the one that has been at that count for longest."""
 
+    def __init__(self, maxsize: int) -> None:
+        super().__init__(maxsize)
+        self._counts: dict[int, int] = {}
+        self._levels: defaultdict[int, dict[int, None]] = defaultdict(dict)
+
     def eviction_order(self) -> Iterator[int]:
-        root = vars(self)["_LFUCache__root"]
-        link = root.next
-        while link is not root:
-            yield from link.keys
-            link = link.next
+        for count in sorted(self._levels):
+            yield from self._levels[count]
+
+    def __getitem__(self, key: int) -> int:
+        self._enter(key, self._leave(key) + 1)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: int, slot: int) -> None:
+        super().__setitem__(key, slot)
+        self._enter(key, 1)
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        self._leave(key)
+
+    def _enter(self, key: int, count: int) -> None:
+        self._counts[key] = count
+        self._levels[count][key] = None
+
+    def _leave(self, key: int) -> int:
+        count = self._counts.pop(key)
+        del self._levels[count][key]
+        if not self._levels[count]:
+            del self._levels[count]
+        return count
 
 
 _CLASSES: Final[dict[str, type[Pinnable]]] = {
-    "reference-lru": _PinnableLRU,
-    "reference-lfu": _PinnableLFU,
+    "reference-lru": LRU,
+    "reference-lfu": LFU,
     "reference-tinylfu": TinyLFU,
     "reference-lookahead": Lookahead,
 }
@@ -57,7 +71,7 @@ def _aligned(capacity: int, words: int) -> Words:
 
 
 class ReferenceCache:
-    """A ``RowCache`` whose every step is cachetools' own.
+    """A ``RowCache`` made of dictionaries.
 
     Args:
         capacity: slots, at least 1.
@@ -120,11 +134,7 @@ class ReferenceCache:
         return CacheCounters(**{name: self._counted[name] for name in CacheCounters._fields})
 
     def find(self, keys: Int64s) -> Int32s:
-        return np.array([self._slot_of(key) if key in self._rows else -1 for key in keys.tolist()], np.int32)
-
-    def _slot_of(self, key: int) -> int:
-        """Without counting an access."""
-        return cachetools.Cache.__getitem__(self._rows, key)
+        return np.array([self._rows.slots[key] if key in self._rows else -1 for key in keys.tolist()], np.int32)
 
     def _key_of(self, slot: int) -> int:
         assert slot in self._keys, f"slot {slot} holds no row"
@@ -191,7 +201,7 @@ class ReferenceCache:
         victim = self._rows.first_unpinned()
         if victim is None:
             return AdmitStatus.ALL_PINNED
-        if self._slot_of(victim) in self._dirty | self._frozen:
+        if self._rows.slots[victim] in self._dirty | self._frozen:
             return AdmitStatus.DIRTY_VICTIM
         _, slot = self._rows.popitem()
         self._loading.discard(slot)
@@ -309,7 +319,7 @@ class ReferenceCache:
         return np.array([self._key_of(slot) for slot in slots.tolist()], np.int64)
 
     def resident_slots(self) -> Int32s:
-        return np.array([self._slot_of(key) for key in self._rows.eviction_order()], np.int32)
+        return np.array([self._rows.slots[key] for key in self._rows.eviction_order()], np.int32)
 
     def evict(self, slots: Int32s) -> None:
         for slot in slots.tolist():
@@ -336,7 +346,8 @@ class ReferenceCache:
             "free + resident == capacity": len(self._free) + len(rows) == self.capacity,
             "free slots are distinct": len(set(self._free)) == len(self._free),
             "free slots hold no row": self._keys.keys().isdisjoint(self._free),
-            "each key leads to its slot": {slot: key for key in listed for slot in [self._slot_of(key)]} == self._keys,
+            "each key leads to its slot": {slot: key for key in listed for slot in [self._rows.slots[key]]}
+            == self._keys,
             "each row is listed once": len(listed) == len(rows) == len(self._keys),
             "pins are of rows and positive": all(key in rows and pins[key] > 0 for key in pins),
             "dirty slots hold rows": self._dirty <= self._keys.keys(),

@@ -1,4 +1,4 @@
-"""Lookahead, slow and obviously right, as a cachetools cache: a key's next use is looked for in batch after batch.
+"""Lookahead, slow and obviously right: a key's next use is looked for in batch after batch.
 
 The rules are those of lookahead.py, and so are its bounds; no code is shared with it.
 """

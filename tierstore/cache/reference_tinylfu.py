@@ -1,4 +1,4 @@
-"""TinyLFU, slow and obviously right, as a cachetools cache: dictionaries for the levels, whole numbers for the sketch.
+"""TinyLFU, slow and obviously right: dictionaries for the levels, whole numbers for the sketch.
 
 The rules are those of tinylfu.py, sketch.py and dueling.py, and so are their constants; no code is shared with them.
 """
@@ -8,9 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
-import cachetools
-
-from .reference_pinnable import Pinnable
+from .reference_pinnable import LRU, Pinnable
 
 LEVELS: Final = 64
 COUNTERS_PER_ROW: Final = 16
@@ -63,7 +61,7 @@ class Duel:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._sampled_rows = min(capacity, SAMPLED_ROWS)
-        self._recency: cachetools.LRUCache[int, int] = cachetools.LRUCache(self._sampled_rows)
+        self._recency = LRU(self._sampled_rows)
         self._frequency = TinyLFU(self._sampled_rows, is_sample=True)
         self._lead = 0
         self._lead_max = max(1, self._sampled_rows // ROWS_PER_LEAD)

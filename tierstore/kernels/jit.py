@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import numba
 import numpy as np
@@ -19,6 +19,7 @@ from numba.core import event
 
 from ..system.signals import shielded
 from . import enums as enums  # has kernels take them as indexes
+from .cache_folder import roots
 from .first_use import FirstUse
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
@@ -37,45 +38,25 @@ def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
 _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
 
 
-def _folder() -> Path | None:
-    """Where machine code is kept, if anywhere; numba refuses to compile a function it is told to keep otherwise."""
-    try:
-        return Path(numba.njit(cache=True)(_folder).stats.cache_path)
-    except RuntimeError:
-        _LOG.warning(
-            "no folder to keep machine code in, so each process compiles its kernels anew, which takes some seconds: "
-            "set NUMBA_CACHE_DIR to a folder that this user can write to"
-        )
-        return None
-
-
-FOLDER: Final = _folder() if JIT_ENABLED else None
-FIRST_USE: Final = FirstUse(FOLDER)
-
-
 def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
     compiled: Any = numba.njit(nogil=True, error_model="numpy", **wrappers, **options)(function)
     if from_python and FOLDER is not None:
-        _keep(compiled)
+        _keep(compiled, function)
     result: F = compiled
     return result
 
 
-def _keep(compiled: Any) -> None:
+def _keep(compiled: Any, function: Callable[..., Any]) -> None:
     """Have its machine code kept on disk, if there is a folder that this user can write to."""
     with contextlib.suppress(RuntimeError, OSError):
-        compiled.enable_caching()
-        compiled._cache.__class__ = _Cache
-        # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were
-        # compiled into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
-        compiled._cache._cache_file._source_stamp = _STAMP
+        compiled._cache = _Cache(function)
 
 
 def kernel(function: F) -> F:
-    """Compile at first call; the machine code is kept beside the source or in the user's cache directory."""
+    """Compile at first call; the machine code is kept in the user's cache folder."""
     return _kernel(function)
 
 
@@ -148,13 +129,45 @@ def uncounted_template(function: F) -> F:
 if JIT_ENABLED:
     from llvmlite import ir
     from numba.core import errors
-    from numba.core.caching import FunctionCache
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
     from numba.core.ccallback import CFunc
     from numba.core.registry import CPUDispatcher
     from numba.extending import intrinsic
 
+    class _Locator(_CacheLocator):  # type: ignore[misc, unused-ignore]
+        """The folder for a file's kernels: below one of ``roots``, by the path of the file's own folder."""
+
+        def __init__(self, path: str, disambiguator: str) -> None:
+            self._path = path
+            self._disambiguator = disambiguator
+
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> "_Locator | None":
+            for root in roots():
+                path = str(root / cls.get_suitable_cache_subpath(py_file))
+                locator = cls(path, str(py_func.__code__.co_firstlineno))
+                with contextlib.suppress(OSError):
+                    locator.ensure_cache_path()
+                    return locator
+            return None
+
+        def get_cache_path(self) -> str:
+            return self._path
+
+        def get_source_stamp(self) -> object:
+            """All sources: helpers that were compiled into a kernel may lie in other files than its own."""
+            return _STAMP
+
+        def get_disambiguator(self) -> str:
+            return self._disambiguator
+
+    class _Place(CompileResultCacheImpl):  # type: ignore[misc, unused-ignore]
+        _locator_classes: ClassVar = [_Locator]
+
     class _Cache(FunctionCache):  # type: ignore[misc, unused-ignore]
         """Whatever becomes of the folder, a kernel that was compiled is used; what cannot be loaded is compiled."""
+
+        _impl_class = _Place
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
@@ -194,6 +207,19 @@ if JIT_ENABLED:
         def __call__(self, *_args: object, **_kwargs: object) -> None:
             raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
 
+    def _folder() -> Path | None:
+        """Where machine code of this file is kept, if anywhere."""
+        try:
+            return Path(_Cache(_folder).cache_path)
+        except (RuntimeError, OSError):
+            _LOG.warning(
+                "no folder to keep machine code in, so each process compiles its kernels anew, which takes some "
+                "seconds: set NUMBA_CACHE_DIR to a folder that this user can write to"
+            )
+            return None
+
+    FOLDER: Path | None = _folder()
+    FIRST_USE = FirstUse(FOLDER)
     event.register("numba:compile", FIRST_USE)
     os.register_at_fork(after_in_child=FIRST_USE.disown)
 
@@ -201,7 +227,7 @@ if JIT_ENABLED:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""
         made = CFunc(function, (arguments, types.void), locals={}, options={"error_model": "numpy"})
         if FOLDER is not None:
-            _keep(made)
+            _keep(made, function)
         shielded(made.compile)()
         return made
 
@@ -236,6 +262,8 @@ if JIT_ENABLED:
         return types.float32(types.float32, types.float32, types.float32), generate
 
 else:
+    FOLDER = None
+    FIRST_USE = FirstUse(None)
 
     def prefetch_item(array: Any, index: Any) -> None:
         """Nothing: a hint to the processor."""

@@ -126,16 +126,19 @@ class DLRM(nn.Module):
         """All but those of the embeddings, by name."""
         return {name: each for name, each in self.named_parameters() if not name.startswith("embeddings.")}
 
-    def forward(self, dense_BC: Tensor, sparse: Any) -> Tensor:
-        """Returns the logits, Tensor [B]; ``sparse`` is what the embeddings are called with."""
+    def forward(self, dense_BC: Tensor | None, sparse: Any) -> Tensor:
+        """Returns the logits, Tensor [B]; ``sparse`` is what the embeddings are called with, ``dense_BC`` may be None
+        without dense features."""
         return self.dense_part(dense_BC, self.embeddings(sparse).values())
 
-    def dense_part(self, dense_BC: Tensor, pooled_BE: Tensor) -> Tensor:
+    def dense_part(self, dense_BC: Tensor | None, pooled_BE: Tensor) -> Tensor:
         """All but the embeddings: the logits, Tensor [B], from their pooled rows.
 
         Tensors in, a tensor out, on one device and without a look at their values: ``torch.compile`` and CUDA graphs
         take it.
         """
+        if dense_BC is None:
+            dense_BC = pooled_BE.new_empty(pooled_BE.shape[0], 0)
         sparse_BFD = torch.unflatten(pooled_BE, 1, self._sparse_shape)
         logits: Tensor = self.top(self.interaction(self.bottom(dense_BC), sparse_BFD)).squeeze(1)
         return logits

@@ -15,7 +15,7 @@ from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..rows import RowLayout
-from ..system.sizes import format_size
+from ..system.sizes import format_size, is_share_of_tables
 
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
@@ -71,9 +71,11 @@ def divide(
         hbm_staging: bytes of the budget that the tier above needs.
     """
     can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
+    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
+        budget = max(budget, _enough(sum(least.values()), hbm_staging))
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     available = budget - hbm_staging - STAGING_BYTES - transaction
-    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
     most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
     full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()} if can_be_full else most
     if available < sum(least.values()):
@@ -102,6 +104,8 @@ def divide_hbm(
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
     least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
     most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
+    if budget and is_share_of_tables(given):
+        budget = max(budget, sum(least.values()))
     if budget < sum(least.values()):
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
@@ -176,11 +180,16 @@ def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSi
     return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 
-def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:
+def _enough(least: int, hbm_staging: int) -> int:
+    """The smallest budget for pools that take so much, in whole KiB."""
     fixed = least + STAGING_BYTES + hbm_staging
     whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
+    return 1024 * (math.ceil(whole / 1024) + 1)
+
+
+def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:
     beside = f"write staging and {format_size(hbm_staging)} to move rows to hbm" if hbm_staging else "write staging"
     return BudgetError(
         f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-        f"({format_size(least)}) beside {beside}; give at least {math.ceil(whole / 1024) + 1}KiB"
+        f"({format_size(least)}) beside {beside}; give at least {_enough(least, hbm_staging) // 1024}KiB"
     )

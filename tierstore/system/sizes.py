@@ -134,6 +134,12 @@ def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_byte
     return size_bytes
 
 
+def is_share_of_tables(value: object) -> bool:
+    """Whether the size is written as "5% of tables"."""
+    share = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return share is not None and share[2] is not None
+
+
 def format_size(size_bytes: float) -> str:
     """For people: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -38,7 +38,7 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
     schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
-    reader = open_reader(data.path, data_format=data.format, schema=schema)
+    reader = open_reader(data.path, data_format=data.format, schema=schema, quoting=data.quoting)
     return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
 
 

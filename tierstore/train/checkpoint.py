@@ -4,8 +4,9 @@ Together with the rows of the same version they are all that the next step depen
 a commit ends in the bits of one that never stopped. Tensors only, no pickle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -15,14 +16,16 @@ from ..errors import ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store.commits import PendingCommit
+from ..system.excerpt import excerpt
 from .build import Run
 from .config import RunConfig
 from .processes import Processes
+from .readers import DataError, DataFile
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
     {
-        *("data.path", "data.test_rows", "ranks.plan", "ranks.timeout_seconds"),
+        *("data.path", "data.check_files", "data.test_rows", "ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
     }
 )
@@ -38,15 +41,17 @@ class Position:
     row: int = 0
 
 
-def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit:
-    """Begin to commit rows and everything else of the run, atomically; training may go on."""
+def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
+    """Begin to commit rows and everything else of the run, atomically; training may go on. ``files`` are what the
+    position counts rows of."""
     dense = run.model.dense_parameters()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}
     names, states = list(dense), run.optimizer.state_dict()["state"]
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
-    extra = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
+    extra: dict[str, Any] = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
+    extra[_EXTRA_KEY]["files"] = [list(file) for file in files]
     return run.processes.commit(run.store, extra, tensors)
 
 
@@ -75,6 +80,30 @@ def require_resumable(store: Any, config: RunConfig) -> None:
             f"{store.directory} was trained with {differing}. "
             "Continue with the run file it was begun with, or train anew in another folder (--store)"
         )
+
+
+def require_same_files(store: Any, config: RunConfig, files: Sequence[DataFile]) -> None:
+    """DataError, naming the first file that differs, if the store's last commit stands within an epoch of other files.
+    Between epochs there is no place in the data to lose."""
+    saved = _saved(store) if store.version else {}
+    before = [DataFile(*file) for file in saved.get("files", ())]
+    row = saved["position"]["row"] if before else 0
+    if not row or not config.data.check_files:
+        return
+    for old, new in zip_longest(before, files):
+        if old != new:
+            raise DataError(
+                f"{config.data.path} is not what it was when the run stood at row {row:,}: there "
+                f"is {_described(new)} in place of {_described(old)}. Put the data back as they were, or go on at that "
+                "row of what is there now with --set data.check_files=false"
+            )
+
+
+def _described(file: DataFile | None) -> str:
+    if file is None:
+        return "no file"
+    rows = "" if file.num_rows is None else f" and {file.num_rows:,} rows"
+    return f"{excerpt(file.name)} of {file.size_bytes:,} bytes{rows}"
 
 
 def _differing(other: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:

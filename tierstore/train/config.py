@@ -100,6 +100,12 @@ class DataSection:
         tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns; may be none"
     )
     sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
+    quoting: bool = option(True, "a field may stand in double quotes (CSV); false: quotes are characters like others")
+    check_files: bool = option(
+        True,
+        "a run that goes on within an epoch wants the files to have the names, sizes and rows that they had; false: it "
+        "goes on at its row of what is there",
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -9,7 +9,7 @@ from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store
-from .checkpoint import Position, commit_run, require_alike, require_resumable, restore_run
+from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
 from .config import RunConfig
 from .history import History, together
 from .metrics import Evaluation, Predictions
@@ -55,6 +55,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
     _require_rows(config, reader)
     with open_run_store(config, processes) as store:
         require_resumable(store, config)
+        require_same_files(store, config, reader.files)
         if store.version and not resume:
             raise ValueError(
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
@@ -127,7 +128,7 @@ class _Training:
         self._reader = reader
         self._hasher = hasher
         self._pending: PendingCommit | None = None
-        self._commit = (self.position.step, self.history.loss)  # step of the last one, and the loss then
+        self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
 
     @property
     def is_whole(self) -> bool:
@@ -141,8 +142,8 @@ class _Training:
             while not self.is_whole and not self._stopped:
                 self._train_epoch(stop)
             self._end_commit()
-            if self.position.step > self._commit[0]:
-                commit_run(self.run, self._config, self.position).result()
+            if self.position != self._commit[0]:
+                commit_run(self.run, self._config, self.position, self._reader.files).result()
         self.history.close()
 
     def _train_epoch(self, stop: StopRequest) -> None:
@@ -161,8 +162,8 @@ class _Training:
                     return
                 if every and step % every == 0:
                     self._end_commit()
-                    self._pending = commit_run(self.run, self._config, self.position)
-                    self._commit = (step, self.history.loss)
+                    self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
+                    self._commit = (self.position, self.history.loss)
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
         if not self.position.row:
@@ -173,8 +174,8 @@ class _Training:
         """Wait for the commit under way, and tell of it."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            step, loss = self._commit
-            self.progress.say(f"step {step:,}: committed version {pending.result()}, loss {loss:.4f}")
+            position, loss = self._commit
+            self.progress.say(f"step {position.step:,}: committed version {pending.result()}, loss {loss:.4f}")
 
     def _batches(self, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
         train, processes = self._config.train, self.run.processes

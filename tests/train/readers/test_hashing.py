@@ -35,7 +35,7 @@ def categories_of(rows):
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
     lengths = np.array([[len(bag) for bag in column] for column in columns], np.int64).reshape(3, -1)
     return Categories.of_columns(
-        [np.array([x for bag in column for x in bag], np.int64) for column in columns], lengths
+        [np.array([x for bag in column for x in bag], np.int64) for column in columns], lengths, len(rows)
     )
 
 

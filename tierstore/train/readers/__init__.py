@@ -1,13 +1,14 @@
 """Readers: rows of click data as batches, from Criteo's text format, Parquet, CSV or npy arrays."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema, dense_features
+from ...system.excerpt import excerpt_names
+from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
 from .categories import Categories
 from .criteo import CriteoReader
 from .csv import CsvReader
+from .files import is_data, names_below
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
 from .parquet import ParquetReader
@@ -19,6 +20,7 @@ __all__ = [
     "CriteoReader",
     "CsvReader",
     "DataError",
+    "DataFile",
     "DataFormat",
     "FeatureHasher",
     "HashedIds",
@@ -34,31 +36,44 @@ __all__ = [
 DataFormat = Literal["auto", "criteo", "parquet", "csv", "npy"]
 
 
-def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: Schema = CRITEO_SCHEMA) -> Reader:
+_ONE_FILE: Final = "Criteo's text format is one file: name one of the days, or join them with cat"
+
+
+def open_reader(
+    path: str | Path, *, data_format: DataFormat = "auto", schema: Schema = CRITEO_SCHEMA, quoting: bool = True
+) -> Reader:
     """Open the data at ``path``.
 
     Args:
         data_format: "auto" takes a folder with label.npy as npy, ``*.csv`` and ``*.tsv``, plain or compressed, and a
-            folder of such files as CSV, ``*.parquet``, ``*.pq`` and other folders as Parquet. With Criteo's own columns
-            it takes ``*.tsv`` and all other files as Criteo's text format.
+            folder of such files as CSV, ``*.parquet``, ``*.pq`` and a folder of such files as Parquet. With Criteo's
+            own columns it takes ``*.tsv`` and all other files as Criteo's text format.
         schema: the columns to read; Criteo's text format knows only its own.
+        quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
     Raises:
         DataError: if there is nothing at the path, or what is there is not in the format.
         ValueError: for an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
+    if "://" in str(path):
+        raise DataError(f"{path} is no path; readers take local files: copy the data to this machine, or mount it")
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
         data_format = _guess(path, is_criteo=schema == CRITEO_SCHEMA)
-    readers: dict[str, Callable[..., Reader]] = {"npy": NpyReader, "parquet": ParquetReader, "csv": CsvReader}
-    if data_format in readers:
-        return readers[data_format](path, schema=schema)
+    if data_format == "csv":
+        return CsvReader(path, schema=schema, quoting=quoting)
+    if not quoting:
+        raise ValueError(f"data.quoting = false is for CSV; {path} is read as {data_format}: leave the key out")
+    if data_format == "parquet":
+        return ParquetReader(path, schema=schema)
+    if data_format == "npy":
+        return NpyReader(path, schema=schema)
     if data_format != "criteo":
         raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet", "csv" or "npy"')
     if path.is_dir():
-        raise DataError(f"{path} is a folder; Criteo's text format is one file")
+        raise DataError(f"{path} is a folder; {_ONE_FILE}")
     if schema != CRITEO_SCHEMA:
         raise ValueError("columns can be chosen for Parquet, CSV and npy; Criteo's text format has fixed ones")
     return CriteoReader(path)
@@ -67,17 +82,26 @@ def open_reader(path: str | Path, *, data_format: DataFormat = "auto", schema: S
 def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
     if (path / "label.npy").exists():
         return "npy"
-    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
-    if any(name.endswith(ParquetReader.endings) for name in names):
-        return "parquet"
-    endings = tuple(each for each in CsvReader.endings if "tsv" not in each) if is_criteo else CsvReader.endings
-    if any(name.endswith(endings) for name in names):
-        return "csv"
+    names = names_below(path) if path.is_dir() else [path.name]
+    csv = tuple(each for each in CsvReader.endings if "tsv" not in each) if is_criteo else CsvReader.endings
+    is_parquet = any(is_data(name, ParquetReader.endings) for name in names)
+    is_csv = any(is_data(name, csv) for name in names)
+    if is_parquet and is_csv:
+        raise DataError(f"{path} holds both Parquet and CSV files; set data.format to that of the files to read")
+    if is_parquet or is_csv:
+        return "parquet" if is_parquet else "csv"
     if path.is_dir():
-        return "parquet"
+        raise DataError(
+            f"{path} holds neither a Parquet file ({_endings(ParquetReader.endings)}) nor a CSV file "
+            f"({_endings(csv)}) nor label.npy, but {excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
+        )
     if not is_criteo:
         raise DataError(
             f"cannot tell the format of {path} by its name; set data.format to parquet, csv or npy, or leave out "
             "data.label_column, dense_columns and sparse_columns if it is Criteo's text"
         )
     return "criteo"
+
+
+def _endings(endings: tuple[str, ...]) -> str:
+    return ", ".join(f"*{each}" for each in endings)

@@ -11,13 +11,15 @@ import numpy as np
 
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
 from ...system.excerpt import excerpt, excerpt_names
-from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
-from .categories import MAX_FLOAT, MISSING, Categories, read_texts
+from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
+from .categories import Categories, are_whole, exact_bits, read_texts
+from .files import files_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_REASON: Final = 200
+_MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
 
@@ -48,28 +50,46 @@ class ArrowReader(Reader):
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
         self.schema = schema
-        self._files = [self.path]
-        if self.path.is_dir():
-            self._files = sorted(file for file in self.path.iterdir() if file.name.endswith(self.endings))
-        if not self._files:
+        self._paths = files_of(self.path, self.endings) if self.path.is_dir() else [self.path]
+        if not self._paths:
             raise DataError(f"{self.path} holds no *{' or *'.join(self.endings)} file")
-        lengths = []
-        for file in self._files:
-            with self._explained(file):
-                head = self._head(file)
-            lengths.append(head.num_rows)
-            columns = Counter(head.names)
-            wanted = self._columns
-            if lacking := [name for name in wanted if name not in columns]:
-                there = excerpt_names(sorted(columns))
-                raise DataError(f"{file} lacks the columns {excerpt_names(lacking)}; it has {there}")
-            if twice := [name for name in wanted if columns[name] > 1]:
-                raise DataError(f"{file} has more than one column of the name {excerpt_names(twice)}")
-        self._num_rows = None if None in lengths else sum(filter(None, lengths))
+        files = []
+        for path in self._paths:
+            with self._explained(path):
+                head = self._head(path)
+            self._require_columns(path, Counter(head.names))
+            name = str(path.relative_to(self.path)) if path != self.path else path.name
+            files.append(DataFile(name, path.stat().st_size, head.num_rows))
+        self._files = tuple(files)
+        self._lengths = [file.num_rows for file in files]
+        """Rows of each file, where they are known by now."""
+
+    def _require_columns(self, path: Path, columns: Counter[str]) -> None:
+        wanted = self._columns
+        if lacking := [name for name in wanted if name not in columns]:
+            there = excerpt_names(sorted(columns))
+            message = f"{path} lacks the columns {excerpt_names(lacking)}; it has {there}"
+            if any(f"{name}=" in str(path) for name in lacking):
+                message += ". Names of folders are not read as columns: write them into the files"
+            raise DataError(message)
+        if twice := [name for name in wanted if columns[name] > 1]:
+            raise DataError(f"{path} has more than one column of the name {excerpt_names(twice)}")
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return self._files
 
     @property
     def num_rows(self) -> int | None:
-        return self._num_rows
+        lengths = [file.num_rows for file in self._files]
+        return None if None in lengths else sum(filter(None, lengths))
+
+    def place(self, row: int) -> str:
+        index = 0
+        while index < len(self._lengths) - 1 and row >= (length := self._lengths[index] or 0):
+            row -= length
+            index += 1
+        return f"{self._paths[index]}, row {row}"
 
     @property
     def _columns(self) -> list[str]:
@@ -104,20 +124,20 @@ class ArrowReader(Reader):
             yield RawRows.joined(held)
 
     def _convert(self, skip: int) -> Iterator[RawRows]:
-        for file in self._files:
-            with self._explained(file):
-                end = self._head(file).num_rows or 0
-                if 0 < end <= skip:
-                    skip -= end
-                    continue
-                for first, record in self._records(file, skip):
-                    end = first + record.num_rows
-                    if lacking := set(self._columns).difference(record.schema.names):
-                        raise DataError(f"{file} is broken: its rows lack the columns {excerpt_names(lacking)}")
-                    if skip < end:
-                        start = max(skip - first, 0)
-                        wanted = record.slice(start)
-                        yield _Record(file, first + start, wanted, reads_floats=self.reads_floats).convert(self.schema)
+        for index, path in enumerate(self._paths):
+            end = self._lengths[index]
+            if end is None or end > skip:
+                with self._explained(path):
+                    end = 0
+                    for first, record in self._records(path, skip):
+                        end = first + record.num_rows
+                        if lacking := set(self._columns).difference(record.schema.names):
+                            raise DataError(f"{path} is broken: its rows lack the columns {excerpt_names(lacking)}")
+                        if skip < end:
+                            start = max(skip - first, 0)
+                            wanted = _Record(path, first + start, record.slice(start), reads_floats=self.reads_floats)
+                            yield wanted.convert(self.schema)
+                self._lengths[index] = end
             skip -= min(skip, end)
 
     @contextmanager
@@ -153,8 +173,8 @@ class _Record:
             numbers = self._numbers(name, self._column(name))
             self._check(name, fits_float32(numbers), "finite as float32; null stands for missing")
             dense[:, column] = numbers
-        bags = [self._bags(name) for name in schema.sparse]
-        categories = Categories.of_columns([values for values, _ in bags], np.stack([lengths for _, lengths in bags]))
+        values, lengths = zip(*map(self._bags, schema.sparse), strict=True)
+        categories = Categories.of_columns(values, lengths, self._record.num_rows)
         return RawRows(self._labels(schema.label), dense, categories)
 
     def _column(self, name: str) -> Any:
@@ -179,71 +199,76 @@ class _Record:
         self._check(name, np.isin(labels, (-1, 0, 1)), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
 
-    def _numbers(self, name: str, column: Any) -> Float64s:
-        """float64 [n], NaN where null."""
+    def _numbers(self, name: str, column: Any) -> Floats | Float64s:
+        """[n], NaN where null."""
         import pyarrow as pa
 
         try:
-            numbers: Float64s = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+            numbers = column if pa.types.is_floating(column.type) else column.cast(pa.float64(), safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            if _is_text(column.type):
+                good = np.array([_is_number(each) for each in column])
+                self._check(name, good, "a number; null stands for missing")
             raise DataError(
                 f"{self._path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:MAX_REASON]}"
             ) from error
-        return numbers
+        values: Floats | Float64s = numbers.to_numpy(zero_copy_only=False)
+        return values
 
     def _bags(self, name: str) -> tuple[Int64s, Any]:
-        """The column's categories [N], and how many each row has, [n]."""
+        """The column's categories [N], and how many each row has, [n]; or 1, if each has one."""
         import pyarrow as pa
         import pyarrow.compute
 
         column = self._column(name)
         types = pa.types
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-            values = self._categories(name, column, np.arange(1, len(column) + 1))
-            return values[values >= 0], values >= 0
+            values, is_there = self._categories(name, column)
+            return values, 1 if is_there is None else is_there
         lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(lengths)
         elements = column.flatten()
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
-        values = self._categories(name, elements, ends)
-        is_there = values >= 0
-        if is_there.all():
+        values, is_there = self._categories(name, elements, ends)
+        if is_there is None:
             return values, lengths
-        return values[is_there], np.diff(np.append(0, np.cumsum(is_there))[np.append(0, ends)])
+        return values, np.diff(np.append(0, np.cumsum(is_there))[np.append(0, ends)])
 
-    def _categories(self, name: str, elements: Any, ends: Int64s) -> Int64s:
-        """The categories of elements [N], ``MISSING`` where null; the elements of row i end before ``ends[i]``."""
+    def _categories(self, name: str, elements: Any, ends: Int64s | None = None) -> tuple[Int64s, Bools | None]:
+        """The categories of those of the elements [N] that have one, and which have, [N]; None: all. The elements of
+        row i end before ``ends[i]``; None: each row has one."""
         import pyarrow as pa
 
         kind = elements.type
-        nulls = None if elements.null_count == 0 else elements.is_null().to_numpy(zero_copy_only=False)
+        is_there: Bools | None = elements.is_valid().to_numpy(zero_copy_only=False) if elements.null_count else None
         if _is_text(kind):
-            categories = self._texts(elements.cast(pa.large_binary()))
-            if nulls is not None:
-                categories[nulls] = MISSING
-            return categories
-        if pa.types.is_floating(kind):
-            floats = elements.cast(pa.float64()).to_numpy(zero_copy_only=False)
-            good = np.isnan(floats) | ((floats >= 0) & (floats < MAX_FLOAT) & (floats == np.floor(floats)))
-            self._check_elements(name, elements, good, ends, "a whole number from 0 to 2**53; null or NaN is missing")
-            return np.where(np.isnan(floats), MISSING, floats).astype(np.int64)
-        if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
-            raise DataError(
-                f"{self._path}: column {name} of type {_type(elements)} holds neither numbers nor strings; "
-                "cast it to strings to take its values as categories"
+            values = self._texts(elements.cast(pa.large_binary()))
+            is_there = values >= 0 if is_there is None else is_there & (values >= 0)
+        elif pa.types.is_floating(kind):
+            values = elements.to_numpy(zero_copy_only=False)
+            is_there = ~np.isnan(values)
+            expected = (
+                f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-        try:
-            filled = elements.cast(pa.int64()).fill_null(MISSING) if nulls is not None else elements.cast(pa.int64())
-        except pa.ArrowInvalid as error:
+            self._check_elements(name, elements, are_whole(values) & ~(values < 0), ends, expected)
+        elif pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+            filled = elements if pa.types.is_integer(kind) else elements.cast(pa.int64())
+            values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
+            if values.dtype == np.uint64:
+                expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
+                self._check_elements(name, elements, values <= _MAX_CATEGORY, ends, expected)
+            elif values.min(initial=0) < 0:
+                self._check_elements(name, elements, values >= 0, ends, "an integer from 0 on; null is missing")
+        else:
+            to = "a list of numbers or of strings" if pa.types.is_nested(kind) else "strings"
             raise DataError(
-                f"{self._path}: column {name} holds integers beyond 2**63: {str(error)[:MAX_REASON]}"
-            ) from error
-        numbers: Int64s = filled.to_numpy(zero_copy_only=False)
-        if numbers.min(initial=0) < MISSING + (nulls is None):
-            good = numbers >= 0 if nulls is None else (numbers >= 0) | nulls
-            self._check_elements(name, elements, good, ends, "an integer from 0 on; null is missing")
-        return numbers
+                f"{self._path}: column {name} of type {_type(elements)} holds neither numbers nor strings nor lists of "
+                f"them; cast it to {to} to take its values as categories"
+            )
+        if is_there is None or is_there.all():
+            return np.asarray(values, np.int64), None
+        return np.asarray(values[is_there], np.int64), is_there
 
     def _texts(self, texts: Any) -> Int64s:
         _, offsets, letters = texts.buffers()
@@ -252,12 +277,12 @@ class _Record:
         return read_texts(read, places, floats=self._reads_floats)
 
     def _check(self, name: str, good: Bools, expected: str) -> None:
-        self._check_elements(name, self._record.column(name), good, np.arange(1, len(good) + 1), expected)
+        self._check_elements(name, self._record.column(name), good, None, expected)
 
-    def _check_elements(self, name: str, elements: Any, good: Bools, ends: Int64s, expected: str) -> None:
+    def _check_elements(self, name: str, elements: Any, good: Bools, ends: Int64s | None, expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
-            row = self._row + int(np.searchsorted(ends, broken, side="right"))
+            row = self._row + (broken if ends is None else int(np.searchsorted(ends, broken, side="right")))
             try:
                 found = elements[broken].as_py()
                 value = excerpt(found.decode(errors="backslashreplace") if isinstance(found, bytes) else found)
@@ -270,6 +295,16 @@ def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
     return any(getattr(pa.types, f"is_{name}")(kind) for name in _TEXT_TYPES)
+
+
+def _is_number(text: Any) -> bool:
+    import pyarrow as pa
+
+    try:
+        text.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _type(column: Any) -> str:

@@ -69,6 +69,8 @@ class RawRows(NamedTuple):
 
     def part(self, begin: int, end: int) -> "RawRows":
         """Rows ``[begin, end)``."""
+        if end - begin == len(self.labels):
+            return self
         return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
 
 
@@ -86,6 +88,15 @@ class Batch:
         return self.labels.shape[0]
 
 
+class DataFile(NamedTuple):
+    """A file of a data set: its name below the data's path, and how large it is."""
+
+    name: str
+    size_bytes: int
+    num_rows: int | None = None
+    """None where only reading it would tell."""
+
+
 class Reader(ABC):
     """Rows of one data set, in a fixed order, numbered from 0."""
 
@@ -93,9 +104,18 @@ class Reader(ABC):
     schema: Schema
 
     @property
+    @abstractmethod
+    def files(self) -> tuple[DataFile, ...]:
+        """The data set's files, in the order in which they are read."""
+
+    @property
     def num_rows(self) -> int | None:
         """How many there are; None where only reading all of them would tell."""
         return None
+
+    def place(self, row: int) -> str:
+        """Where a row that was read lies, for messages."""
+        return f"{self.path}, row {row}"
 
     @abstractmethod
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
@@ -144,15 +164,15 @@ class Reader(ABC):
                 lows.update(low for low in (-1.0, 0.0) if low in whole.labels)
                 if len(lows) > 1:
                     raise DataError(
-                        f"{self.path}, about row {row}: labels are 0 in some rows and -1 in others; write one for both"
+                        f"{self.place(row)} or after it: labels are 0 in some rows and -1 in others; write one for both"
                     )
                 first = total * part // parts
                 rows = whole if parts == 1 else whole.part(first, total * (part + 1) // parts)
                 try:
                     values, offsets = map(torch.from_numpy, hasher(rows.categories))
                 except OutsideTableError as error:
-                    place = f"row {row + first + error.row}, column {self.schema.sparse[error.column]}"
-                    raise DataError(f"{self.path}, {place}: {error}") from None
+                    place = f"{self.place(row + first + error.row)}, column {self.schema.sparse[error.column]}"
+                    raise DataError(f"{place}: {error}") from None
                 yield Batch(
                     dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
                     sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),

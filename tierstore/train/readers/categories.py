@@ -3,24 +3,22 @@
 Shapes: F columns, n rows, N categories.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.arrays import Bytes, Int64s
+from ...kernels.arrays import Bools, Bytes, Int64s
 from ...kernels.jit import inline, kernel
 
 MISSING: Final = -1
 """What a reader puts where a category is absent, before it is left out."""
 
-MAX_FLOAT: Final = 2**53
-"""Whole floating-point numbers from here on have lost digits: an id as large is not the one that was written."""
-
 _FNV_BASIS: Final = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME: Final = np.uint64(0x100000001B3)
-_MAX_DIGITS: Final = 18
+_MAX_DIGITS: Final = 19
+_MAX_CATEGORY: Final = np.uint64((1 << 63) - 1)
 _ZERO: Final = 48
 _POINT: Final = 46
 
@@ -34,25 +32,30 @@ class Categories(NamedTuple):
     """[F, n + 1]: row r of column f has ``values[offsets[f, r]:offsets[f, r + 1]]``."""
 
     @classmethod
-    def of_columns(cls, values: Sequence[Int64s], lengths: NDArray[Any]) -> "Categories":
-        """From the values of each column, and ``lengths`` [F, n] of their bags."""
-        flat = np.append(0, np.cumsum(lengths, dtype=np.int64))
-        num_columns, num_rows = lengths.shape
-        return cls(np.concatenate(values), flat[num_rows * np.arange(num_columns)[:, None] + np.arange(num_rows + 1)])
+    def of_columns(cls, values: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int) -> "Categories":
+        """From the values of each column, and the lengths [n] of its bags; one number, if all have it."""
+        num_columns = len(values)
+        flat = np.zeros(num_columns * num_rows + 1, np.int64)
+        for row, own in zip(flat[1:].reshape(num_columns, num_rows), lengths, strict=True):
+            row[:] = own
+        np.cumsum(flat, out=flat)
+        # A column's offsets end where the next one's begin: rows of a view that overlap in one number.
+        offsets = np.lib.stride_tricks.as_strided(flat, (num_columns, num_rows + 1), (8 * num_rows, 8), writeable=False)
+        return cls(np.concatenate(values), offsets)
 
     @classmethod
     def of_matrix(cls, values: Int64s) -> "Categories":
         """From one category a row and column, [n, F], where negative ones are missing."""
-        columns = values.T
-        is_there = columns >= 0
-        return cls.of_columns([columns[is_there]], is_there)
+        is_there = values.T >= 0
+        columns = [column[row] for column, row in zip(values.T, is_there, strict=True)]
+        return cls.of_columns(columns, is_there, len(values))
 
     @classmethod
     def joined(cls, parts: Sequence["Categories"]) -> "Categories":
         """The rows of all parts, which have the same columns."""
         columns = zip(*(part.columns() for part in parts), strict=True)
         lengths = np.concatenate([np.diff(part.offsets) for part in parts], axis=1)
-        return cls.of_columns([np.concatenate(column) for column in columns], lengths)
+        return cls.of_columns([np.concatenate(column) for column in columns], lengths, lengths.shape[1])
 
     def columns(self) -> list[Int64s]:
         """The values of each column."""
@@ -61,15 +64,28 @@ class Categories(NamedTuple):
     def part(self, begin: int, end: int) -> "Categories":
         """Rows ``[begin, end)``."""
         offsets = self.offsets[:, begin : end + 1]
-        cut = Categories(self.values, offsets)
-        return Categories.of_columns(cut.columns(), np.diff(offsets))
+        values = Categories(self.values, offsets).columns()
+        firsts = np.append(0, np.cumsum([len(column) for column in values[:-1]], dtype=np.int64))
+        return Categories(np.concatenate(values), offsets + (firsts - offsets[:, 0])[:, None])
+
+
+def exact_bits(floats: NDArray[Any]) -> int:
+    """Whole floating-point numbers of the array's type are exact below 2 to this power. From there on they have lost
+    digits: an id as large is not the one that was written."""
+    return min(np.finfo(floats.dtype).nmant + 1, 53)
+
+
+def are_whole(floats: NDArray[Any]) -> Bools:
+    """Which floating-point numbers are whole and exact, or missing (NaN)."""
+    good: Bools = np.isnan(floats) | ((np.abs(floats) < 2.0 ** exact_bits(floats)) & (floats == np.floor(floats)))
+    return good
 
 
 def read_texts(letters: Bytes, offsets: Int64s, *, floats: bool = False) -> Int64s:
     """The categories [n] that texts stand for, where text i is ``letters[offsets[i]:offsets[i + 1]]``, in UTF-8.
 
-    A text that is written as an integer of up to 18 digits, without sign and leading zeros, is that integer. Any other
-    one is the upper 63 bits of its 64-bit FNV-1a hash (Fowler, Noll, Vo; IETF draft-eastlake-fnv). An empty text is
+    A text that is written as an integer below 2**63, without sign and leading zeros, is that integer. Any other one is
+    the upper 63 bits of its 64-bit FNV-1a hash (Fowler, Noll, Vo; IETF draft-eastlake-fnv). An empty text is
     ``MISSING``.
 
     Args:
@@ -100,10 +116,10 @@ def _read_integer(letters: Bytes, begin: int, end: int) -> np.int64:
     digits = end - begin
     if digits == 0 or digits > _MAX_DIGITS or (letters[begin] == _ZERO and digits > 1):
         return np.int64(-1)
-    number = np.int64(0)
+    number = np.uint64(0)
     for at in range(begin, end):
         digit = np.int64(letters[at]) - _ZERO
         if digit < 0 or digit > 9:
             return np.int64(-1)
-        number = number * 10 + digit
-    return number
+        number = np.uint64(number * np.uint64(10) + np.uint64(digit))
+    return np.int64(number) if number <= _MAX_CATEGORY else np.int64(-1)

@@ -14,7 +14,7 @@ import numpy as np
 from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
 from ...system.excerpt import excerpt
-from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, require_data_file
+from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, require_data_file
 from .categories import Categories
 
 BUFFER_BYTES: Final = 1 << 20
@@ -44,6 +44,10 @@ class CriteoReader(Reader):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.schema = CRITEO_SCHEMA
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return (DataFile(self.path.name, self.path.stat().st_size),)
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         with _open(self.path) as file:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.arrays import Bools, Int64s
-from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
-from .categories import MAX_FLOAT, MISSING, Categories
+from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
+from .categories import MISSING, Categories, are_whole, exact_bits
 
 _MAX_REASON: Final = 200
 _HEAD_BYTES: Final = 12
@@ -65,6 +65,11 @@ class NpyReader(Reader):
             lengths |= {column.path.name: len(column.offsets) - 1 for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
+        self._files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return self._files
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +89,7 @@ class NpyReader(Reader):
             matrix = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end])
             return Categories.of_matrix(matrix)
         values, lengths = zip(*(column.read(begin, end) for column in self._columns), strict=True)
-        return Categories.of_columns(values, np.stack(lengths))
+        return Categories.of_columns(values, lengths, end - begin)
 
 
 class _Column(NamedTuple):
@@ -121,8 +126,8 @@ class _Column(NamedTuple):
 def _read_categories(path: Path, begin: int, array: NDArray[Any]) -> Int64s:
     """Categories of the array's shape, negative where missing; ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
-        good = np.isnan(array) | (array < 0) | ((array < MAX_FLOAT) & (array == np.floor(array)))
-        _check(path, begin, array, good, "a whole number below 2**53; NaN is missing")
+        expected = f"a whole number below 2**{exact_bits(array)}, as {array.dtype} holds exactly; NaN is missing"
+        _check(path, begin, array, are_whole(array), expected)
         array = np.where(np.isnan(array), MISSING, array)
     if array.dtype.kind == "u":
         _check(path, begin, array, array <= _MAX_CATEGORY, "below 2**63")

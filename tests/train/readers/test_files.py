@@ -1,0 +1,205 @@
+"""Which files are a data set: those that pyarrow takes; and what a run that goes on says of others."""
+
+import bz2
+import dataclasses
+import gzip
+
+import numpy as np
+import pytest
+
+from tierstore.train import train, trainer
+from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
+from tierstore.train.readers import CsvReader, DataError, FeatureHasher, Schema, open_reader
+
+pa = pytest.importorskip("pyarrow")
+ds = pytest.importorskip("pyarrow.dataset")
+pq = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = Schema(label="y", dense=(), sparse=("c",))
+
+
+def write(path, *ids):
+    """A file of its ending's format, where each row has one id."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"y": [1] * len(ids), "c": pa.array(ids, pa.int64())}), path)
+    else:
+        text = "".join(["y,c\n", *(f"1,{each}\n" for each in ids)]).encode()
+        pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".lz4": lambda data: pa.Codec("lz4").compress(data)}
+        path.write_bytes(pack.get(path.suffix, bytes)(text) if path.suffix != ".lz4" else lz4(text))
+
+
+def lz4(text):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "lz4") as stream:
+        stream.write(text)
+    return sink.getvalue().to_pybytes()
+
+
+def ids_of(path, **options):
+    chunks = open_reader(path, schema=SCHEMA, **options).read_chunks(0, None, 9)
+    return [each for chunk in chunks for each in chunk.categories.values.tolist()]
+
+
+def test_a_folder_is_read_as_pyarrow_reads_it(tmp_path, caplog):
+    names = [
+        "b.parquet",
+        "a/z.parquet",
+        "day=1/x.parquet",
+        "day=10/x.parquet",
+        "day=2/x.parquet",
+        "c.parquet/part-0.parquet",
+    ]
+    hidden = [".half.parquet", "_old.parquet", "._b.parquet", "_temporary/x.parquet", ".d/x.parquet"]
+    for number, name in enumerate(names):
+        write(tmp_path / name, number)
+    for name in hidden:
+        write(tmp_path / name, 99)
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / ".b.parquet.crc").write_bytes(b"crc")
+    pq.ParquetWriter(tmp_path / "empty.parquet", pa.schema([("y", pa.int64()), ("c", pa.int64())])).close()
+    wanted = ds.dataset(tmp_path, format="parquet").to_table(columns=["c"])["c"].to_pylist()
+    assert len(wanted) == len(names)
+    assert ids_of(tmp_path) == wanted
+    assert "7 files are read; left out: ._b.parquet, .half.parquet, _old.parquet" in caplog.text
+    assert "SUCCESS" not in caplog.text
+
+
+def test_endings_of_any_size_and_what_is_left_out(tmp_path, caplog):
+    for number, name in enumerate(["a.csv", "b.CSV", "c.csv.lz4", "d.Csv.Gz", "e.csv.bz2"]):
+        write(tmp_path / name, number)
+    assert ids_of(tmp_path) == [0, 1, 2, 3, 4]
+    assert not caplog.text
+    write(tmp_path / "d.txt", 9)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    assert ids_of(tmp_path) == [0, 1, 2, 3, 4]
+    assert f"{tmp_path}: 5 files are read; left out: d.txt, linked" in caplog.text
+
+
+def test_two_formats_in_a_folder_are_an_error_unless_one_is_named(tmp_path, caplog):
+    write(tmp_path / "a.parquet", 1)
+    write(tmp_path / "b.csv", 2)
+    with pytest.raises(DataError, match=r"holds both Parquet and CSV files; set data\.format"):
+        open_reader(tmp_path, schema=SCHEMA)
+    assert ids_of(tmp_path, data_format="csv") == [2]
+    assert "left out: a.parquet" in caplog.text
+
+
+def test_compression_is_told_by_the_first_bytes(tmp_path):
+    write(tmp_path / "x.gz", 5)
+    (tmp_path / "x.gz").rename(tmp_path / "x.csv")
+    write(tmp_path / "y.csv", 6)
+    (tmp_path / "y.csv").rename(tmp_path / "y.csv.gz")
+    assert ids_of(tmp_path) == [5, 6]
+
+
+def test_what_no_format_takes_is_named(tmp_path):
+    (tmp_path / "day_0").write_text("1\n")
+    with pytest.raises(DataError, match=r"but day_0; Criteo's text format is one file: name one of the days"):
+        open_reader(tmp_path)
+    with pytest.raises(DataError, match=r"s3://bucket/x\.parquet is no path; .*copy the data to this machine"):
+        open_reader("s3://bucket/x.parquet")
+    write(tmp_path / "day=1" / "x.parquet", 1)
+    with pytest.raises(DataError, match=r"lacks the columns day; .*Names of folders are not read as columns"):
+        open_reader(tmp_path, schema=Schema(label="y", dense=(), sparse=("c", "day")))
+    with pytest.raises(ValueError, match=r"data\.quoting = false is for CSV; .* is read as parquet"):
+        open_reader(tmp_path, schema=SCHEMA, quoting=False)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_errors_of_a_batch_name_the_file_and_its_row(tmp_path, ending):
+    for number, ids in enumerate(([1, 2, 3], [4], [5, 600, 7])):
+        write(tmp_path / f"{number}.{ending}", *ids)
+    reader = open_reader(tmp_path, schema=SCHEMA)
+    for start in (0, 2, 5):
+        with pytest.raises(DataError, match=rf"2\.{ending}, row 1, column c: category 600"):
+            list(reader.batches(FeatureHasher([100], mode="mod"), batch_size=2, start_row=start))
+
+
+@pytest.mark.parametrize("groups", [1, 30])
+def test_parquet_is_held_a_part_at_a_time(tmp_path, groups):
+    rows = 600_000
+    columns = {f"c{i}": np.arange(rows) * (2 * i + 1) for i in range(4)}
+    table = pa.table({"y": np.ones(rows, np.int8)} | columns)
+    size = table.nbytes
+    path = tmp_path / "x.parquet"
+    pq.write_table(table, path, row_group_size=rows // groups, compression="none", use_dictionary=False)
+    del table
+    before = pa.total_allocated_bytes()
+    reader = open_reader(path, schema=Schema(label="y", dense=(), sparse=tuple(columns)))
+    held = [pa.total_allocated_bytes() - before for _ in reader.read_chunks(0, None, 10_000)]
+    assert len(held) == 60
+    assert max(held) < size // 2
+
+
+def test_long_lists_are_converted_a_few_rows_at_a_time(tmp_path):
+    lists = pa.ListArray.from_arrays(np.arange(0, 401 * 10_000, 10_000, dtype=np.int32), np.arange(400 * 10_000) % 1000)
+    pq.write_table(pa.table({"y": [1] * 400, "c": lists}), tmp_path / "x.parquet")
+    reader = open_reader(tmp_path / "x.parquet", schema=SCHEMA)
+    sizes = [record.nbytes for _, record in reader._records(tmp_path / "x.parquet", 0)]
+    assert sum(sizes) > 400 * 10_000 * 8
+    assert max(sizes) < 10 << 20
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """A run that broke off at row 8 of 20, in two files."""
+    for number in range(2):
+        write(tmp_path / "data" / f"{number}.parquet", *range(10))
+    config = RunConfig(
+        store=StoreSection(path=str(tmp_path / "store"), ddr="8MiB"),
+        data=DataSection(path=str(tmp_path / "data"), label_column="y", dense_columns=(), sparse_columns=("c",)),
+        embedding=EmbeddingSection(dim=2, num_embeddings=30),
+        train=TrainSection(batch_size=4, commit_every=1),
+    )
+    step = trainer.train_step
+    steps = iter(range(3))
+
+    def broken(*arguments):
+        if next(steps) == 2:
+            raise RuntimeError("a power cut")
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", broken)
+        with pytest.raises(RuntimeError, match="a power cut"):
+            train(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda data: write(data / "1.parquet", 1),
+            r"there is '1\.parquet' of .* and 1 rows in place of '1\.parquet' of .* 10",
+        ),
+        (lambda data: write(data / "+.parquet", 1), r"there is '\+\.parquet' .* in place of '0\.parquet'"),
+        (lambda data: (data / "1.parquet").unlink(), r"there is no file in place of '1\.parquet'"),
+        (lambda data: write(data / "2.parquet", 1), r"there is '2\.parquet' .* in place of no file"),
+    ],
+)
+def test_a_run_goes_on_over_the_same_files_only(stopped, tmp_path, change, message):
+    change(tmp_path / "data")
+    with pytest.raises(DataError, match=rf"is not what it was when the run stood at row \d+: {message}"):
+        train(stopped, resume=True)
+    anyway = dataclasses.replace(stopped, data=dataclasses.replace(stopped.data, check_files=False))
+    assert train(anyway, resume=True).epochs == 1
+
+
+def test_data_may_move_and_between_epochs_change(stopped, tmp_path):
+    moved = (tmp_path / "data").rename(tmp_path / "moved")
+    config = dataclasses.replace(stopped, data=dataclasses.replace(stopped.data, path=str(moved)))
+    assert train(config, resume=True).epochs == 1
+    write(moved / "3.parquet", 1, 2)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=2))
+    assert train(config, resume=True).epochs == 2
+
+
+def test_quoting_is_a_key_of_a_run_file(tmp_path):
+    write(tmp_path / "x.csv", '"1')
+    data = DataSection(path=str(tmp_path / "x.csv"), label_column="y", sparse_columns=("c",), dense_columns=())
+    for quoting in (True, False):
+        reader, _ = trainer.open_data(RunConfig(data=dataclasses.replace(data, quoting=quoting)))
+        assert isinstance(reader, CsvReader)
+        assert reader._quoting is quoting
