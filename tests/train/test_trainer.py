@@ -253,8 +253,12 @@ def test_too_few_rows_and_no_rows_are_errors(folder, run):
         run("none", data__path=str(folder / "none.tsv"), data__train_rows=0, data__test_rows=0)
     with pytest.raises(ValueError, match=r"no data\.path; give the data with --data"):
         run("no path", data__path="")
+    made = {path.name.split("-")[-1] for path in folder.iterdir()}
+    assert "short" in made
     with pytest.raises(BudgetError):
         run("small", store__ddr=1000)
+    assert {path.name.split("-")[-1] for path in folder.iterdir()} == made  # what was refused left no store behind
+    assert not made & {"long", "none", "no path"}
 
 
 def test_all_rows_are_taken_where_no_number_is_given(run):

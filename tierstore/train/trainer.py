@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
 from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.recording import require_recordable
+from ..store.target import kept_if_committed
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_alike, require_resumable, restore_run
 from .config import RunConfig
@@ -53,7 +55,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
     require_alike(config, processes)
     reader, hasher = open_data(config)
     _require_rows(config, reader)
-    with open_run_store(config, processes) as store:
+    with kept_if_committed(Path(section.path)), open_run_store(config, processes) as store:
         require_resumable(store, config)
         if store.version and not resume:
             raise ValueError(
