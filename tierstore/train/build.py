@@ -29,6 +29,8 @@ class Run(NamedTuple):
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
+    clip_norm: float = 0.0
+    """Of the dense gradients; 0: they are not cut."""
 
     @property
     def local(self) -> Store:
@@ -45,6 +47,13 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
     reader = open_reader(data.path, data_format=data.format, schema=schema)
     return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
+
+
+def open_test_data(config: RunConfig, reader: Reader) -> Reader:
+    """The reader of ``data.test_path``; without one that of the training data. ValueError: it cannot be read."""
+    data = config.data
+    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
+    return open_reader(data.test_path, data_format=data.format, schema=schema) if data.test_path else reader
 
 
 def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Tensor) -> Tensor:
@@ -109,7 +118,7 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     section = config.optimizer
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
     optimizer = rule(model.dense_parameters().values(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
-    return Run(store, model, embeddings, optimizer, processes)
+    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm)
 
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:

@@ -22,7 +22,8 @@ from .processes import Processes
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
     {
-        *("data.path", "data.test_rows", "ranks.plan", "ranks.timeout_seconds"),
+        *("data.path", "data.test_rows", "data.test_path", "train.test_each_epoch"),
+        *("ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
     }
 )
