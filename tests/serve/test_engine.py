@@ -324,17 +324,20 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
     wait_for(lambda: server.engine.version == 2)
     with Client(server.url) as client:
         writer("change", "t", {"num_embeddings": 2 * ROWS})
-        writer("change", "u", {"name": "v"})
-        assert (client.rows([7], table="u") == 2.0).all(), "until a commit is shown"
         writer("write", "t", [ROWS + 7], 3)
-        number(writer, 3, "t", "v")
+        number(writer, 3, "t", "u")
         wait_for(lambda: server.engine.version == 3)
         assert (client.rows([7, ROWS + 7], table="t") == 3.0).all()
-        assert (client.rows([7], table="v") == 3.0).all()
-        writer("drop", "v")
-        number(writer, 4)
+        assert (client.rows([7], table="u") == 3.0).all()
+        writer("change", "u", {"name": "v"})
+        assert (client.rows([7], table="u") == 3.0).all(), "until a commit is shown"
+        number(writer, 4, "t", "v")
         wait_for(lambda: server.engine.version == 4)
-        assert (client.rows([7], table="t") == 4.0).all()
+        assert (client.rows([7], table="v") == 4.0).all()
+        writer("drop", "v")
+        number(writer, 5)
+        wait_for(lambda: server.engine.version == 5)
+        assert (client.rows([7], table="t") == 5.0).all()
         for gone in "uv":
             with pytest.raises(ServeError, match=f"rows-{gone}|no model|unknown"):
                 client.rows([7], table=gone)
