@@ -82,8 +82,8 @@ def _moved(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
         cold.commit(payload, number, keep=1)
         pools.epoch = number + 1
         catalog.shown.version = unpack(number, payload)
-    manifest = catalog.manifest.with_place(table.index, table.config.dropped(table.index))
-    catalog.change(manifest.with_place(place, config))
+        manifest = catalog.manifest.with_place(table.index, table.config.dropped(table.index))
+        catalog.change(manifest.with_place(place, config))
     _LOG.warning(
         "table %r: the optimizer state of %s begins again, of %s in the place of %s",
         config.name, format_count(count, "row"), config.optimizer.kind, table.config.optimizer.kind,
