@@ -39,6 +39,10 @@ for line in sys.stdin:
         store.commit(extra={"step": order[1]}, tensors={"w": torch.tensor([float(order[1])])})
     elif order[0] == "rollback":
         store.rollback(order[1])
+    elif order[0] == "change":
+        store.change_table(order[1], **order[2])
+    elif order[0] == "drop":
+        store.drop_table(order[1])
     elif order[0] == "copy":
         shutil.copytree(order[1], order[2])
     print(json.dumps(store.version if store else 0), flush=True)

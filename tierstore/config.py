@@ -1,7 +1,7 @@
 """What a table is: a frozen, keyword-only description that the manifest keeps."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Final, Literal, get_args
 
@@ -30,6 +30,7 @@ MAX_KEPT_VERSIONS: Final = 1000
 MAX_SLACK: Final = 10
 _MAX_DIM: Final = 1 << 20
 _MAX_NAME: Final = 200
+_DROPPED: Final = "\0dropped "
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
@@ -141,6 +142,24 @@ class TableConfig:
             raise ValueError(
                 f"dtype={self.dtype!r} goes without optimizer state, as such rows are not trained; leave optimizer out"
             )
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it only keeps the place of a table that was dropped, as a row's key has the table's place."""
+        return self.name.startswith(_DROPPED)
+
+    def dropped(self, place: int) -> "TableConfig":
+        """What keeps the place of this table once it is dropped."""
+        return replace(self, name=f"{_DROPPED}{place}", feature_names=())
+
+    def keeps_rows_of(self, before: "TableConfig") -> bool:
+        """Whether the rows of another table, as they are stored or as they are before they are written, are rows of
+        this one, which may have more."""
+        own, other = (
+            (each.embedding_dim, each.dtype, each.init, each.init.place, each.optimizer.state_dim(each.embedding_dim))
+            for each in (self, before)
+        )
+        return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
 
     def layout(self, page_bytes: int) -> RowLayout:
         """How this table's rows lie in memory and on disk."""

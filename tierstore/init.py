@@ -15,6 +15,7 @@ from .kernels.arrays import Int32s, Int64s, Weights
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
 from .kernels.simd import store
+from .rows import KEY_ROW_BITS, ROW_MASK
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
@@ -25,13 +26,21 @@ _NORMAL: Final = 2
 
 @dataclass(frozen=True)
 class Initializer:
-    """Base of the initialisers; subclasses give ``kind`` and two parameters to the kernel."""
+    """Base of the initialisers; subclasses give ``kind`` and two parameters to the kernel.
 
+    Attributes:
+        place: of the table whose first values these are, where rows were moved to another place in the store; None for
+            the table's own. Two that differ in nothing else are equal.
+    """
+
+    place: int | None = field(default=None, kw_only=True, compare=False, repr=False)
     kind: ClassVar[str] = ""
     _code: ClassVar[int] = _CONSTANT
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self.to_dict().items():
+            if name == "kind":
+                continue
             if not isinstance(value, (int, float, np.number)):
                 raise TypeError(f"{type(self).__name__}: {name} must be a number, not {type(value).__name__}")
             if not math.isfinite(value):
@@ -55,6 +64,8 @@ class Initializer:
             half: ``floats.half_code`` of the dtype.
         """
         first, second, seed = self._parameters()
+        if self.place is not None:
+            keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
         fill_rows(
             self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim, half
         )  # fmt: skip
@@ -64,13 +75,20 @@ class Initializer:
         """Of its random numbers; 0 if it draws none."""
         return self._parameters()[2]
 
+    def of_place(self, place: int) -> Self:
+        """The same first values for a table in any place, which was in this one."""
+        return self if self.place is not None else replace(self, place=place)
+
     def from_column(self, first: int) -> Self:  # noqa: ARG002 - all are the same
         """Of a table whose columns are those from that one on of this one's."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
-        return {"kind": self.kind, **asdict(self)}
+        told = asdict(self)
+        if self.place is None:
+            del told["place"]  # releases that do not know it read all other tables
+        return {"kind": self.kind, **told}
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
             time.sleep(stall_seconds)
 
     killpoints.hook = hook
-    _watch_names(hook)
+    watch_names(hook)
     if point == FILE_CALL:
         _watch_calls(hook)
     return reached
@@ -120,7 +120,7 @@ def _watch_calls(hook: Callable[[str], None]) -> None:
     sys.addaudithook(lambda event, _: hook(FILE_CALL) if event in _FILE_EVENTS else None)
 
 
-def _watch_names(hook: Callable[[str], None]) -> None:
+def watch_names(hook: Callable[[str], None]) -> None:
     """Have the hook called before and after a file of the store gets its name."""
     points = {
         MANIFEST_NAME: ("manifest: written beside", "manifest: replaced"),

@@ -25,7 +25,7 @@ HELP = {
             compact   copy a store without the room it no longer needs
             reshard   copy a store for another number of ranks, or for none
             trace     write down which rows a run looks up
-            export    write tables to a safetensors file or torch checkpoint
+            export    write tables to a safetensors file, torch checkpoint or Parquet file
             import    take tables from safetensors files or torch checkpoints
             quantize  make a store for inference, its rows in fewer bytes
             serve     answer requests for rows and predictions
@@ -174,7 +174,7 @@ HELP = {
           DIR            folder of the store
           OUT            file to write; it appears when it is complete
         options:
-          --format NAME  safetensors (default) or torch
+          --format NAME  safetensors (default), torch, or parquet: rows of one table
           --table NAME   a table to export; default: all
           --key TEXT     name of a table's tensor, {table} being the table's name (default:
                          embedding_bags.{table}.weight)
@@ -187,6 +187,7 @@ HELP = {
           tierstore export shop shop.safetensors
           tierstore export shop item.pt --format torch --table item --key weight
           tierstore export shop whole.safetensors --state --dense
+          tierstore export shop item.parquet --format parquet --table item
     """,
     "import": """
         usage: tierstore import [-h] [--map KEY=TABLE] [--optimizer NAME] [--lr X] [--eps X] [--weight-decay X]

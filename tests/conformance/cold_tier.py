@@ -198,7 +198,7 @@ class ColdTierConformance:
             write_rows(tier, NARROW, keys_of(0, [1]), 1)
 
     def test_tables_out_of_range_or_added_twice(self, tier: ColdTier) -> None:
-        for table, num_rows, named in ((0, 10, "added"), (-1, 10, "table_index"), (9, 0, "num_rows")):
+        for table, num_rows, named in ((0, 10, "added"), (-1, 10, "table_index"), (9, -1, "num_rows")):
             with pytest.raises(ValueError, match=named):
                 tier.add_table(table, WIDE, num_rows)
 
@@ -211,13 +211,26 @@ class ColdTierConformance:
 
     def test_tables_that_are_dropped(self, tier: ColdTier) -> None:
         write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
-        tier.drop_tables(5)
+        shapes = {index: shape for index, shape in TABLES.items() if index < 5}
+        tier.set_tables(shapes)
         with pytest.raises(ValueError, match=r"keys"):
             read_rows(tier, LONG, keys_of(5, [0]))
         check_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
         tier.add_table(5, WIDE, 10)
         write_rows(tier, WIDE, keys_of(5, [9]), 2)
         check_rows(tier, WIDE, keys_of(5, [9]), 2)
+
+    def test_tables_that_are_larger_or_have_no_rows(self, tier: ColdTier) -> None:
+        for table in (0, 2):
+            write_rows(tier, WIDE, keys_of(table, np.arange(77)), table)
+        commit(tier, b"")
+        tier.set_tables(TABLES | {0: (WIDE, 2000), 2: (WIDE, 0)})
+        write_rows(tier, WIDE, keys_of(0, [1999]), 3)
+        check_rows(tier, WIDE, keys_of(0, np.arange(77)), 0)
+        check_rows(tier, WIDE, keys_of(0, [1999]), 3)
+        with pytest.raises(ValueError, match=r"keys"):
+            read_rows(tier, WIDE, keys_of(2, [0]))
+        assert tier.verify().rows == 78
 
     def test_a_writer_finds_nothing_newer(self, tier: ColdTier) -> None:
         write_rows(tier, WIDE, keys_of(0, [1]), 1)

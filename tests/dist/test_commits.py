@@ -107,6 +107,45 @@ def test_ranks_reopen_at_the_newest_version_that_all_have(
     assert [each[2] for each in run(train_and_commit, 2, tmp_path, store, 3)] == uninterrupted[3]
 
 
+def go_back(folder: Path, dying: int | None) -> tuple[list[list[float]], list[list[float]]]:
+    """Three steps, back to the first, and two steps again; rows after the way back, and in the end."""
+    with open_sharded(folder, ddr="500KiB", threads=1, keep=3) as store:
+        assert "t" not in store
+        store.create_table(TABLE)
+        assert "t" in store
+        numbers = []
+        for step in range(3):
+            train(store, step)
+            numbers.append(store.commit(extra={"steps": step + 1}))
+        assert store.versions == tuple(numbers)
+        train(store, 3)
+        with pytest.raises(ValueError, match=r"version=99 is not kept by all ranks, but \d, \d, \d\. Open with keep=N"):
+            store.rollback(99)
+        with pytest.raises(RankError, match="different calls"):
+            store.rollback(numbers[store.ranks.rank])
+        if dying == store.ranks.rank:
+            killpoints.hook = lambda name: os._exit(DIED) if name == "rollback: head put" else None
+        with contextlib.suppress(*(() if dying is None else (RuntimeError,))):
+            store.rollback(numbers[0])
+        if dying is not None:
+            return [], []
+        assert (store.version, store.extra, store.versions) == (numbers[0], {"steps": 1}, tuple(numbers[:1]))
+        found = rows(store)
+        for step in (1, 2):
+            train(store, step)
+            assert store.commit(extra={"steps": step + 1}) > numbers[2]
+        return found, rows(store)
+
+
+def test_ranks_go_back_together(tmp_path: Path, uninterrupted: list[list[Any]]) -> None:
+    found = run(go_back, 2, tmp_path, tmp_path / "store", None)
+    assert [each[0] for each in found] == uninterrupted[1]
+    assert [each[1] for each in found] == uninterrupted[3]
+    run(go_back, 2, tmp_path, tmp_path / "killed", 1, statuses=[0, DIED])
+    found = run(train_and_commit, 2, tmp_path, tmp_path / "killed", 0)
+    assert [(each[1]["steps"], each[2]) for each in found] == [(1, rows) for rows in uninterrupted[1]]
+
+
 def fail_to_commit(folder: Path, failing: int, times: int) -> list[str]:
     """Commits that fail in one rank. What each rank was told."""
     with opened(folder) as store:

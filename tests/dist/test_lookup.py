@@ -1,6 +1,7 @@
 """Sharded training against one process that works off the ranks' batches one after another: the same bits."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import tierstore
 from tierstore import optim
 from tierstore.dist import (
     ShardedStore,
+    ShardedTieredEmbedding,
+    ShardedTieredEmbeddingBag,
     ShardedTieredEmbeddingBagCollection,
     ShardedTieredEmbeddingCollection,
     open_sharded,
@@ -215,3 +218,48 @@ def test_training_gives_the_bits_of_one_process(ranks: int, tiers: str, tmp_path
                 else:
                     assert torch.equal(out, wanted_out), case
                 assert wanted_of_weights is None or torch.allclose(of_weights, wanted_of_weights, rtol=1e-6), case
+
+
+def one_table(kinds: list[tuple[str, str]]) -> None:
+    """Modules of one table train as collections of that one do, prefetched or not."""
+    rank, table = dist.get_rank(), config(Case("row_wise", optim.Adagrad(lr=0.3), "sum"), "b")
+    for sharding_type, exchange in kinds:
+        found = []
+        for is_single, is_pooled, depth in itertools.product([False, True], [False, True], [0, 2]):
+            with open_memory({"ddr": "1MiB"}) as store:
+                made: Any = {"sharding_type": sharding_type, "exchange": exchange}
+                store.create_table(replace(table, feature_names=("b",)), **made)
+                generator = torch.Generator().manual_seed(rank)
+                ids = [torch.randint(0, ROWS, (6, 4), generator=generator) for _ in range(STEPS)]
+                offsets = torch.arange(0, 25, 4 if is_pooled else 1)
+                module: Any
+                batches: Any = ids
+                if is_single:
+                    module = (ShardedTieredEmbeddingBag if is_pooled else ShardedTieredEmbedding)(store, "b")
+                else:
+                    collection = ShardedTieredEmbeddingBagCollection if is_pooled else ShardedTieredEmbeddingCollection
+                    module = collection(store)
+                    batches = [tierstore.KeyedJaggedTensor(["b"], each.reshape(-1), offsets=offsets) for each in ids]
+                results = []
+                for each in tierstore.prefetch(batches, module, depth=depth) if depth else batches:
+                    out = module(each)
+                    out = out if is_single else out.values() if is_pooled else out["b"].values()
+                    results.append(out.detach().reshape(-1, DIM))
+                    out.square().sum().backward()
+                rows = [rows for _, rows in owned(store, store["b"])]
+                found.append((is_pooled, torch.cat(results), rows))
+        for is_pooled in (False, True):
+            first, *others = [each for each in found if each[0] == is_pooled]
+            for _, results, rows in others:
+                assert torch.equal(results, first[1])
+                assert all(map(torch.equal, rows, first[2]))
+
+
+def test_modules_of_one_table_train_as_collections_do(tmp_path: Path) -> None:
+    kinds = [("row_wise", "rows"), ("row_wise", "pooled"), ("column_wise", "rows"), ("data_parallel", "rows")]
+    run(one_table, 2, tmp_path, kinds)
+
+
+def test_a_sharded_table_is_refused_by_modules_of_one_process_and_they_say_which_takes_it(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"not ShardedTable; tierstore\.dist has modules"):
+        tierstore.TieredEmbeddingBag(ShardedTable.__new__(ShardedTable))  # type: ignore[arg-type]

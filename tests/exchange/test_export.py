@@ -10,11 +10,11 @@ import torch
 
 import tierstore
 from tierstore import errors
-from tierstore.exchange import export_store, exporting
+from tierstore.exchange import export_store, exporting, parquet_file
 from tierstore.exchange.rows import chunks
 from tierstore.system import output as output_module
 
-from .support import OPTIMIZERS, bits, config, make_store, weights
+from .support import DTYPES, OPTIMIZERS, STATES, bits, config, make_store, weights
 
 
 @pytest.fixture
@@ -232,3 +232,25 @@ def test_a_kept_version_is_exported(tmp_path):
     with pytest.raises(errors.StoreNotFoundError, match="version 1 is not kept; kept: 2, 3"):
         export_store(tmp_path / "store", tmp_path / "out1", version=1)
     assert names(tmp_path) == ["out2", "out3", "store"]
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_were_written_are_rows_of_a_parquet_file(tmp_path, monkeypatch, rule, dtype):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    monkeypatch.setattr(parquet_file, "CHUNK_BYTES", 1000)
+    store = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS[rule], dtype=dtype), config("other"))
+    report = export_store(store, tmp_path / "rows.parquet", format="parquet", tables=["item"], state=True)
+    file = parquet.read_table(tmp_path / "rows.parquet")
+    assert file.column_names == list(report.keys) == ["id", "weight", *STATES[rule]]
+    ids = torch.tensor(file["id"].to_pylist())
+    assert ids.tolist() == sorted({row for step in range(3) for row in range(step, 500, 7)})
+    assert report.rows == len(ids)
+    with tierstore.open(store, mode="r", ddr="8MiB") as opened:
+        item = opened["item"]
+        assert torch.equal(torch.tensor(file["weight"].to_pylist()), item.read(ids).float())
+        state = [torch.tensor(file[name].to_pylist()).reshape(len(ids), -1) for name in STATES[rule]]
+        assert torch.equal(torch.cat([torch.empty(len(ids), 0), *state], dim=1), item.read_state(ids))
+    for arguments in ({}, {"tables": ["item"], "dense": True}):
+        with pytest.raises(ValueError, match="is of one table, without dense tensors"):
+            export_store(store, tmp_path / "no.parquet", format="parquet", **arguments)

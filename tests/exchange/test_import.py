@@ -363,6 +363,35 @@ def test_an_import_cut_short_changes_nothing_and_may_be_repeated(tmp_path):
     assert torch.equal(weights(store, "new"), some(50))
 
 
+def test_an_import_that_fails_leaves_no_new_store(tmp_path):
+    def fail(done, total):
+        raise errors.DiskFullError("no room")
+
+    for store in (tmp_path / "store", tmp_path / "folder"):
+        if store.name == "folder":
+            store.mkdir()
+        with pytest.raises(errors.DiskFullError):
+            import_files(store, [saved(tmp_path / "file", {KEY: some(50)})], progress=fail)
+        assert [path.name for path in tmp_path.rglob("*")] == ["file", "folder"][: 1 + (store.name == "folder")]
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_fewer_rows_than_an_existing_table_has_leave_the_others(tmp_path, rule):
+    def rows_of(directory):
+        with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
+            ids = torch.arange(store["item"].config.num_embeddings)
+            return torch.cat([store["item"].read(ids), store["item"].read_state(ids)], dim=1)
+
+    small = make_store(tmp_path / "small", config(rows=6, dim=3, optimizer=rule))
+    export_store(small, tmp_path / "file", state=True)
+    store = make_store(tmp_path / "store", config(rows=9, dim=3, optimizer=rule))
+    was = rows_of(store)
+    (table,) = import_files(store, [tmp_path / "file"]).tables
+    assert (table.rows, table.config.num_embeddings) == (6, 9)
+    assert "rows from 6 on are not in the file: they stay as they are" in table.notes
+    assert torch.equal(rows_of(store), torch.cat([rows_of(small), was[6:]]))
+
+
 def test_a_store_in_use_is_left_alone(tmp_path):
     store = make_store(tmp_path / "store", config(rows=6, dim=3))
     file = saved(tmp_path / "file", {KEY: some()})

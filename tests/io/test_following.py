@@ -183,7 +183,7 @@ def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monke
             file.view.rows = None
         return made[-1]
 
-    follower.drop_tables(1)
+    follower.set_tables({0: (WIDE, NUM_ROWS)})
     monkeypatch.setattr(OpenFile, "make_map", make_and_drop)
     check_rows(follower, WIDE, FIRST, 2)
     assert len(made) == 2

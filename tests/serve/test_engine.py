@@ -318,6 +318,31 @@ def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_wa
         assert (client.rows([7], table="u") == 3.0).all(), "models are made at the next move"
 
 
+def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: Writer, server: InThread) -> None:
+    writer("create", "u", ROWS, DIM)
+    number(writer, 2, "t", "u")
+    wait_for(lambda: server.engine.version == 2)
+    with Client(server.url) as client:
+        writer("change", "t", {"num_embeddings": 2 * ROWS})
+        writer("write", "t", [ROWS + 7], 3)
+        number(writer, 3, "t", "u")
+        wait_for(lambda: server.engine.version == 3)
+        assert (client.rows([7, ROWS + 7], table="t") == 3.0).all()
+        assert (client.rows([7], table="u") == 3.0).all()
+        writer("change", "u", {"name": "v"})
+        assert (client.rows([7], table="u") == 3.0).all(), "until a commit is shown"
+        number(writer, 4, "t", "v")
+        wait_for(lambda: server.engine.version == 4)
+        assert (client.rows([7], table="v") == 4.0).all()
+        writer("drop", "v")
+        number(writer, 5)
+        wait_for(lambda: server.engine.version == 5)
+        assert (client.rows([7], table="t") == 5.0).all()
+        for gone in "uv":
+            with pytest.raises(ServeError, match=f"rows-{gone}|no model|unknown"):
+                client.rows([7], table=gone)
+
+
 def test_hot_rows_that_cannot_be_kept_leave_a_server_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[object] = []
 

@@ -17,13 +17,13 @@ import tierstore
 from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DLRM
 from tierstore.settings.sections import to_toml
-from tierstore.train import train, trainer
+from tierstore.train import steps, train, trainer
 from tierstore.train.build import open_data
 from tierstore.train.metrics import Evaluation, roc_auc
 from tierstore.train.readers import CriteoReader
 
 from .readers.rows import matrix
-from .runs import TEST_ROWS, TRAIN_ROWS, config_of
+from .runs import TEST_ROWS, TRAIN_ROWS, clicks, config_of
 
 STEPS = 2 * math.ceil(TRAIN_ROWS / 32)
 FITS_NOTHING = 412_000
@@ -253,8 +253,12 @@ def test_too_few_rows_and_no_rows_are_errors(folder, run):
         run("none", data__path=str(folder / "none.tsv"), data__train_rows=0, data__test_rows=0)
     with pytest.raises(ValueError, match=r"no data\.path; give the data with --data"):
         run("no path", data__path="")
+    made = {path.name.split("-")[-1] for path in folder.iterdir()}
+    assert "short" in made
     with pytest.raises(BudgetError):
         run("small", store__ddr=1000)
+    assert {path.name.split("-")[-1] for path in folder.iterdir()} == made  # what was refused left no store behind
+    assert not made & {"long", "none", "no path"}
 
 
 def test_all_rows_are_taken_where_no_number_is_given(run):
@@ -381,3 +385,61 @@ def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, un
     resumed = train(config, resume=True, bits=True)
     assert 0 < resumed.rows <= epochs * TRAIN_ROWS - (TRAIN_ROWS + 5 * 32)  # from the 15th step on, or later
     assert resumed.bits == unbroken(train__epochs=epochs).bits
+
+
+SCHEDULE = {
+    "optimizer__warmup_steps": 4,
+    "optimizer__decay": "cosine",
+    "optimizer__decay_steps": 10,
+    "optimizer__decay_to": 0.25,
+    "optimizer__dense_clip_norm": 0.05,
+}
+
+
+def test_rates_rise_and_fall_and_dense_gradients_are_cut(run, monkeypatch):
+    """Each step's, and a run that was continued ends in the bits of one that was not."""
+    told = []
+
+    def watched(own, batch, wants_stop):
+        result = steps.train_step(own, batch, wants_stop)
+        rates = {table.learning_rate for table in own.store.tables.values()}
+        norm = torch.stack([each.grad.norm() for each in own.model.dense_parameters().values()]).norm().item()
+        told.append((*rates, own.optimizer.param_groups[0]["lr"], norm))
+        return result
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    whole = run("whole", **SCHEDULE)
+    sparse, dense, norms = (list(each) for each in zip(*told, strict=True))
+    expected = [min(1, (step + 1) / 4) for step in range(4)]
+    expected += [0.25 + 0.75 * (1 + math.cos(math.pi * min(step, 10) / 10)) / 2 for step in range(STEPS - 4)]
+    assert sparse == pytest.approx([0.02 * share for share in expected])
+    assert dense == pytest.approx(sparse)
+    assert max(norms) <= 0.05 * (1 + 1e-5)
+    assert run("parts", train__epochs=1, **SCHEDULE).bits != whole.bits
+    assert run("parts", resume=True, **SCHEDULE).bits == whole.bits
+    told.clear()
+    run("uncut", **SCHEDULE | {"optimizer__dense_clip_norm": 0})
+    assert max(norm for *_, norm in told) > 0.05
+    with pytest.raises(ValueError, match=r"optimizer\.decay_steps = 0: expected 1 or more"):
+        run("never", optimizer__decay="linear")
+
+
+def test_a_test_file_is_evaluated_on_after_each_epoch(folder, run, capsys):
+    """Whose rows are those after the training rows, the figures are the same; and so are the bits of the run."""
+    lines = clicks(folder).read_bytes().splitlines(keepends=True)
+    (folder / "train.tsv").write_bytes(b"".join(lines[:TRAIN_ROWS]))
+    (folder / "test.tsv").write_bytes(b"".join(lines[TRAIN_ROWS:]))
+    after = run("after")
+    files = {"data__path": str(folder / "train.tsv"), "data__test_path": str(folder / "test.tsv")}
+    own = run("own", data__train_rows=0, data__test_rows=0, train__test_each_epoch=True, **files)
+    assert (own.test, own.bits) == (after.test, after.bits)
+    first = run("first", train__epochs=1).test
+    told = [line for line in capsys.readouterr().err.splitlines() if "tested" in line]
+    assert len(told) == 2
+    for epoch, test in ((1, first), (2, after.test)):
+        assert (
+            f"epoch {epoch}: tested {TEST_ROWS} rows, AUC {test.auc:.4f}, log loss {test.log_loss:.4f}"
+            in told[epoch - 1]
+        )
+    with pytest.raises(ValueError, match=r"test\.tsv ends before row"):
+        run("short", data__test_rows=TEST_ROWS + 1, **files)

@@ -56,7 +56,8 @@ def _export(options: argparse.Namespace) -> int:
         )
     print(
         f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
+        f"{format_count(len(report.keys), 'column' if options.format == 'parquet' else 'tensor')}, "
+        f"{format_size(report.size_bytes)}"
     )
     _print_some("", report.keys)
     return 0
@@ -166,7 +167,12 @@ EXPORT: Final = command(
     (
         arg("directory", metavar="DIR", help="folder of the store"),
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-        arg("--format", default="safetensors", metavar="NAME", help="safetensors (default) or torch"),
+        arg(
+            "--format",
+            default="safetensors",
+            metavar="NAME",
+            help="safetensors (default), torch, or parquet: rows of one table",
+        ),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg(
             "--key",
@@ -180,12 +186,13 @@ EXPORT: Final = command(
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
-    "write tables to a safetensors file or torch checkpoint",
+    "write tables to a safetensors file, torch checkpoint or Parquet file",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
   tierstore export shop shop.safetensors
   tierstore export shop item.pt --format torch --table item --key weight
-  tierstore export shop whole.safetensors --state --dense""",
+  tierstore export shop whole.safetensors --state --dense
+  tierstore export shop item.parquet --format parquet --table item""",
 )
 IMPORT: Final = command(
     _import,

@@ -1,6 +1,11 @@
 """Tables sharded over the ranks of ``torch.distributed``; every rank has its own tiers."""
 
-from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection
+from .collection import (
+    ShardedTieredEmbedding,
+    ShardedTieredEmbeddingBag,
+    ShardedTieredEmbeddingBagCollection,
+    ShardedTieredEmbeddingCollection,
+)
 from .plan import Plan, Sharding
 from .replicas import average, data_parallel
 from .store import ShardedStore, open_sharded
@@ -8,6 +13,8 @@ from .store import ShardedStore, open_sharded
 __all__ = [
     "Plan",
     "ShardedStore",
+    "ShardedTieredEmbedding",
+    "ShardedTieredEmbeddingBag",
     "ShardedTieredEmbeddingBagCollection",
     "ShardedTieredEmbeddingCollection",
     "Sharding",

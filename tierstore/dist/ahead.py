@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..nn.function import Prepared
+from ..nn.module import arguments_of
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from .collection import ShardedCollection
+    from .collection import ShardedModule
 
 
 class Ahead:
@@ -20,7 +21,7 @@ class Ahead:
             them; released at the end.
     """
 
-    def __init__(self, module: "ShardedCollection", ranks: Ranks) -> None:
+    def __init__(self, module: "ShardedModule", ranks: Ranks) -> None:
         self._module = module
         self._ranks = ranks
         self._is_over = False
@@ -32,7 +33,7 @@ class Ahead:
             RuntimeError: another rank failed, or has no more batches.
         """
         with self._ending_for_all():
-            prepared = self._module.prepare_by(self._ranks, features)
+            prepared = self._module.prepare_by(self._ranks, *arguments_of(features))
             lookups: list[Any] = list(prepared.lookups)
             for lookup in lookups:
                 lookup.route(self._ranks)

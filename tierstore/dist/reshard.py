@@ -6,9 +6,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..config import TableConfig
 from ..errors import TableError
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..io import ROW_FILE_NAME, LmdbColdTier
@@ -66,10 +68,10 @@ def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progre
 def _write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress) -> None:
     with open_store(path, keep=2, ddr=_DDR) as local:
         pieces = []
-        for name, whole in parts.store.tables.items():
-            sharding = plan.tables[name]
-            made = local.create_table(local_config(whole.config, sharding, rank))
-            shards = ShardedTable(whole.config, sharding, made, rank).shards
+        for index, (name, whole) in enumerate(parts.store.tables.items()):
+            sharding, config = plan.tables[name], _in_place(whole, index)
+            made = local.create_table(local_config(config, sharding, rank))
+            shards = ShardedTable(config, sharding, made, rank).shards
             pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
         _copy(parts, local, pieces, progress)
         place, shardings = Place(rank, plan.world_size), to_json(plan)
@@ -103,6 +105,8 @@ def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
             with cold.lease() as (_, rows):
                 counts = rows.counts()
         for config, count in zip(manifest.tables, counts, strict=True):
+            if config.is_dropped:
+                continue
             sharding = parts.shardings[config.name]
             is_of_all = sharding.sharding_type in ("column_wise", "data_parallel")
             found[config.name] += -(-count // len(sharding.ranks)) if is_of_all else count
@@ -126,11 +130,17 @@ def _write_plain(parts: Parts, path: Path, progress: Progress) -> None:
     with open_store(path, ddr=_DDR) as store:
         pieces = [
             _Piece(store.create_table(config), Shard(0, 0, config.num_embeddings, 0, config.embedding_dim))
-            for config in (whole.config for whole in parts.store.tables.values())
+            for config in (_in_place(whole, place) for place, whole in enumerate(parts.store.tables.values()))
         ]
         _copy(parts, store, pieces, progress)
         store.commit(extra=parts.store.extra, tensors=parts.store.tensors())
     _sync(path)
+
+
+def _in_place(table: Table, place: int) -> TableConfig:
+    """A table's configuration for a place where tables before it may be missing."""
+    config = table.config
+    return config if table.index == place else replace(config, init=config.init.of_place(table.index))
 
 
 def _sync(directory: Path) -> None:

@@ -313,6 +313,9 @@ class ShardedStore:
         except KeyError:
             raise TableError(f"there is no table {name!r}, but {sorted(self.tables)}") from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.tables
+
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """The tables' optimizers as torch has them; see ``Store.optimizer``. All ranks make one, and call its ``step``
         and ``zero_grad`` alike. ``grad`` of a table has the rows that this rank owns."""
@@ -405,6 +408,36 @@ class ShardedStore:
         self._ids = {each: commit_id for each, commit_id in ids.items() if each in self._versions}
         self._note_agreed()
         return number
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers of the commits that this rank has, ascending, up to the last one that all ranks have."""
+        return tuple(number for number, kept in self._versions.items() if kept in self.local.versions)
+
+    def rollback(self, version: int) -> None:
+        """Go back to a commit that all ranks keep; collective. Later ones, and what was not committed, are dropped.
+
+        Tables that were created later stay, empty. If ranks are killed meanwhile, the next opening goes to this commit,
+        or to the last one, in all ranks.
+
+        Raises:
+            ValueError: it is not one of ``versions`` of all ranks. TableError: rows are in use by a batch under way.
+            RuntimeError: another rank failed, or asks for another commit.
+        """
+        call = f"rollback to {version}"
+        kept = set.intersection(*map(set, self.ranks.gather(self.versions, call)))
+        with self.ranks.together(call):
+            self.local.require_writable()
+            if version not in kept:
+                numbers = ", ".join(map(str, sorted(kept))) or "none"
+                raise ValueError(
+                    f"version={version} is not kept by all ranks, but {numbers}. Open with keep=N to keep more"
+                )
+            self.local.rollback(self._versions[version])
+        self._number = version
+        _, self._versions, _, self._ids = Commits.told(self.local.extra[SECTION], self.local.version)
+        self._steps = {table.name: table.local.state.step for table in self.tables.values()}
+        self._note_agreed()
 
     def _agree_to_commit(self, number: int) -> str:
         """The commit's identity. TableError, in all ranks, if they trained a table differently."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -113,18 +113,27 @@ class WholeTier:
                 if rank in shards:
                     pieces[rank] = Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
         except BaseException:
-            self.drop_tables(table_index)
+            self.set_tables({index: (table.layout, table.num_rows) for index, table in self.tables.items()})
             raise
         ordered = [pieces[rank] for rank in sharding.ranks if rank in pieces]
         kept = ordered[:1] if sharding.sharding_type == "data_parallel" else ordered
         self.tables[table_index] = WholeTable(layout, num_rows, kept)
 
-    def drop_tables(self, first: int) -> None:
-        for tier in self._tiers:
-            tier.drop_tables(first)
-        self.tables = {index: table for index, table in self.tables.items() if index < first}
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        """See ``ColdTier.set_tables``; only some of those that it knows, as the tables of ranks do not change."""
+        for configs, tier in zip(self._configs, self._tiers, strict=True):
+            own = {index: (configs[index].layout(tier.page_bytes), num_rows) for index, (_, num_rows) in shapes.items()}
+            tier.set_tables(own)
+        self.tables = {index: self.tables[index] for index in shapes}
 
     # -- reading
+
+    def stored_rows(self, table_index: int) -> Iterator[Int64s]:
+        """See ``ColdTier.stored_rows``. Ranks that have columns of one row write it together."""
+        for rank, rows in self.tables[table_index].owners():
+            for part in self._tiers[rank].stored_rows(table_index):
+                if len(own := part[(part >= rows.start) & (part < rows.stop)]):
+                    yield own
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         self.read_by([tier.read for tier in self._tiers], keys, slots, weights, state, present)

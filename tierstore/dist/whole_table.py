@@ -1,6 +1,6 @@
 """Rows of one sharded table, put together of what the ranks' row files have."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,14 @@ class WholeTable:
         self.layout = layout
         self.num_rows = num_rows
         self._pieces = pieces
+
+    def owners(self) -> Iterator[tuple[int, range]]:
+        """A rank that has them, for each range of rows, ascending."""
+        first = -1
+        for shard, *_ in self._pieces:
+            if shard.first_row > first:
+                first = shard.first_row
+                yield shard.rank, range(first, first + shard.num_rows)
 
     def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
         """``ColdTier.read`` by each rank's; returns ``present``."""

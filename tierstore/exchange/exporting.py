@@ -9,20 +9,22 @@ from typing import Final, NamedTuple
 import torch
 
 from ..config import require_choice
-from ..store import Table, open_store
+from ..store import Store, Table, open_store
 from ..system.output import partial_file, require_room
 from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from .metadata import Metadata, TableMetadata
+from .parquet_file import write_parquet
 from .rows import chunks, read_rows
 from .safetensors_file import SafetensorsFile
 from .tensor_file import TensorFile, TensorSpec
 from .torch_file import TorchFile
 
-FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile}
+FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile, "parquet": None}
+"""What writes tensors; Parquet has rows."""
 
 
 class ExportReport(NamedTuple):
-    """What was written: ``keys`` are the file's tensors, in order, ``rows`` those of all tables."""
+    """What was written: ``keys`` are the file's tensors, in order, or columns; ``rows`` those of all tables."""
 
     path: Path
     version: int
@@ -55,14 +57,15 @@ def export_store(
 ) -> ExportReport:
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
-    Quantized rows are written as they are, uint8 [rows, stored columns]: what ``torch.ops.quantized`` looks up in.
-    The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``, 4 bytes a row and at most
-    64 MiB, however large the tables are.
+    In Parquet one table has only its rows that were ever written, as ``parquet_file.write_parquet`` says; it is not
+    imported again. Elsewhere quantized rows are written as they are, uint8 [rows, stored columns]: what
+    ``torch.ops.quantized`` looks up in. The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``,
+    4 bytes a row and at most 64 MiB, however large the tables are.
 
     Args:
         directory: the store's.
         out: the file; it appears when it is complete.
-        format: "safetensors" or "torch".
+        format: "safetensors", "torch" or "parquet".
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, beside each ``weight`` under the names that torch.optim uses:
@@ -83,14 +86,16 @@ def export_store(
         keys = weight_keys(key, names)
         plans = [_plan(store[name], keys[name], state) for name in names]
         tensors = dict(sorted(store.tensors().items())) if dense else {}
+        path, maker = Path(out).absolute(), FORMATS[format]
+        if maker is None:
+            return _export_rows(store, names, path, state=state, force=force, progress=progress, has_others=dense)
         specs = [spec for plan in plans for spec in plan.specs]
         specs += [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         if not specs:
             raise ValueError(f"there is nothing to export: {store.directory} has no table")
         _require_distinct(specs)
         told = [TableMetadata(plan.specs[0].name, plan.table.config, plan.table.state) for plan in plans]
-        file: TensorFile = FORMATS[format](specs, Metadata(store.version, tuple(told)).to_dict())
-        path = Path(out).absolute()
+        file: TensorFile = maker(specs, Metadata(store.version, tuple(told)).to_dict())
         with partial_file(path, force=force) as descriptor:
             require_room(path, file.size_bytes)
             for name, tensor in tensors.items():
@@ -99,6 +104,27 @@ def export_store(
             file.finish(descriptor)
         rows = sum(each.table.config.num_embeddings for each in plans)
         return ExportReport(path, store.version, tuple(spec.name for spec in specs), rows, path.stat().st_size)
+
+
+def _export_rows(
+    store: Store,
+    names: Sequence[str],
+    path: Path,
+    *,
+    state: bool,
+    force: bool,
+    progress: Callable[[int, int], None] | None,
+    has_others: bool,
+) -> ExportReport:
+    if len(names) != 1 or has_others:
+        raise ValueError(
+            'format="parquet" is of one table, without dense tensors: choose one with tables=, --table, of '
+            f"{', '.join(names) or 'none'}"
+        )
+    with partial_file(path, force=force) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        columns, rows = write_parquet(store[names[0]], file, state=state, progress=progress)
+        file.flush()
+        return ExportReport(path, store.version, columns, rows, os.fstat(descriptor).st_size)
 
 
 def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,8 @@ from ..kernels.arrays import Floats
 from ..optim import Optimizer
 from ..rows import DtypeName
 from ..store import Store, Table, open_store
-from ..store.manifest import MANIFEST_NAME
 from ..store.table import raw_weights
+from ..store.target import kept_if_committed
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables, notes_of
 from .rows import chunks, write_rows
@@ -38,7 +39,7 @@ class TableImport(NamedTuple):
     """Values that are NaN or infinite, in the weights as stored."""
     config: TableConfig
     notes: tuple[str, ...]
-    """What was done without, or left out, of the table's optimizer state."""
+    """What was done without, or left out, of the table's rows and their optimizer state."""
 
 
 class ImportReport(NamedTuple):
@@ -63,14 +64,14 @@ def import_files(
 ) -> ImportReport:
     """Take tables from safetensors files or torch checkpoints into a store, and commit once all of it is there.
 
-    The store is made if there is none, and so are tables that it does not have; those that it has must be of the same
-    shape and dtype, and keep their configuration. A tensor named ``embedding_bags.TABLE.weight``, whatever stands
-    before that, is a table; files written by ``export_store`` say themselves what is. Optimizer state beside the
-    weights is taken too; without it in the file a table keeps what state it has. ``extra`` and tensors of the last
-    commit stay, and so do the kept versions.
+    The store is made if there is none, and so are tables that it does not have; those that it has must have as many
+    columns and at least as many rows, and the dtype, and keep their configuration and their other rows. A tensor named
+    ``embedding_bags.TABLE.weight``, whatever stands before that, is a table; files written by ``export_store`` say
+    themselves what is. Optimizer state beside the weights is taken too; without it in the file a table keeps what state
+    it has. ``extra`` and tensors of the last commit stay, and so do the kept versions.
 
     Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
-    last commit as it was (and perhaps new tables, empty); repeat it from the start.
+    last commit as it was (and perhaps new tables, empty); repeat it from the start. One that fails leaves no new store.
 
     Args:
         directory: the store's.
@@ -91,10 +92,9 @@ def import_files(
     paths = list(dict.fromkeys(Path(path).absolute() for path in files))
     settings = Settings(optimizer, dtype, pooling, rounding)
     sources = [open_source(path) for path in paths]
-    if not (Path(directory) / MANIFEST_NAME).exists():
-        match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
     # Rows leave memory, and so are appended, in the order in which they came.
-    with open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru") as store:
+    opened = partial(open_store, directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru")
+    with kept_if_committed(Path(directory)), opened() as store:
         existing = {name: table.config for name, table in store.tables.items()}
         matches = match_tables(sources, mapping or {}, settings, existing)
         counts = {name: table.state.step for name, table in store.tables.items()}
@@ -141,8 +141,10 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
 
 def _import(match: Match, table: Table, add: Callable[[int], None], created: bool, count: int) -> TableImport:
     changed = nonfinite = 0
-    rows = table.config.num_embeddings
-    for start, stop in chunks(table):
+    rows = match.info.shape[0]
+    for start, end in chunks(table):
+        if (stop := min(end, rows)) <= start:
+            break
         weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
         changed += write_rows(table, start, raw_weights(weights), _state(match, table, start, stop))

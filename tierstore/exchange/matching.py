@@ -177,7 +177,7 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
     config = existing or _new_config(info, table, settings, told.config if told else None, place)
     step_key = files.key_of(key, table, "step")
     kept, updates = (told.state, None) if told else (None, _updates(files, step_key, config))
-    states = _states(files, key, table, config)
+    states = _states(files, key, table, config, info.shape[0])
     taken = (key, *(part.key for part in states), *(() if updates is None else (step_key,)))
     found = {name: files.key_of(key, table, name) for name in STATE_NAMES}
     beside = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
@@ -199,8 +199,10 @@ def _other_optimizer(beside: Sequence[str]) -> str:
 
 
 def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
-    """What the caller may not expect of a table's optimizer state; ``count`` is of its updates before."""
-    config, notes = match.config, list[str]()
+    """What the caller may not expect of a table's rows and their state; ``count`` is of its updates before."""
+    config, notes, num_rows = match.config, list[str](), match.info.shape[0]
+    if num_rows < config.num_embeddings:
+        notes.append(f"rows from {num_rows:,} on are not in the file: they stay as they are")
     if match.beside:
         what = f"the table's optimizer is {type(config.optimizer).__name__}"
         notes.append(f"{', '.join(match.beside)} not taken, as {what}: {_other_optimizer(match.beside)}")
@@ -262,7 +264,8 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
 
 
 def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
-    """TableError, naming both, unless the tensor is of the table's shape and dtype (or is to be converted to it)."""
+    """TableError, naming both, unless the tensor has the table's columns, at most its rows, and its dtype (or is to be
+    converted to it)."""
     if config.dtype in get_args(QuantizedName):
         raise TableError(
             f"{match.place} cannot be taken as table {config.name!r}, whose rows are {config.dtype}: import it as "
@@ -270,10 +273,11 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         )
     shape, dtype = match.info.shape, str(match.info.dtype).removeprefix("torch.")
     have = f"table {config.name!r} is {config.num_embeddings} x {config.embedding_dim} {config.dtype}"
-    if shape != (config.num_embeddings, config.embedding_dim):
+    if shape[0] > config.num_embeddings or shape[1] != config.embedding_dim:
+        larger = f", or Store.change_table({config.name!r}, num_embeddings={shape[0]}) before"
         raise TableError(
             f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with "
-            "mapping={KEY: TABLE}"
+            f"mapping={{KEY: TABLE}}{larger if shape[1] == config.embedding_dim else ''}"
         )
     if (settings.dtype or dtype) != config.dtype:
         raise TableError(
@@ -285,8 +289,8 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
 
 
-def _states(files: _Files, key: str, table: str, config: TableConfig) -> tuple[StatePart, ...]:
-    """The optimizer state beside the weights: all of it or none."""
+def _states(files: _Files, key: str, table: str, config: TableConfig, num_rows: int) -> tuple[StatePart, ...]:
+    """The optimizer state beside weights of so many rows: all of it or none."""
     wanted = state_tensors(config.optimizer, config.embedding_dim)
     keys = {each.name: files.key_of(key, table, each.name) for each in wanted}
     places = files.places
@@ -298,10 +302,10 @@ def _states(files: _Files, key: str, table: str, config: TableConfig) -> tuple[S
         )
     for part in found:
         info = part.source.tensors[part.key]
-        shapes = {part.state.shape(config.num_embeddings), (config.num_embeddings, part.state.last - part.state.first)}
+        shapes = {part.state.shape(num_rows), (num_rows, part.state.last - part.state.first)}
         if info.dtype is not torch.float32 or info.shape not in shapes:
             raise ValueError(
                 f"{_place(part.source, part.key)} is {info.dtype} {list(info.shape)}; {config.optimizer.kind} "
-                f"of table {config.name!r} needs torch.float32 {list(part.state.shape(config.num_embeddings))}"
+                f"of table {config.name!r} needs torch.float32 {list(part.state.shape(num_rows))}"
             )
     return tuple(found)

@@ -4,7 +4,7 @@ A store asks nothing else of what its rows lie in. ``lmdb.py`` is on a device; `
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -85,13 +85,20 @@ class ColdTier(Protocol):
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """Make a table known. Nothing is written: a table without rows takes no room.
 
+        Args:
+            num_rows: 0 for one that was dropped: nobody reads rows of it, and what is stored of it is deleted.
+
         Raises:
             ValueError: a table added before, numbers out of range, or a layout for another page size.
             BudgetError: the system refuses memory for the map of its rows.
         """
 
-    def drop_tables(self, first: int) -> None:
-        """Forget the tables from index ``first`` on, of which no version that is shown has rows."""
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        """Know these tables, by index, in the place of those before. No row that is asked for again may be of a table
+        that is not there, and a table keeps its layout. BudgetError, nothing changed: as ``add_table``."""
+
+    def stored_rows(self, table_index: int) -> Iterator[Int64s]:
+        """Which rows of a table ``read`` finds, int64, ascending, in parts; those written meanwhile may be missing."""
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """Copy row ``keys[i]`` into ``weights[slots[i]]`` and ``state[slots[i]]`` and set ``present[i]``.
@@ -201,8 +208,8 @@ def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: 
     """Numbers out of range, or a layout for other pages."""
     if not 0 <= table_index < MAX_TABLES:
         raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
-    if not 0 < num_rows <= MAX_ROWS:
-        raise ValueError(f"num_rows must be in (0, {MAX_ROWS}], not {num_rows}")
+    if not 0 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"num_rows must be in [0, {MAX_ROWS}], not {num_rows}")
     if layout.page_bytes != page_bytes:
         raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the tier's pages have {page_bytes} bytes")
 

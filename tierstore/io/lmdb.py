@@ -7,7 +7,7 @@ before it writes; lookups ignore them. docs/format.md describes the file.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -115,13 +115,20 @@ class LmdbColdTier:
                 new_places(sum(other for _, other in file.tables.values()) + num_rows)
             file.tables[table_index] = layout, num_rows
 
-    def drop_tables(self, first: int) -> None:
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        for index, (layout, num_rows) in shapes.items():
+            check_table(index, layout, num_rows, self.page_bytes)
         with self._file.lock:
-            kept = {index: shape for index, shape in self._file.tables.items() if index < first}
-            self._file.tables = kept
+            self._file.require_open()
+            new_places(sum(num_rows for _, num_rows in shapes.values()))
+            self._file.tables = dict(shapes)
             self._file.view.rows = None
 
     # -- reading
+
+    def stored_rows(self, table_index: int) -> Iterator[Int64s]:
+        with self.lease() as (_, rows):
+            yield from rows.stored_rows(table_index)
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         with self._file.lease() as (snapshot, rows):

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -41,9 +41,19 @@ class MemoryColdTier:
                 raise ValueError(f"table {table_index} was added before")
             self._tables[table_index] = layout, num_rows
 
-    def drop_tables(self, first: int) -> None:
+    def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
+        for index, (layout, num_rows) in shapes.items():
+            check_table(index, layout, num_rows, self.page_bytes)
         with self._lock:
-            self._tables = {index: shape for index, shape in self._tables.items() if index < first}
+            self._check_open()
+            self._tables = dict(shapes)
+            gone = {index for index, (_, num_rows) in shapes.items() if not num_rows}
+            self._rows = {key: rows for key, rows in self._rows.items() if key >> KEY_ROW_BITS not in gone}
+
+    def stored_rows(self, table_index: int) -> Iterator[Int64s]:
+        with self._lock:
+            self._check_open()
+            yield np.array(sorted(key % MAX_ROWS for key in self._rows if key >> KEY_ROW_BITS == table_index), np.int64)
 
     def _layout_of(self, keys: Int64s) -> RowLayout:
         layouts = set()

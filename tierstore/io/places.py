@@ -25,7 +25,8 @@ _AHEAD: Final = 16
 
 
 class TableArrays(NamedTuple):
-    """What kernels know of each table, by table index; a table not added has base -1."""
+    """What kernels know of each table, by table index; a table that was dropped has base -1, and one that was not added
+    layout -1 too."""
 
     bases: Int64s
     """Position of row 0 in the flat array of places."""
@@ -57,6 +58,12 @@ def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions:
 def is_known(table: int | np.int64, tables: TableArrays) -> bool:
     """Whether there is a table with this index, which may be any number."""
     return 0 <= table < len(tables.bases) and tables.bases[table] >= 0  # type: ignore[return-value]
+
+
+@inline
+def is_dropped(table: int | np.int64, tables: TableArrays) -> bool:
+    """Whether the rows of a table that is not known are nobody's."""
+    return table < len(tables.bases) and tables.layout_ids[table] >= 0  # type: ignore[return-value]
 
 
 @inline
@@ -149,8 +156,11 @@ def enter(
             if epoch > last:
                 continue
             if not is_known(table, tables):
-                segments.held[slot] += 1
-                unknown += 1
+                if is_dropped(table, tables):
+                    dead += 1
+                else:
+                    segments.held[slot] += 1
+                    unknown += 1
                 continue
             position = tables.bases[table] + (key & ROW_MASK)
             old = np.int64(places[position])

@@ -116,7 +116,7 @@ class RowMap:
         self.tables = TableArrays(*(np.full(length, -1, np.int64) for _ in range(3)))
         total = 0
         for index, (layout, num_rows) in self.shapes.items():
-            self.tables.bases[index], self.tables.num_rows[index] = total, num_rows
+            self.tables.bases[index], self.tables.num_rows[index] = total if num_rows else -1, num_rows
             self.tables.layout_ids[index] = self.segments[layout].geo.layout_id
             total += num_rows
         self.places: Places = new_places(total)

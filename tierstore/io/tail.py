@@ -13,7 +13,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
-from .places import Places, TableArrays, can_be_stored, is_known, place_type
+from .places import Places, TableArrays, can_be_stored, is_dropped, is_known, place_type
 from .row_map import RowMap, require_entered, take_slots
 from .segments import KEYS, Geometry, rows_listed
 from .slots import Segments
@@ -48,8 +48,9 @@ def _list_rows(
             if epoch > last:
                 continue
             if not is_known(key >> KEY_ROW_BITS, tables):
-                held[slot] += 1
-                unknown += 1
+                if not is_dropped(key >> KEY_ROW_BITS, tables):
+                    held[slot] += 1
+                    unknown += 1
                 continue
             keys[count] = key
             places[count] = slot << geo.place_bits | i

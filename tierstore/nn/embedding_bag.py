@@ -48,8 +48,8 @@ class TieredEmbeddingBag(TieredModule):
             require_choice(mode, tuple(MODES), "mode")
             raise ValueError(
                 f"mode={mode!r}, but table {table.name!r} has pooling={pooling!r}, by which it is served: "
-                f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by tierstore "
-                f"export and tierstore import --pooling {mode}"
+                f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by "
+                f"store.change_table({table.name!r}, pooling={mode!r})"
             )
         self.table = table
         self.num_embeddings = table.config.num_embeddings

@@ -102,7 +102,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def _prepare_of(self, features: Any) -> Prepared:
         try:
-            return self._prepare(*_arguments(features))
+            return self._prepare(*arguments_of(features))
         except TypeError as error:
             if isinstance(features, tuple):
                 error.add_note(
@@ -114,7 +114,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
         """Keep a batch for the forward call that will be given ``features``."""
         prepared.copy_sources()
-        return self._prepared.put(_arguments(features)[0], prepared)
+        return self._prepared.put(arguments_of(features)[0], prepared)
 
     def has_room(self, ticket: Prepared) -> bool:
         """Whether the rows of a prepared batch would stay until it is used."""
@@ -197,14 +197,18 @@ _run_eagerly._torchdynamo_disable = True  # already so before its first call, wi
 _run_eagerly._torchdynamo_disable_msg = NOT_TRACED
 
 
-def _arguments(features: Any) -> tuple[Any, ...]:
+def arguments_of(features: Any) -> tuple[Any, ...]:
+    """Of ``forward``, from what ``tierstore.prefetch`` is given for a batch."""
     return features if isinstance(features, tuple) else (features,)
 
 
 def checked_table(table: Table) -> Table:
     """TypeError if it is none."""
-    if not isinstance(table, Table):
-        raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
+    if not hasattr(table, "lookup"):
+        over_ranks = "; tierstore.dist has modules over tables of a sharded store" * (
+            type(table).__name__ == "ShardedTable"
+        )
+        raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}{over_ranks}")
     return table
 
 

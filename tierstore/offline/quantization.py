@@ -114,6 +114,7 @@ def quantize(
     done = tuple(
         QuantizedTable(new.name, old.dtype, new.dtype, count)
         for old, new, count in zip(known.tables, configs, rows, strict=True)
+        if not new.is_dropped
     )
     return QuantizeReport(target, before.version, done, *sizes)
 
@@ -126,7 +127,7 @@ def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) ->
             raise TableError(f"no table {name!r}; there are {', '.join(sorted(names)) or 'none'}")
     configs = []
     for config in known.tables:
-        is_chosen = tables is None or config.name in tables
+        is_chosen = config.name in tables if tables is not None else not config.is_dropped
         if is_chosen and config.layout(known.page_bytes).is_quantized:
             raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
         changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}

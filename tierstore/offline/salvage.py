@@ -219,11 +219,10 @@ def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
 
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
-    names = {config.name for config in known.tables}
     if (payload := remains.payload) is not None:
         with contextlib.suppress(DamagedError):
             version = unpack(report.version, payload)
-            tables = {name: state for name, state in version.tables.items() if name in names}
+            tables = dict(list(version.tables.items())[: len(known.tables)])
             return repack(version._replace(tables=tables), NO_LINEAGE.following(0))
     report.payload_lost = True
     return pack(

@@ -9,7 +9,7 @@ import numpy as np
 from .. import kernels
 from ..cache import Admission
 from ..kernels import quantized
-from ..kernels.arrays import Bools, Int32s, Int64s, Weights, Words
+from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Weights, Words
 from ..system.signals import shielded
 from .arena import Arena
 from .leases import Leases
@@ -47,6 +47,14 @@ class Transfers:
             self._arena.cache.touch(slots)
             use(slots)
         return True
+
+    @shielded
+    def read_state(self, keys: Int64s, out: Floats) -> None:
+        """Copy rows' optimizer state into ``out`` [n, state_dim]."""
+        for start, lease in self._leases.parts(keys):
+            with self._arena.lock:
+                part = out[start : start + lease.num_positions]
+                kernels.copy_rows_out(lease.position_slots, self._arena.state, out.shape[1], part)
 
     @shielded
     def read(self, keys: Int64s, out: Weights) -> None:

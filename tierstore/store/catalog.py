@@ -1,8 +1,9 @@
 """The tables of an open store, and the version of them that it shows."""
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from .store import Store
 
 _LOG: Final = logging.getLogger("tierstore")
+
+_CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer")
 
 KeptAs = DtypeName | Literal["stored"] | None
 """What rows are kept in memory as; see ``open_store``."""
@@ -64,15 +67,17 @@ class Catalog:
         self.shown = ShownVersion(unpack(cold.version, cold.payload), {})
         self._store = store
         self._directory = directory
-        self._manifest = replace(manifest, tables=())
+        self._manifest = manifest
         self._cold = cold
         self._read_manifest = read_manifest
         self._readonly = readonly
         self._has_hbm = has_hbm
         self._dtype = dtype
         self._converter = Converter()
-        self._entered: list[tuple[RowLayout, int]] = []  # layout and rows of the tables that the cold tier knows
-        self._grow(manifest)
+        self._entered: dict[int, tuple[RowLayout, int]] = {}  # layout and rows of the tables that the cold tier knows
+        self._shown_shapes = self._entered
+        self._enter(manifest.shapes)
+        self._take(manifest)
         self.show(self.version)
 
     @property
@@ -81,9 +86,15 @@ class Catalog:
         return self.shown.version
 
     @property
+    def manifest(self) -> Manifest:
+        """Of the tables."""
+        return self._manifest
+
+    @property
     def states(self) -> dict[str, TableState]:
         """What a commit keeps of each table beside its rows."""
-        return {name: table.state for name, table in self.tables.items()}
+        states = {config.name: TableState(0, config.optimizer.lr) for config in self._manifest.tables}
+        return states | {name: table.state for name, table in self.tables.items()}
 
     @property
     def num_changes(self) -> dict[str, int]:
@@ -104,8 +115,8 @@ class Catalog:
     def show(self, version: Version) -> None:
         """Take over what a version keeps beside rows. FormatError if a table of it is not here."""
         version.require_of(self._manifest)
-        for name, table in self.tables.items():
-            table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
+        for table in self.tables.values():
+            table.restore(version.state_of(table.index, table.config))
         self.shown.version, self.shown.committed = version, self.num_changes
 
     # One more table
@@ -130,49 +141,83 @@ class Catalog:
         memory cannot have it."""
         self._require_supported(config)
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
-        if len(self.tables) >= MAX_TABLES:
-            raise ValueError(f"a store holds at most {MAX_TABLES} tables")
+        if len(self._manifest.tables) >= MAX_TABLES:
+            raise ValueError(f"a store holds at most {MAX_TABLES} tables, with those that were dropped")
+        if config.is_dropped:
+            raise ValueError(f"name={config.name!r} is of tables that were dropped; choose another name")
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = self._manifest.with_table(config), len(self.tables)
+        manifest, index = self._manifest.with_table(config), len(self._manifest.tables)
         try:
-            layout = self._enter(config, index)
+            self._add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
             if self._directory is not None:
                 manifest.write(self._directory)
         except BaseException:
-            self._leave(index)
+            if self._entered.pop(index, None):
+                self._cold.set_tables(self._entered)
             raise
         self._manifest = manifest
-        return self._add(config, layout)
+        return self._add(config, index)
+
+    def change(self, manifest: Manifest) -> None:
+        """Have other tables, durably; if that fails, nothing changes. Nothing is cached, and no row changed since the
+        last commit. Tables whose configuration changes are others from then on (``Table.leave``)."""
+        try:
+            self._enter(manifest.shapes)
+            if self._directory is not None:
+                manifest.write(self._directory)
+        except BaseException:
+            self._enter(self._manifest.shapes)
+            raise
+        self._take(manifest)
+        self.shown.committed = self.num_changes
+
+    @contextlib.contextmanager
+    def written_to(self, place: int) -> Iterator[None]:
+        """Within the block, rows may be written for a place that is empty in the manifest."""
+        layout, config = self._entered[place][0], self._manifest.tables[place]
+        self._enter(self._entered | {place: (layout, config.num_embeddings)})
+        try:
+            yield
+        finally:
+            self._enter(self._manifest.shapes)
 
     # Following a writer
 
     def prepare(self, version: Version) -> tuple[Manifest, bool]:
         """Make ready the tables of a newer version: the cold tier knows them, empty, and nothing shows them. Returns
-        the manifest that goes with it, and whether the cold tier knows tables that it did not know before.
+        the manifest that goes with it, and whether the cold tier knows tables, or rows, that it did not know before.
 
         Raises:
             StoreReplacedError: a table is in the place of another. TableError: a table cannot be kept in memory as
                 asked. BudgetError: the system refuses memory for the map of its rows.
         """
         assert self._read_manifest is not None, "nobody else commits to a store in memory"
-        manifest, entered = version.manifest_of(self._read_manifest()), list(self._entered)
+        manifest, entered = version.manifest_of(self._read_manifest()), self._entered
+        shapes = manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
-        for before, after in zip(self._manifest.tables, manifest.tables, strict=False):
-            if before != after:
+        for index, before in enumerate(self._manifest.tables[: len(shapes)]):
+            after = manifest.tables[index]
+            if not after.is_dropped and not after.keeps_rows_of(before):
                 raise StoreReplacedError(
                     f"{self._directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open "
                     "the store again"
                 )
-        for index, config in enumerate(manifest.tables[len(self.tables) :], len(self.tables)):
-            self._require_supported(config)
-            self._enter(config, index)
+            if after.is_dropped:  # it is shown for now
+                shapes[index] = self._manifest.shapes[index]
+        for index, config in enumerate(manifest.tables):
+            if index >= len(self._manifest.tables):
+                self._require_supported(config)
+                self._kept(index, config)
+        self._enter(shapes)
         return manifest, self._entered != entered
 
     def drop_prepared(self) -> None:
         """Forget the tables of a newer version that was not shown."""
-        self._leave(len(self.tables))
+        if self._entered is not self._shown_shapes:
+            self._enter(self._manifest.shapes)
+            self._shown_shapes = self._entered
 
     def has_tables_of(self, manifest: Manifest) -> bool:
         """Whether these are the tables of a manifest."""
@@ -180,45 +225,58 @@ class Catalog:
 
     def move(self, manifest: Manifest, version: Version) -> None:
         """Show a newer version, for which ``prepare`` gave the manifest."""
-        for name in list(self.tables)[len(manifest.tables) :]:
-            self.tables.pop(name).leave()
-        self._leave(len(manifest.tables))
-        self._grow(manifest)
+        self._enter(manifest.shapes)
+        self._take(manifest)
         self.show(version)
 
     # Tables and the cold tier
 
-    def _grow(self, manifest: Manifest) -> None:
-        """Add the manifest's tables that are not here yet; those that are here are its first."""
-        for index, config in enumerate(manifest.tables[len(self.tables) :], len(self.tables)):
-            self._require_supported(config)
-            self._add(config, self._enter(config, index))
-        self._manifest = manifest
+    def _take(self, manifest: Manifest) -> None:
+        """Have the tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
+        before = {table.index: table for table in self.tables.values()}
+        self._manifest, self._shown_shapes = manifest, self._entered
+        self.tables = {}
+        for index, config in enumerate(manifest.tables):
+            known = before.get(index)
+            if known is not None and known.config == config:
+                self.tables[config.name] = before.pop(index)
+            elif not config.is_dropped:
+                self._require_supported(config)
+                made = self._add(config, index)
+                if known is not None:
+                    made.restore(known.state)
+        for table in before.values():
+            table.leave()
 
-    def _add(self, config: TableConfig, layout: RowLayout) -> Table:
-        store, index = self._store(), len(self.tables)
+    def _add(self, config: TableConfig, index: int) -> Table:
+        store = self._store()
         assert store is not None, "whoever calls a store has it"
         if store.recorder is not None:
             store.recorder.add_table(index, config.name)
-        table = self.tables[config.name] = Table(store, config, index, layout)
+        table = self.tables[config.name] = Table(store, config, index, self._kept(index, config))
         return table
 
-    def _enter(self, config: TableConfig, index: int) -> RowLayout:
-        """Make a table known to the cold tier, unless it is. Returns how its rows lie in memory."""
-        stored = config.layout(self._manifest.page_bytes)
-        kept = stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
-        shape = stored, config.num_embeddings
-        if self._entered[index : index + 1] != [shape]:
-            self._leave(index)
-            self._cold.add_table(index, *shape)
-            self._entered.append(shape)
-        return kept
+    def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:
+        """Have the cold tier know these tables, and no others."""
+        known = self._entered
+        if known == shapes:
+            return
+        if known.items() <= shapes.items():  # more of them: the map of the others' rows stays
+            self._entered = dict(known)
+            for index in sorted(shapes.keys() - known.keys()):
+                self._add_table(index, *shapes[index])
+        else:
+            self._cold.set_tables(shapes)
+            self._entered = dict(shapes)
 
-    def _leave(self, first: int) -> None:
-        """Have the cold tier forget the tables from index ``first`` on."""
-        if len(self._entered) > first:
-            self._cold.drop_tables(first)
-            del self._entered[first:]
+    def _add_table(self, index: int, layout: RowLayout, num_rows: int) -> None:
+        self._cold.add_table(index, layout, num_rows)
+        self._entered[index] = layout, num_rows
+
+    def _kept(self, index: int, config: TableConfig) -> RowLayout:
+        """How a table's rows lie in memory. TableError if they cannot as asked."""
+        stored = config.layout(self._manifest.page_bytes)
+        return stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
 
     def _require_supported(self, config: TableConfig) -> None:
         """TableError for a table that the tier in device memory, if there is one, cannot have."""
@@ -234,7 +292,7 @@ def _fields(config: TableConfig) -> dict[str, Any]:
     return {
         name if inner is None else f"{name}.{inner.name}": part if inner is None else getattr(part, inner.name)
         for name, part in parts.items()
-        for inner in (fields(part) if is_dataclass(part) else (None,))
+        for inner in ([each for each in fields(part) if each.compare] if is_dataclass(part) else (None,))
     } | {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
 
 
@@ -245,6 +303,8 @@ def _difference(known: Table, asked: TableConfig) -> str:
     told = "; ".join(f"{name}: {there.get(name, none)!r} there, {here.get(name, none)!r} asked" for name in differing)
     if differing == ["optimizer.lr"]:
         way = f"create it with lr={known.config.optimizer.lr}, then set table.learning_rate = {asked.optimizer.lr}"
+    elif all(name.split(".")[0] in _CHANGEABLE for name in differing):
+        way = "change it by Store.change_table (docs/tables.md), or choose another name"
     else:
         way = "choose another name, or move its rows to a new store by tierstore export and tierstore import"
     return f"table {asked.name!r} exists and differs in {told}. Keep its configuration, or {way}"

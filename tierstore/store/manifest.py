@@ -75,14 +75,17 @@ class Manifest:
     page_bytes: int
     """Page size of the row file."""
     tables: tuple[TableConfig, ...] = ()
-    """A table's index is its place."""
+    """A table's index is its place; one that was dropped keeps it (``TableConfig.is_dropped``)."""
     has_rows: bool = False
     """The row file was made; from then on its absence is damage."""
 
     @property
     def shapes(self) -> dict[int, tuple[RowLayout, int]]:
-        """Layout and number of rows of each table, by its index."""
-        return {index: (each.layout(self.page_bytes), each.num_embeddings) for index, each in enumerate(self.tables)}
+        """Layout and number of rows of each table, by its index; no rows of one that was dropped."""
+        return {
+            index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_embeddings)
+            for index, each in enumerate(self.tables)
+        }
 
     def add_tables(self, tier: ColdTier) -> None:
         """Make the tables known to a cold tier, which knows none."""
@@ -135,6 +138,10 @@ class Manifest:
         other = replace(self, tables=(*self.tables, config))
         other.__dict__["_texts"] = (*self._texts, _canonical(config.to_dict()))
         return other
+
+    def with_place(self, index: int, config: TableConfig) -> "Manifest":
+        """One with another table in the place of one."""
+        return replace(self, tables=(*self.tables[:index], config, *self.tables[index + 1 :]))
 
     @cached_property
     def _texts(self) -> tuple[str, ...]:

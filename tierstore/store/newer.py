@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ClosedError
+from ..errors import ClosedError, DamagedError
 from ..io import ColdTier, NewerVersion
 from ..system.signals import shielded
 from .catalog import Catalog
@@ -81,12 +81,17 @@ class Follower:
     def _find(self) -> Newer | None:
         self._catalog.drop_prepared()
         while True:
-            self._found = found = self._cold.find_newer()
+            try:
+                self._found = found = self._cold.find_newer()
+            except DamagedError:
+                if not self._catalog.prepare(self._catalog.version)[1]:
+                    raise
+                continue  # it had rows of a table that has become larger
             if found is None:
                 return None
             version = unpack(found.version, found.payload)
             manifest, are_new = self._catalog.prepare(version)
-            if not are_new:  # else what was found lacks the rows of a new table
+            if not are_new:  # else what was found lacks the rows of a new table, or of a larger one
                 break
         version.require_of(manifest)
         rows = None

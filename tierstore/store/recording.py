@@ -78,7 +78,10 @@ class Recorder:
         if not store.tables:
             raise ValueError(f"{store.directory} has no table yet; make its tables, then record")
         self.path: Path = Path(os.path.abspath(path))
-        self._recorded = Recorded(list(store.tables), rate=rate, max_bytes=require_recordable(path, max_bytes))
+        names = [""] * (1 + max(table.index for table in store.tables.values()))
+        for table in store.tables.values():
+            names[table.index] = table.name
+        self._recorded = Recorded(names, rate=rate, max_bytes=require_recordable(path, max_bytes))
         self._store = weakref.ref(store)
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
@@ -105,11 +108,13 @@ class Recorder:
         )
 
     def add_table(self, index: int, name: str) -> None:
-        """The store has one more table. In the place of another, which an update brought a replica and another took
-        away, it ends the recording: a trace has one name for what is looked up there."""
+        """The store has one more table. In the place of another, as after a new name, or where an update brought a
+        replica one and another took it away, it ends the recording: a trace has one name for what is looked up there.
+        """
         with self._lock:
-            if index == self._recorded.num_tables:
-                self._recorded.add_table(name)
+            if index >= self._recorded.num_tables:
+                for each in [""] * (index - self._recorded.num_tables) + [name]:
+                    self._recorded.add_table(each)
             elif self._recorded.contents().tables[index] != name:
                 self._is_over = True
 

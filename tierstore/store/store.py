@@ -6,7 +6,8 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import TableConfig
+from ..config import Pooling, TableConfig
 from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
+from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
+from ..optim import Optimizer
 from ..pool import Pool
 from ..pool.stats import Stats
 from ..rows import RowLayout
@@ -30,6 +33,7 @@ from ..system.unpicklable import Unpicklable
 from .arguments import OffsetsType
 from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
+from .changing import change, drop, require_changeable
 from .commits import Commits, PendingCommit
 from .lifetime import Lifetime
 from .manifest import Manifest
@@ -160,6 +164,69 @@ class Store(Unpicklable):
         """Whether the version shown knows a table of that name, or it was changed since."""
         return name in self._catalog.version.tables or name in self.changed_tables
 
+    @shielded
+    def change_table(
+        self,
+        table: str,
+        *,
+        name: str | None = None,
+        num_embeddings: int | None = None,
+        feature_names: Sequence[str] | None = None,
+        pooling: Pooling | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> Table:
+        """Give a table another name, more rows, other features, pooling or another optimizer, in place and durably.
+
+        The change is part of no version: all that are kept show the table as it is now, and ``rollback`` changes it not
+        back. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
+        modules over them, refuse further use; make them anew.
+
+        Args:
+            table: its name now.
+            name: the new one; feature names that are the default follow.
+            num_embeddings: at least what it has. New rows have first values.
+            optimizer: of the same kind, its parameters: rows keep their state, and the learning rate in force stays.
+                Of another kind, the state of all rows and the count of updates begin again, which is logged; its rows
+                are written once more, and the store keeps no version of before.
+
+        Raises:
+            TableError: rows are in use, changed since the last commit, or trained by ``optimizer()``; another table has
+                the name; or others decide about the tables: the store is a replica, or a rank's part.
+            ValueError: wrong values. DiskFullError: the table is as it was.
+            ReadOnlyError, ClosedError.
+        """
+        asked: dict[str, Any] = {
+            "name": name, "num_embeddings": num_embeddings, "pooling": pooling, "optimizer": optimizer,
+            "feature_names": None if feature_names is None else tuple(feature_names),
+        }  # fmt: skip
+        with self._changing(table) as known:
+            before = known.config
+            if feature_names is None and name is not None and before.feature_names == (before.name,):
+                asked["feature_names"] = ()
+            config = replace(before, **{field: value for field, value in asked.items() if value is not None})
+            return known if config == before else change(self._cold, self._catalog, self._pools, known, config)
+
+    @shielded
+    def drop_table(self, name: str) -> None:
+        """Drop a table with all its rows, in place and durably, from all versions that are kept: ``backup`` first if it
+        may be wanted again. Its room on SSD is used again after the next commits. Errors as of ``change_table``."""
+        with self._changing(name) as table:
+            drop(self._catalog, table)
+
+    @contextlib.contextmanager
+    def _changing(self, name: str) -> Iterator[Table]:
+        self.require_writable()
+        table = self[name]
+        if self.optimizer_in_use is not None:
+            raise TableError(
+                "store.optimizer() trains the tables: close the store, open it again, and change them first"
+            )
+        self._commits.end_pending()
+        require_changeable(self.directory, self._catalog)
+        with self._pools.lock:
+            self._pools.retire()
+            yield table
+
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""
         tables = self._catalog.tables
@@ -181,6 +248,14 @@ class Store(Unpicklable):
         with self._pools.lock:
             self.require_open()
             return self._pools.of(layout)
+
+    def written_rows(self, table: Table) -> Iterator[Int64s]:
+        """See ``Table.written``."""
+        self.require_open()
+        if not self.readonly:
+            self._commits.end_pending()
+            table.pool.flush()
+        return self._cold.stored_rows(table.index)
 
     def optimizer(self, dense: torch.optim.Optimizer | None = None) -> TieredOptimizer:
         """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.

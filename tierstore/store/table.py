@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -296,6 +296,37 @@ class Table(Unpicklable):
         out = self._empty(len(keys))
         pool.transfers.read(keys, raw_weights(out))
         return out
+
+    def read_state(self, ids: Tensor) -> Tensor:
+        """Optimizer state of rows. Arguments and errors as of ``read``.
+
+        Returns:
+            float32 [n, columns of state], a copy, on the CPU: none of SGD or where ``dtype=`` of ``tierstore.open``
+            leaves state out; one of row-wise Adagrad, its sum; ``embedding_dim`` of Adagrad; twice as many of Adam, the
+            first moments before the second.
+        """
+        keys = self._keys(ids)
+        self.store.require_open()
+        out = torch.empty((len(keys), self.layout.state_dim), dtype=torch.float32, device="cpu")
+        if out.numel():
+            self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: self._read_state(pool, keys, out.numpy())))
+        return out
+
+    def _read_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
+        pool.settle()
+        pool.transfers.read_state(keys, out)
+
+    def written(self) -> Iterator[Tensor]:
+        """Which rows were ever trained or written: int64 [n], ascending, in parts. All others have first values.
+
+        In a store open for writing, what is dirty is written to SSD first. Until all parts are taken, the file keeps
+        pages that it would use again.
+
+        Raises:
+            DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
+        """
+        for part in self.store.written_rows(self):
+            yield torch.from_numpy(part)
 
     def first_values(self, ids: Tensor) -> Tensor:
         """float32 [n, embedding_dim]: what ``read`` gives of rows never written. Arguments and errors as there."""

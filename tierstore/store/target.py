@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..system.durable import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent
-from .manifest import MANIFEST_NAME
+from .manifest import MANIFEST_NAME, parts_in
+from .opened import open_files
 
 
 def require_outside(target: Path, source: Path) -> None:
@@ -86,6 +88,32 @@ def _move(work: Path, target: Path, names: Sequence[str]) -> None:
     reach("copy: manifest in place")
     shutil.rmtree(work)
     reach("copy: done")
+
+
+@contextlib.contextmanager
+def kept_if_committed(directory: Path) -> Iterator[None]:
+    """If the block raises, and made a store in the directory that has no commit yet, the store is removed again."""
+    is_made, is_new = not directory.exists(), not (directory / MANIFEST_NAME).exists() and not parts_in(directory)
+    try:
+        yield
+    except BaseException:
+        if is_new and (directory / MANIFEST_NAME).exists():
+            with contextlib.suppress(TierstoreError, OSError):
+                _remove_unused(directory)
+                if is_made:
+                    directory.rmdir()
+        raise
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a store that nobody uses, unless something was committed."""
+    _, tier, _ = open_files(directory, readonly=False)
+    with contextlib.closing(tier):
+        if tier.last_version:
+            return
+        (directory / MANIFEST_NAME).unlink()
+    for name in (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", "rows.anchor", "rows.before", "writer.lock"):
+        (directory / name).unlink(missing_ok=True)
 
 
 class Steps:

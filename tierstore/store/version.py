@@ -7,7 +7,6 @@ import copy
 import json
 import math
 from dataclasses import replace
-from itertools import takewhile
 from types import NoneType
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..config import TableConfig
 from ..errors import DamagedError, FormatError
 from ..system.excerpt import excerpt
 from .lineage import NO_LINEAGE, Lineage
@@ -48,6 +48,8 @@ class TableState(NamedTuple):
 class Version(NamedTuple):
     """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from.
 
+    The states are in the order of the tables' places, by the names that the tables had.
+
     The tensors are a part of the payload that the version was unpacked from, and keep it: they may be large.
     """
 
@@ -72,12 +74,24 @@ class Version(NamedTuple):
         that the version names. An update that failed, or was gone back from, may have left others behind them."""
         if ORIGIN_KEY not in self.extra:
             return manifest
-        return replace(manifest, tables=tuple(takewhile(lambda table: table.name in self.tables, manifest.tables)))
+        return replace(manifest, tables=manifest.tables[: len(self.tables)])
+
+    def state_of(self, index: int, config: TableConfig) -> TableState:
+        """Of the table in a place, whatever its name was."""
+        states = list(self.tables.values())
+        return states[index] if index < len(states) else TableState(0, config.optimizer.lr)
 
     def require_of(self, manifest: Manifest) -> None:
-        """FormatError unless all its tables are among the manifest's."""
-        if unknown := self.tables.keys() - {table.name for table in manifest.tables}:
-            raise FormatError(f"version {self.number} has a table {min(unknown)!r} that the manifest does not know")
+        """FormatError unless all its tables are among the manifest's, and it has the rows of those that were moved."""
+        tables, known = manifest.tables, len(self.tables)
+        if known > len(tables):
+            name = list(self.tables)[len(tables)]
+            raise FormatError(f"version {self.number} has a table {name!r} that the manifest does not know")
+        if moved := [each.name for each in tables[known:] if each.init.place is not None and not each.is_dropped]:
+            raise FormatError(
+                f"version {self.number} is older than table {moved[0]!r}, which was given another optimizer: open the "
+                "store again; if that fails, restore all its files from one copy"
+            )
 
 
 def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor], lineage: Lineage) -> bytes:

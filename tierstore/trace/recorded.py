@@ -49,7 +49,7 @@ class Contents(NamedTuple):
     """What was looked up until some moment.
 
     Attributes:
-        tables: names, by table index.
+        tables: names, by table index; "" where there is no table.
         rate: the share of all rows that are in it.
         keys: int64 [n], batch by batch.
         samples: int32 [n], the sample within its batch that each is of; None if the rate is below 1.
@@ -86,14 +86,16 @@ class Contents(NamedTuple):
         tables = {
             name: TableTrace(ids[end - own[-1] : end], own)
             for name, end, own in zip(self.tables, ends, offsets, strict=True)
+            if name
         }
+        lookups = tuple(count for name, count in zip(self.tables, self.lookups, strict=True) if name)
         mean = max(1, round(self.num_samples / max(1, self.num_batches)))
         return Trace(
             tables=tables,
             batch_samples=mean,
             sampling_rate=self.rate,
             batch_starts=starts,
-            all_lookups=None if by_sample else self.lookups,
+            all_lookups=None if by_sample else lookups,
             all_batches=None if by_sample else self.num_batches,
         )
 

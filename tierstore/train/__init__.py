@@ -1,8 +1,9 @@
 """Training a DLRM on click data from one run file."""
 
 from ..settings.sections import ConfigError
+from .build import row_ids
 from .config import RunConfig, load
 from .summary import Summary
 from .trainer import train
 
-__all__ = ["ConfigError", "RunConfig", "Summary", "load", "train"]
+__all__ = ["ConfigError", "RunConfig", "Summary", "load", "row_ids", "train"]

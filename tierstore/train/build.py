@@ -1,17 +1,22 @@
 """From a run file to the things it names: data, tables, model, optimizer of the dense part."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from .. import init, optim
 from ..config import TableConfig
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
+from ..settings.names import nearest
 from ..store import Store
 from .config import OptimizerSection, RunConfig
 from .processes import ALONE, Processes
-from .readers import FeatureHasher, Reader, Schema, open_reader
+from .readers import Categories, FeatureHasher, Reader, Schema, open_reader
+from .readers.categories import read_texts
 
 
 class Run(NamedTuple):
@@ -24,6 +29,8 @@ class Run(NamedTuple):
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     processes: Processes = ALONE
+    clip_norm: float = 0.0
+    """Of the dense gradients; 0: they are not cut."""
 
     @property
     def local(self) -> Store:
@@ -40,6 +47,45 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
     reader = open_reader(data.path, data_format=data.format, schema=schema, quoting=data.quoting)
     return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
+
+
+def open_test_data(config: RunConfig, reader: Reader) -> Reader:
+    """The reader of ``data.test_path``; without one that of the training data. ValueError: it cannot be read."""
+    data = config.data
+    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
+    return open_reader(data.test_path, data_format=data.format, schema=schema) if data.test_path else reader
+
+
+def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Tensor) -> Tensor:
+    """The rows of a column's table that a run trains for categories, as its data holds them: int64 [n].
+
+    Args:
+        column: of ``data.sparse_columns``; the table of that name.
+        categories: [n]: texts, read as CSV fields are, or integers.
+
+    Raises:
+        ValueError: there is no such column; one stands for a missing category, which has no row; or with
+            ``data.hashing = "mod"`` one is no row of the table.
+    """
+    columns = list(config.data.sparse_columns)
+    if column not in columns:
+        raise ValueError(f"column={column!r}: {nearest(column, columns)}")
+    values: Any = categories.tolist() if isinstance(categories, Tensor) else list(categories)
+    found = np.array([each if isinstance(each, int) else _category(each) for each in values], np.int64)
+    if (missing := np.flatnonzero(found < 0)).size:
+        at = int(missing[0])
+        raise ValueError(
+            f"categories[{at}]={values[at]!r} stands for a missing category, which has no row: leave it out"
+        )
+    none, lengths = found[:0], np.zeros((len(columns), len(found)), np.int64)
+    lengths[columns.index(column)] = 1
+    given = Categories.of_columns([found if each == column else none for each in columns], lengths)
+    return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
+
+
+def _category(text: str) -> int:
+    raw = text.encode()
+    return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)])).item())
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
@@ -72,7 +118,7 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     section = config.optimizer
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
     optimizer = rule(model.dense_parameters().values(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
-    return Run(store, model, embeddings, optimizer, processes)
+    return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm)
 
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:

@@ -25,7 +25,8 @@ from .readers import DataError, DataFile
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
     {
-        *("data.path", "data.check_files", "data.test_rows", "ranks.plan", "ranks.timeout_seconds"),
+        *("data.path", "data.check_files", "data.test_rows", "data.test_path", "train.test_each_epoch"),
+        *("ranks.plan", "ranks.timeout_seconds"),
         *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
     }
 )

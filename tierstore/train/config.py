@@ -6,6 +6,7 @@ Each section is a dataclass; the help beside a field is what the documentation s
 # ruff: noqa: RUF009 (option makes dataclass fields)
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,10 @@ class DataSection:
         0, "rows to train on, from the start; 0: all, and then nothing is left to test on", low=0, high=_MAX_COUNT
     )
     test_rows: int = option(0, "rows after those, to evaluate on; 0: do not evaluate", low=0, high=_MAX_COUNT)
+    test_path: str = option(
+        "",
+        'file or folder to evaluate on, not rows after the training rows: test_rows of it, or with 0 all; "": none',
+    )
     hashing: Literal["mix", "mod"] = option(
         "mix",
         '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error',
@@ -109,7 +114,13 @@ class DataSection:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _require(not self.test_rows or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
+        is_after = self.test_rows > 0 and not self.test_path
+        _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self.test_rows > 0 or bool(self.test_path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +177,31 @@ class OptimizerSection:
     dense: Literal["sgd", "adagrad", "adam"] = option("adagrad", "rule for everything else")
     dense_lr: float = option(0.02, "its learning rate", low=0, high=_MAX_RATE)
     dense_weight_decay: float = option(0.0, "its weight decay", low=0, high=_MAX_RATE)
+    dense_clip_norm: float = option(
+        0.0,
+        "norm that its gradient, of all weights together, is cut to; 0: never. Rows are not cut",
+        low=0,
+        high=_MAX_RATE,
+    )
+    warmup_steps: int = option(0, "first steps, in which both learning rates rise evenly", low=0, high=_MAX_COUNT)
+    decay: Literal["none", "linear", "cosine"] = option("none", "how both learning rates fall after that")
+    decay_steps: int = option(0, "steps after warm-up in which they fall", low=0, high=_MAX_COUNT)
+    decay_to: float = option(0.0, "the share of them that is left then, and stays", low=0, high=1)
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        good = (self.decay != "none") == (self.decay_steps > 0)
+        _require(good, "optimizer.decay_steps", self.decay_steps, '1 or more with optimizer.decay, 0 with "none"')
+
+    def rate_at(self, step: int) -> float:
+        """The share of the learning rates that the step has that follows so many."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "none":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.decay_to + (1 - self.decay_to) * left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +225,7 @@ class TrainSection:
         low=0,
         high=_MAX_COUNT,
     )
+    test_each_epoch: bool = option(False, "evaluate after each epoch, not only after the last")
     torch_threads: int = option(
         1, "threads of torch; another number may change the last bits of a result", low=1, high=_MAX_THREADS
     )

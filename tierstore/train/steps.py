@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..io.prefetch import prefetch
 from .build import Run
+from .config import OptimizerSection
 from .readers import Batch
 
 
@@ -29,8 +30,20 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = [each.grad for each in run.model.dense_parameters().values() if each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
+    if run.clip_norm:
+        torch.nn.utils.clip_grad_norm_(run.model.dense_parameters().values(), run.clip_norm)
     run.optimizer.step()
     return agreed
+
+
+def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
+    """Set the learning rates of the step that follows so many, of rows and of dense weights, if they change at all."""
+    if section.warmup_steps or section.decay != "none":
+        share = section.rate_at(step)
+        for table in run.embeddings.tables:
+            table.learning_rate = section.sparse_lr * share
+        for group in run.optimizer.param_groups:
+            group["lr"] = section.dense_lr * share
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

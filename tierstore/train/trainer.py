@@ -2,20 +2,22 @@
 
 import contextlib
 from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
 from ..pool.stats import total
 from ..store.commits import PendingCommit
 from ..store.recording import require_recordable
-from .build import Run, build_run, open_data, open_run_store
+from ..store.target import kept_if_committed
+from .build import Run, build_run, open_data, open_run_store, open_test_data
 from .checkpoint import Position, commit_run, require_alike, require_resumable, require_same_files, restore_run
 from .config import RunConfig
 from .history import History, together
 from .metrics import Evaluation, Predictions
 from .processes import Processes, joined
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .steps import feed, train_step
+from .steps import feed, set_rates, train_step
 from .summary import RankSummary, Summary, digest_bits, own_bytes, peak_rss_bytes
 from .terminal import Progress, StopRequest
 from .warmup import warm_up
@@ -52,8 +54,9 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         require_recordable(section.record)
     require_alike(config, processes)
     reader, hasher = open_data(config)
-    _require_rows(config, reader)
-    with open_run_store(config, processes) as store:
+    test_reader = open_test_data(config, reader)
+    _require_rows(config, reader, test_reader)
+    with kept_if_committed(Path(section.path)), open_run_store(config, processes) as store:
         require_resumable(store, config)
         require_same_files(store, config, reader.files)
         if store.version and not resume:
@@ -61,7 +64,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
             )
         warm_up(config)
-        training = _Training(config, reader, hasher, build_run(config, store, processes))
+        training = _Training(config, reader, test_reader, hasher, build_run(config, store, processes))
         run = training.run
         recorder = run.local.record(section.record, rate=section.record_rate) if section.record else None
         with recorder or contextlib.nullcontext():
@@ -69,7 +72,7 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
             ranks = processes.gather(training.measure())
             history = together(processes.gather(training.history.points()))
             try:
-                test = training.evaluate() if config.data.test_rows and training.is_whole else None
+                test = training.evaluate() if config.data.has_test and training.is_whole else None
             except DataError as error:
                 raise DataError(
                     f"{error}; training is committed as version {store.version}: lower data.test_rows, and go on with "
@@ -98,9 +101,13 @@ def _train(config: RunConfig, processes: Processes, *, resume: bool, bits: bool)
         )
 
 
-def _require_rows(config: RunConfig, reader: Reader) -> None:
-    """DataError if the reader knows that there are too few rows to train on and test with."""
+def _require_rows(config: RunConfig, reader: Reader, test_reader: Reader) -> None:
+    """DataError if the readers know that there are too few rows to train on and test with."""
     train_rows, test_rows, there = config.data.train_rows, config.data.test_rows, reader.num_rows
+    if test_reader is not reader:
+        if test_reader.num_rows is not None and test_reader.num_rows < max(test_rows, 1):
+            raise DataError(f"{test_reader.path} has {test_reader.num_rows:,} rows, and data.test_rows = {test_rows:,}")
+        test_rows = 0
     if there is not None and there < train_rows + test_rows:
         raise DataError(
             f"{reader.path} has {there:,} rows; data.train_rows + data.test_rows = {train_rows:,} + {test_rows:,} are "
@@ -111,7 +118,7 @@ def _require_rows(config: RunConfig, reader: Reader) -> None:
 class _Training:
     """A run from where its store's last commit left it; commits are written in the background, one at a time."""
 
-    def __init__(self, config: RunConfig, reader: Reader, hasher: FeatureHasher, run: Run) -> None:
+    def __init__(self, config: RunConfig, reader: Reader, test_reader: Reader, hasher: FeatureHasher, run: Run) -> None:
         self.run = run
         self.position = restore_run(run)
         self.start_bytes = own_bytes()
@@ -126,6 +133,8 @@ class _Training:
         self._stopped = False
         self._config = config
         self._reader = reader
+        self._test_reader = test_reader
+        self._tested: tuple[int, Evaluation] | None = None  # the step after which, and what came
         self._hasher = hasher
         self._pending: PendingCommit | None = None
         self._commit = (self.position, self.history.loss)  # where the last one stands, and the loss then
@@ -149,8 +158,10 @@ class _Training:
     def _train_epoch(self, stop: StopRequest) -> None:
         """The rest of the position's epoch."""
         every = self._config.train.commit_every
-        with contextlib.closing(self._batches(self.position.row, self._config.data.train_rows or None)) as batches:
+        stop_row = self._config.data.train_rows or None
+        with contextlib.closing(self._batches(self._reader, self.position.row, stop_row)) as batches:
             for batch in batches:
+                set_rates(self.run, self._config.optimizer, self.position.step)
                 loss, self._stopped = train_step(self.run, batch, lambda: stop.requested)
                 if not self.history.samples:
                     self.start_bytes = own_bytes()
@@ -169,6 +180,17 @@ class _Training:
         if not self.position.row:
             raise DataError(f"{self._reader.path} has no rows to train on")
         self.position = Position(self.position.step, self.position.epoch + 1, 0)
+        if self._config.train.test_each_epoch and self._config.data.has_test:
+            self._end_commit()
+            self._pending = commit_run(self.run, self._config, self.position)  # before what the test data may be
+            self._commit = (self.position.step, self.history.loss)
+            self._end_commit()
+            found = self.evaluate()
+            self.progress.say(
+                f"epoch {self.position.epoch:,}: tested {found.rows:,} rows, AUC {found.auc:.4f}, "
+                f"log loss {found.log_loss:.4f}"
+            )
+            self.run.model.train()
 
     def _end_commit(self) -> None:
         """Wait for the commit under way, and tell of it."""
@@ -177,9 +199,9 @@ class _Training:
             position, loss = self._commit
             self.progress.say(f"step {position.step:,}: committed version {pending.result()}, loss {loss:.4f}")
 
-    def _batches(self, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
+    def _batches(self, reader: Reader, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
         train, processes = self._config.train, self.run.processes
-        batches = self._reader.batches(
+        batches = reader.batches(
             self._hasher,
             batch_size=train.batch_size,
             start_row=start_row,
@@ -192,13 +214,20 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, which follow the training rows; of all processes."""
+        """Evaluate on the test rows, which follow the training rows or are in a file of their own; of all processes.
+        What came is kept until the next step."""
+        if self._tested is not None and self._tested[0] == self.position.step:
+            return self._tested[1]
         data, predictions = self._config.data, Predictions()
+        first = 0 if data.test_path else data.train_rows
         self.run.model.eval()
-        with contextlib.closing(self._batches(data.train_rows, data.train_rows + data.test_rows)) as batches:
+        batches = self._batches(self._test_reader, first, first + data.test_rows if data.test_rows else None)
+        with contextlib.closing(batches):
             for batch in batches:
                 predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
-        return Predictions.merged(self.run.processes.gather(predictions)).evaluate()
+        found = Predictions.merged(self.run.processes.gather(predictions)).evaluate()
+        self._tested = self.position.step, found
+        return found
 
     def measure(self) -> RankSummary:
         """What this process used."""

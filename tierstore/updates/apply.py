@@ -167,7 +167,7 @@ class _Writer:
     def run(self) -> int:
         """Write; how many rows."""
         for index, (config, layout) in enumerate(zip(self._tables, self._layouts, strict=True)):
-            self._tier.add_table(index, layout, config.num_embeddings)
+            self._tier.add_table(index, layout, 0 if config.is_dropped else config.num_embeddings)
         written = 0
         for index, config in enumerate(self._tables):
             if not self._update.header.since and self._tier.version:

@@ -62,7 +62,11 @@ class _Publisher:
         told = f"changed since version {since}" if header.since else "ever written"
         if since and not header.since:
             told += f": nothing tells what changed since {since}"
-        counts = [f"  {name}: {rows:,} rows" for name, rows in header.rows_of_tables().items()]
+        counts = [
+            f"  {config.name}: {rows:,} rows"
+            for config, rows in zip(header.tables, header.rows_of_tables().values(), strict=True)
+            if not config.is_dropped
+        ]
         size = format_size(update.size_bytes)
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]
 

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.train import load, row_ids
+from tierstore.train.build import open_data
 from tierstore.train.readers import Categories, FeatureHasher
 from tierstore.train.readers.hashing import OutsideTableError
 
@@ -90,3 +93,30 @@ def test_wrong_arguments_are_errors():
         FeatureHasher([3], mode="md5")
     with pytest.raises(ValueError, match="2 columns for 1 tables"):
         FeatureHasher([3])(Categories.of_matrix(np.zeros((1, 2), np.int64)))
+
+
+def test_rows_of_categories_are_those_that_readers_train(tmp_path):
+    """Texts, and integers, of each column, against what a CSV file of the same gives."""
+    texts = ["17", "ab", "02134", "", "9" * 18]
+    (tmp_path / "a.csv").write_text("y,u,v\n" + "".join(f"0,{text},{text}x\n" for text in texts))
+    for hashing in ("mix", "mod"):
+        (tmp_path / "run.toml").write_text(
+            f"[data]\npath = '{tmp_path / 'a.csv'}'\nlabel_column = 'y'\ndense_columns = []\nhashing = '{hashing}'\n"
+            f"sparse_columns = ['u', 'v']\n[embedding]\nnum_embeddings = {1000 if hashing == 'mix' else 2**40}\n"
+        )
+        config = load(tmp_path / "run.toml")
+        if hashing == "mod":
+            assert row_ids(config, "u", torch.tensor([17, 5])).tolist() == [17, 5]
+            with pytest.raises(ValueError, match="has no row in a table"):
+                row_ids(config, "u", ["ab"])
+            continue
+        (batch,) = open_data(config)[0].batches(FeatureHasher(config.table_sizes), batch_size=9)
+        trained = batch.sparse.to_dict()
+        assert row_ids(config, "u", [text for text in texts if text]).tolist() == trained["u"].values().tolist()
+        assert row_ids(config, "v", [f"{text}x" for text in texts]).tolist() == trained["v"].values().tolist()
+        assert row_ids(config, "u", [17]).tolist() == trained["u"].values().tolist()[:1]
+        for wrong in ("", -1):
+            with pytest.raises(ValueError, match="stands for a missing category"):
+                row_ids(config, "u", ["a", wrong])
+        with pytest.raises(ValueError, match="column='w': "):
+            row_ids(config, "w", [1])

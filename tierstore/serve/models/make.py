@@ -47,7 +47,7 @@ class Models:
         config = saved_config(store.extra, str(store.directory))
         if config is not None:
             self._ranking = Ranking(store, config, dropped)
-        self._tables = list(store.tables)
+        self._tables = list(store.tables.values())
         self._program = program
         self._exported = None if program is None else Exported(store, program, dropped)
         self._features = None if self._exported is None else self._exported.features  # a later table adds none
@@ -87,15 +87,16 @@ class Models:
         if ranking is not None:
             ranking.require(weights)
         newer.show()
-        if ranking is not None:
+        tables = list(self._store.tables.values())
+        are_there = set(self._tables) <= set(tables)  # one that has changed is another
+        if ranking is not None and are_there:
             ranking.load(weights)
         elif config is not None:
             ranking = self._new_ranking(config)
-        tables = list(self._store.tables)
         if tables != self._tables:
             self._exported = self._new_exported()
         if tables != self._tables or ranking is not self._ranking:
-            made = {name: self._same(model) for name, model in self._made(ranking).items()}
+            made = {name: self._same(model) if are_there else model for name, model in self._made(ranking).items()}
             self._tables, self._ranking, self.by_name = tables, ranking, made
         self._take_weights(own)
 
