@@ -213,7 +213,7 @@ def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):
 
 
 def test_formats_are_those_of_the_command_line():
-    assert tuple(exporting.FORMATS) == ("safetensors", "torch")
+    assert tuple(exporting.FORMATS) == ("safetensors", "torch", "parquet")
 
 
 def test_a_kept_version_is_exported(tmp_path):
