@@ -79,7 +79,7 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         )
     none, lengths = found[:0], np.zeros((len(columns), len(found)), np.int64)
     lengths[columns.index(column)] = 1
-    given = Categories.of_columns([found if each == column else none for each in columns], lengths)
+    given = Categories.of_columns([found if each == column else none for each in columns], lengths, len(found))
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
 
 

@@ -173,8 +173,7 @@ class _Training:
                     return
                 if every and step % every == 0:
                     self._end_commit()
-                    self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
-                    self._commit = (self.position, self.history.loss)
+                    self._begin_commit()
                 if self._pending is not None and self._pending.done():
                     self._end_commit()
         if not self.position.row:
@@ -182,8 +181,7 @@ class _Training:
         self.position = Position(self.position.step, self.position.epoch + 1, 0)
         if self._config.train.test_each_epoch and self._config.data.has_test:
             self._end_commit()
-            self._pending = commit_run(self.run, self._config, self.position)  # before what the test data may be
-            self._commit = (self.position.step, self.history.loss)
+            self._begin_commit()  # before what the test data may be
             self._end_commit()
             found = self.evaluate()
             self.progress.say(
@@ -191,6 +189,10 @@ class _Training:
                 f"log loss {found.log_loss:.4f}"
             )
             self.run.model.train()
+
+    def _begin_commit(self) -> None:
+        self._pending = commit_run(self.run, self._config, self.position, self._reader.files)
+        self._commit = (self.position, self.history.loss)
 
     def _end_commit(self) -> None:
         """Wait for the commit under way, and tell of it."""
