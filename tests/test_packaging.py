@@ -1,71 +1,197 @@
-"""What a wheel and a source distribution hold, and that the packages asked for are those used."""
+"""The package as others get it: its names, its wheel, what importing it costs, what its tree says."""
 
-import ast
-import contextlib
-import io
-import shutil
+import importlib
+import pkgutil
+import re
+import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import entry_points, version
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc"}
-SERVER_ONLY = {"httptools"}
-"""uvicorn finds it itself."""
-BROUGHT = {"llvmlite", "triton"}
-"""What numba and torch depend on."""
+import tierstore
+from bench.data import ROOT
+
+HEAVY = {"IPython", "grpc", "ipywidgets", "lxml", "matplotlib", "pandas", "pyarrow", "scipy", "torchrec", "triton"}
+"""What a reader, a plot or a notebook may need; whoever only wants a table must not wait for them."""
 
 
-def imported():
-    """Modules of others that the package names in an import."""
-    for path in (ROOT / "tierstore").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            yield from (name.split(".")[0] for name in names)
+def all_modules() -> list[str]:
+    found = pkgutil.walk_packages(tierstore.__path__, "tierstore.")
+    return ["tierstore", *(module.name for module in found if module.name != "tierstore.__main__")]
 
 
-def test_what_is_imported_is_asked_for_and_nothing_else():
-    extras = [each for extra in ("parquet", "serve", "plan") for each in PROJECT["optional-dependencies"][extra]]
-    asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)}
-    used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
-    assert {MODULES.get(name, name) for name in asked} - SERVER_ONLY == used - BROUGHT
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.fixture
-def backend(tmp_path, monkeypatch):
-    """The build backend, in a copy of what it builds from."""
-    flit = pytest.importorskip("flit_core.buildapi", reason="the build backend is not there; make test installs it")
-    for name in ("tierstore", "tests", "docs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / "checkout" / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / "checkout")
-    monkeypatch.chdir(tmp_path / "checkout")
-    return flit
+def run_python(code: str, *arguments: str) -> str:
+    """Output of the code in a fresh interpreter that sees neither this directory nor the user's settings."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
 
 
-def test_a_module_that_was_deleted_does_not_come_back(backend, tmp_path):
-    built = []
-    for _ in range(2):
-        with contextlib.redirect_stdout(io.StringIO()):
-            name = backend.build_wheel(str(tmp_path))
-        built.append(set(zipfile.ZipFile(tmp_path / name).namelist()))
-        Path("tierstore/rows.py").unlink(missing_ok=True)
-        (tmp_path / name).unlink()
-    assert built[0] - built[1] == {"tierstore/rows.py"}
-    assert {"tierstore/py.typed", "tierstore/train/page.html", "tierstore/plan/parts/data/hosts.toml"} < built[1]
-    assert {name.split("/")[0] for name in built[1]} == {"tierstore", "tierstore-0.1.0.dist-info"}
+def test_all_lists_names_that_exist() -> None:
+    for name in all_modules():
+        module = importlib.import_module(name)
+        listed = getattr(module, "__all__", [])  # modules within a package need none
+        assert len(set(listed)) == len(listed), f"{name}: a name twice"
+        assert [each for each in listed if not hasattr(module, each)] == [], name
 
 
-def test_the_source_distribution_has_the_package_alone(backend, tmp_path):
-    name = backend.build_sdist(str(tmp_path))
-    with tarfile.open(tmp_path / name) as archive:
-        names = {each.split("/", 2)[1] for each in archive.getnames()}
-    assert names == {"tierstore", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
+def public_names(module: ModuleType) -> set[str]:
+    """What the module shows of the package's own: imported or defined, but no submodules."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and str(getattr(value, "__module__", "")).startswith("tierstore")
+    }
+
+
+def test_packages_show_exactly_what_all_lists() -> None:
+    for name in all_modules():
+        package = importlib.import_module(name)
+        if hasattr(package, "__path__"):
+            assert public_names(package) <= set(package.__all__), name
+
+
+def test_star_import_gives_the_public_api() -> None:
+    expected = {
+        "TableConfig",
+        "TieredEmbeddingBag",
+        "TieredEmbeddingBagCollection",
+        "init",
+        "open",
+        "optim",
+        "prefetch",
+    }
+    assert expected <= set(tierstore.__all__)
+
+
+def test_version_is_one(project: dict[str, Any]) -> None:
+    assert tierstore.__version__ == version("tierstore") == project["version"]
+
+
+def test_command_line_is_installed() -> None:
+    (script,) = entry_points(group="console_scripts", name="tierstore")
+    assert script.value == "tierstore.cli:main"
+    assert callable(script.load())
+
+
+def test_import_leaves_heavy_modules_alone() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import tierstore
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    added = set(run_python(code).split())
+    assert "tierstore" in added
+    assert not added & HEAVY
+
+
+def test_import_says_nothing() -> None:
+    assert not run_python("import tierstore")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the sources, without network."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in sources():
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (source / "cache").symlink_to("tierstore/cache")
+    (source / "io").symlink_to("tierstore/io")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--wheel-dir", str(target), str(source)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path, project: dict[str, Any]) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = f"tierstore-{project['version']}.dist-info/"
+    own = {name for name in names if not name.startswith(metadata)}
+    package = [path.relative_to(ROOT) for path in sources() if path.is_relative_to(ROOT / "tierstore")]
+    assert own == {
+        path.as_posix()
+        for path in package
+        if path.suffix in (".py", ".html", ".css", ".toml") or path.name == "py.typed"
+    }
+    assert {"tierstore/py.typed", "tierstore/serve/monitoring/page.html", "tierstore/train/page.html"} <= own
+    assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
+
+
+def test_wheel_installs_and_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import tierstore, tierstore.cli, torch
+assert tierstore.__file__.startswith(sys.argv[1]), tierstore.__file__
+with tierstore.open(sys.argv[2], mode="w", ddr="1MiB") as store:
+    table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=100, embedding_dim=4))
+    table.write(torch.tensor([3]), torch.ones(1, 4))
+    store.commit()
+with tierstore.open(sys.argv[2], mode="r", ddr="1MiB") as store:
+    print(store["item"].read(torch.tensor([3])).tolist())
+"""
+    assert run_python(code, str(target), str(tmp_path / "store")).strip() == "[[1.0, 1.0, 1.0, 1.0]]"
+
+
+@pytest.mark.parametrize("layer", ["cache", "io"])
+def test_root_links_lead_to_the_layers(layer: str) -> None:
+    link = ROOT / layer
+    assert link.is_symlink()
+    assert link.readlink() == Path("tierstore", layer)
+    assert link.resolve() == Path(tierstore.__file__).parent / layer
+
+
+def test_links_do_not_hide_the_standard_library() -> None:
+    code = "import os, sys; os.chdir(sys.argv[1]); sys.path.insert(0, ''); import io; print(io.BytesIO)"
+    assert run_python(code, str(ROOT)).strip() == "<class '_io.BytesIO'>"
+
+
+def sources() -> list[Path]:
+    """Every text file of the project, through no link."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout: which files belong to the project is not known")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"(?<![\w.~$}*-])/(?:home|root|work|mnt|opt|Users|workspace)/\w", "a path of somebody's machine"),
+        (r"--(?:extra-)?index-url\s+http|--find-links|\bpypi\b", "a package index: which one is the user's choice"),
+        (r"(?i)\bthis session\b|\bissue #?\d", "the circumstances in which it was written"),
+    ],
+)
+def test_tree_depends_on_no_machine(pattern: str, why: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources()
+        if path != Path(__file__) and path.name != "LICENSE"
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not found, why

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Final, Literal
 
-from ...system.excerpt import excerpt_names
+from ...system.excerpt import excerpt_names as _excerpt_names
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
 from .categories import Categories
 from .criteo import CriteoReader
 from .csv import CsvReader
-from .files import is_data, names_below
+from .files import is_data as _is_data
+from .files import names_below as _names_below
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
 from .parquet import ParquetReader
@@ -82,10 +83,10 @@ def open_reader(
 def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
     if (path / "label.npy").exists():
         return "npy"
-    names = names_below(path) if path.is_dir() else [path.name]
+    names = _names_below(path) if path.is_dir() else [path.name]
     csv = tuple(each for each in CsvReader.endings if "tsv" not in each) if is_criteo else CsvReader.endings
-    is_parquet = any(is_data(name, ParquetReader.endings) for name in names)
-    is_csv = any(is_data(name, csv) for name in names)
+    is_parquet = any(_is_data(name, ParquetReader.endings) for name in names)
+    is_csv = any(_is_data(name, csv) for name in names)
     if is_parquet and is_csv:
         raise DataError(f"{path} holds both Parquet and CSV files; set data.format to that of the files to read")
     if is_parquet or is_csv:
@@ -93,7 +94,7 @@ def _guess(path: Path, *, is_criteo: bool) -> DataFormat:
     if path.is_dir():
         raise DataError(
             f"{path} holds neither a Parquet file ({_endings(ParquetReader.endings)}) nor a CSV file "
-            f"({_endings(csv)}) nor label.npy, but {excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
+            f"({_endings(csv)}) nor label.npy, but {_excerpt_names(names) or 'nothing'}; {_ONE_FILE}"
         )
     if not is_criteo:
         raise DataError(
