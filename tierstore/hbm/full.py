@@ -292,8 +292,8 @@ class FullRows(DeviceRows):
         slots, sent = self._send_slots(distinct)
         with self.in_use(sent):
             chosen = rows[last.to(rows.device)].to(self.device)
+            self._marks[slots.long()] = 1  # first, as the next line may fail half done
             self.weights[slots.long(), : self.layout.dim] = chosen
-            self._marks[slots.long()] = 1
         self.retain(slots)
 
     def _send_slots(self, keys: Int64s) -> tuple[Tensor, Mark]:

@@ -150,11 +150,11 @@ def update_rows(
     first_bags = bags.bag_of[groups.order[groups.starts[first_unique:stop].long()]]
     tables = bags.table_of[(first_bags // bags.batch).long()].long()
     slot = slots[: stop - first_unique].long()
+    if dirty is not None:
+        dirty[slot] = 1  # first, as an update may fail half done
     for code in set(codes):
         chosen = torch.nonzero(code_of[tables] == code)[:, 0]
         _update(code, hyper[tables[chosen]], gradient[chosen], slot[chosen], weights, state)
-    if dirty is not None:
-        dirty[slot] = 1
 
 
 def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
