@@ -432,7 +432,8 @@ def test_stores_tables_and_modules_are_not_pickled_or_copied(store: tierstore.St
     table = store["items"]
     collection, bag = tierstore.TieredEmbeddingBagCollection(store), tierstore.TieredEmbeddingBag(table)
     for each in (store, table, bag, collection, torch.nn.Sequential(bag)):
-        for use in (pickle.dumps, copy.deepcopy, lambda each: torch.save(each, tmp_path / "file")):
+        copies = (copy.deepcopy,) if each in (store, table) else ()  # a module's copy is one over the same tables
+        for use in (pickle.dumps, *copies, lambda each: torch.save(each, tmp_path / "file")):
             with pytest.raises(TypeError, match=r"cannot be pickled or copied: .* open the store anew"):
                 use(each)
     torch.save(bag.state_dict(), tmp_path / "file")

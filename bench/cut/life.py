@@ -8,6 +8,7 @@ commit that returned, and after any reopening, rows must be those of the version
 import gc
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ TIERS: Final[dict[str, tuple[tuple[int, int], dict[str, Any]]]] = {
 """Rows and columns, and settings of ``tierstore.open``."""
 _CALLS_A_LIFE: Final = 40
 _EXPECTED: Final = (type(None), tierstore.errors.TierstoreError, MemoryError, OSError, RuntimeError)
+_PATIENCE_SECONDS: Final = 10.0
 _LOOKING: Final = "opened again"
 
 
@@ -232,8 +234,10 @@ class _Life:
         except AssertionError as error:
             self._found.pinned += 1
             self._fail(f"{where}: {error}")
-        if pool.in_use:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while pool.in_use and time.monotonic() < deadline:
             gc.collect()  # the error and what it was raised in may refer to each other
+            time.sleep(0.01)  # a thread that read ahead lets go of its rows when it is done
         num_pinned = pool.pins.num_pinned + pool.pins.num_held + (pool.hot.num_leased if pool.hot else 0)
         if num_pinned:
             self._found.pinned += 1

@@ -331,5 +331,9 @@ def test_a_prefetched_batch_is_for_no_graph(store_dir: Path, device: Device) -> 
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         prepared = bag._prepare(ALL[:4].reshape(2, 2))
         assert prepared.stage()
-        refuse(device, "no batch is used that was prefetched", lambda: function._forward(prepared, keep=True))
+        refuse(
+            device,
+            "no batch is used that was prefetched",
+            lambda: function._forward(prepared, prepared.shape, keep=True),
+        )
         assert not store["t"].pool.in_use

@@ -135,6 +135,12 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         """
         return self._prepare_of(features).announce()
 
+    def __copy__(self) -> "TieredModule":
+        """Another object of the same parameters and tables."""
+        made = type(self).__new__(type(self))
+        made.__dict__ = dict(self.__dict__)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "TieredModule":
         """A module of its own over the same tables, as averages of weights (EMA, SWA) make one."""
         shared = (self._store, *self._store.tables.values())
