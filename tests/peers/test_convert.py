@@ -163,7 +163,6 @@ def refused_models() -> dict[str, nn.Module]:
         "'item': it has hooks": hooked,
         "'0': max_norm": nn.Sequential(nn.Embedding(9, 2, max_norm=1.0)),
         "'0': scale_grad_by_freq": nn.Sequential(nn.Embedding(9, 2, scale_grad_by_freq=True)),
-        "'0': padding_idx": nn.Sequential(nn.EmbeddingBag(9, 2, padding_idx=0)),
         "'0': its weight is torch.float16": nn.Sequential(nn.Embedding(9, 2).half()),
         "'0': is a Scaled": nn.Sequential(Scaled(9, 2)),
     }

@@ -146,7 +146,7 @@ class TwoTowers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.item = nn.Embedding(ROWS, DIM)
-        self.history = nn.EmbeddingBag(ROWS, DIM, mode="mean")
+        self.history = nn.EmbeddingBag(ROWS, DIM, mode="mean", padding_idx=0)
         self.history.weight = self.item.weight
         self.left, self.right = mlp(DIM, 16, DIM), mlp(DIM, 16, DIM)
 

@@ -185,8 +185,6 @@ def _reason(module: Embedding) -> str:
         return "max_norm: rows of a table are not renormalized"
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq: gradients of a table are summed over a batch"
-    if isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None:
-        return "padding_idx of a bag: leave those ids out of the batch; an empty bag gives zeros"
     if module.weight.dtype != torch.float32:
         return f"its weight is {module.weight.dtype}, but a tiered module gives float32: convert model.float()"
     hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
@@ -263,7 +261,8 @@ def _tiered(module: Embedding, table: Table) -> nn.Module:
     if isinstance(module, nn.Embedding):
         made = TieredEmbedding(table, padding_idx=module.padding_idx)
     else:
-        made = TieredEmbeddingBag(table, include_last_offset=module.include_last_offset)
+        last, padding = module.include_last_offset, module.padding_idx
+        made = TieredEmbeddingBag(table, include_last_offset=last, padding_idx=padding)
     made.requires_grad_(module.weight.requires_grad and made.rows.requires_grad)
     return made.train(module.training)
 
@@ -272,8 +271,10 @@ def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter
     rows, dim = weight.shape
     made: Embedding
     if isinstance(module, TieredEmbeddingBag):
-        last = module.include_last_offset
-        made = nn.EmbeddingBag(rows, dim, mode=module.mode, include_last_offset=last, _weight=weight)
+        last, padding = module.include_last_offset, module.padding_idx
+        made = nn.EmbeddingBag(
+            rows, dim, mode=module.mode, include_last_offset=last, padding_idx=padding, _weight=weight
+        )
     else:
         padding = module.padding_idx
         made = nn.Embedding(rows, dim, padding_idx=padding, _weight=weight)
