@@ -231,37 +231,41 @@ HELP = {
     """,
     "serve": """
         usage: tierstore serve [-h] [--store DIR] [--model FILE.pt2] [--ddr SIZE] [--dtype NAME] [--policy NAME]
-                               [--threads N] [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT]
-                               [--admin-port N] [--workers N] [--max-batch-samples N]
-                               [--max-queue-samples N] [--max-queue-requests N] [--request-seconds SECONDS]
-                               [--body-bytes N] [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
-                               [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
-                               [--follow-seconds SECONDS] [--updates]
-                               [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]
-                               [--tls-key TEXT] [--log-level TEXT] [--log-text] [--traceback]
+                               [--threads N] [--host TEXT] [--port N]
+                                 [--grpc-port N] [--admin-host TEXT]
+                                 [--admin-port N]
+                               [--workers N] [--max-batch-samples N] [--max-queue-samples N] [--max-queue-requests N]
+                               [--request-seconds SECONDS] [--body-bytes N] [--grpc-body-bytes N] [--connections N]
+                               [--receive-seconds SECONDS] [--idle-seconds
+                                 SECONDS] [--out-of-range TEXT] [--warm-up
+                                 TEXT]
+                               [--record FILE.npz] [--record-rate X] [--follow-seconds SECONDS] [--updates]
+                               [--grace-seconds SECONDS] [--token-file TEXT] [--admin-token-file TEXT]
+                               [--tls-certificate TEXT] [--tls-key TEXT] [--log-level TEXT] [--log-text] [--traceback]
                                [FILE.toml]
-        Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open Inference
-          Protocol over REST and gRPC. It follows the trainer's commits. SIGTERM ends it once requests are answered.
+        Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open
+          Inference Protocol over REST and gRPC. It follows the trainer's commits. SIGTERM ends it
+          once requests are answered.
         positional arguments:
           FILE.toml             settings; keys as the flags, with _ for -
         options:
           --store DIR           folder of the store; with --updates it need not exist yet
-          --model FILE.pt2      file of torch.export.save, served under the file's name; inputs named like features
-                                get their rows
-          --ddr SIZE            memory for rows: bytes, "2GiB", "50%" of the machine's or "5% of tables" (default:
-                                50%)
-          --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16",
-                                "int8", "int4" (default: stored)
+          --model FILE.pt2      file of torch.export.save, served under the file's name; inputs named like features get
+                                their rows
+          --ddr SIZE            memory for rows: bytes, "2GiB", "50%" of the machine's or "5% of tables" (default: 50%)
+          --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8",
+                                "int4" (default: stored)
           --policy NAME         which rows leave memory first: auto, lru, lfu or tinylfu (default: auto)
-          --threads N           threads of a lookup and of the model; 0: the CPUs there are but one, shared by
-                                workers
+          --threads N           threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers
           --host TEXT           address that REST and gRPC listen on; 0.0.0.0 for all (default: 127.0.0.1)
           --port N              port of REST; 0: any that is free (default: 8000)
           --grpc-port N         port of gRPC; 0: any that is free, -1: no gRPC (default: 8001)
-          --admin-host TEXT     address of status page, metrics and admin calls; others need --token-file
-                                (default: 127.0.0.1)
-          --admin-port N        their port; 0: any that is free, -1: none. With workers, worker i takes port + i
-                                (default: 8002)
+          --admin-host TEXT     address of status page, metrics and admin calls; others need
+            --admin-token-file (default:
+                                127.0.0.1)
+          --admin-port N        their port; 0: any that is free, -1: none. With workers, worker i
+            takes port + i (default:
+                                8002)
           --workers N           processes that share the ports; each takes its part of --ddr (default: 1)
           --max-batch-samples N
                                 samples of a batch, and of a request (default: 4096)
@@ -271,24 +275,35 @@ HELP = {
                                 requests that may wait for a model; more are refused (503) (default: 4096)
           --request-seconds SECONDS
                                 a request that gives no deadline has this one (default: 10.0)
-          --body-bytes N        longest request (default: 67108864)
+          --body-bytes N        longest request over REST (default: 67108864)
+          --grpc-body-bytes N   longest request over gRPC; 1 GiB over this many may be arriving at a time (default:
+                                4194304)
           --connections N       connections at a time, of REST and of gRPC each (default: 1000)
           --receive-seconds SECONDS
                                 time for a request to arrive whole (default: 30.0)
-          --out-of-range TEXT   "reject": ids that are no rows are an error; "zero": they count as rows of zeros,
-                                and are counted (default: reject)
-          --warm-up TEXT        rows to have in memory before the server is ready: "auto": those of its last run,
-                                "none", or a trace of tierstore trace (default: auto)
-          --record FILE.npz     file to record in which rows are looked up, for tierstore plan; workers add their
-                                number
-          --record-rate X       share of the rows that is recorded; less once the recording has 64 MiB (default:
-                                0.01)
+          --idle-seconds SECONDS
+                                time a REST connection may stay open without a
+                                  request; longer than your proxy's (default:
+                                75.0)
+          --out-of-range TEXT   "reject": ids that are no rows are an error; "zero": they count as
+            rows of zeros, and are
+                                counted (default: reject)
+          --warm-up TEXT        rows to have in memory before the server is ready: "auto": those of
+            its last run, "none",
+                                or a trace of tierstore trace (default: auto)
+          --record FILE.npz     file to record in which rows are looked up, for tierstore plan; workers add their number
+          --record-rate X       share of the rows that is recorded; less once the recording has 64 MiB (default: 0.01)
           --follow-seconds SECONDS
                                 how often to look for a newer commit; 0: never (default: 0.05)
-          --updates             take updates of tierstore publish on the admin port; the store is then a replica
+          --updates             take updates of tierstore publish on the admin port; the store is
+            then a replica; with an
+                                admin token
           --grace-seconds SECONDS
                                 on SIGTERM, time for requests under way to finish (default: 30.0)
-          --token-file TEXT     file with the bearer token that requests must carry; health stays open
+          --token-file TEXT     file with the bearer token that clients must show; health stays open
+          --admin-token-file TEXT
+                                file with another, for the admin port; without it that port answers this machine and
+                                changes nothing
           --tls-certificate TEXT
                                 certificate chain in PEM, for TLS on all ports
           --tls-key TEXT        its key

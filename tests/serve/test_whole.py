@@ -468,7 +468,7 @@ def test_tls_on_all_ports(plain: Path, tls: Tls) -> None:
     context = ssl.create_default_context(cafile=tls.certificate)
     with serving(plain, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as server:
         for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
-            assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=context).status_code == 200
+            assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=context, headers=ADMIN).status_code == 200
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}{path}")
         with tritonclient.grpc.InferenceServerClient(

@@ -102,12 +102,16 @@ def test_a_source_that_went_back_is_followed(tmp_path: Path) -> None:
     change(source, 1, keep=3)
     before = contents(source)
     change(source, 2, keep=3)
-    apply_update(replica, make(source).path)
+    later = make(source)
+    apply_update(replica, later.path)
     with tierstore.open(source, keep=3, **SMALL) as store:
         store.rollback(1)
     with pytest.raises(ValueError, match="is at version 1"):
         make(source, 2)
-    assert apply_update(replica, make(source, name="again").path).version == 1
+    again = make(source, name="again").path
+    with pytest.raises(errors.TierstoreError, match="publish from the store as it is now"):
+        apply_update(replica, again)
+    assert apply_update(replica, again, replaces=later.header.origin.commit_id).version == 1
     assert same(contents(replica), before)
 
 

@@ -283,7 +283,9 @@ def test_a_table_that_is_another_than_it_was_is_refused(replica: Path, tmp_path:
         store.rollback(1)
     apply_update(replica, forked.one.path)
     with pytest.raises(errors.TableError, match=r"table 2 of .*new one.*new other.*new, empty directory"):
-        apply_update(replica, write_update(other, tmp_path / "update").path)
+        apply_update(
+            replica, write_update(other, tmp_path / "update").path, replaces=forked.one.header.origin.commit_id
+        )
     assert version_of(replica) == 2
     assert extra_of(replica)[0]
 

@@ -99,7 +99,7 @@ def test_metadata_is_the_programs(folder: Path, store: tierstore.Store, caplog: 
         "score": ("FP32", (-1,)),
         "next": ("INT64", (-1,)),
     }
-    assert model.metadata.parameters == {"features": "sums,peaks"}
+    assert model.metadata.parameters == {"features": "sums,peaks", "dense_weights": "of the file"}
     rehearse([model])
     assert not caplog.records
 
