@@ -79,14 +79,17 @@ with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) a
 def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path, ddr: str) -> None:
     """Not even rows that came in meanwhile, or did not fit, do."""
     child = Child(NOTED, str(store_dir), ddr)
-    low, high, before, _ = json.loads(child.ask("1"))
-    assert (low, high) == (1, 1)
-    assert before
-    number(writer, 2)
-    low, high, after, last = json.loads(child.ask("2"))
-    assert (low, high) == (2, 2)
-    assert after == before, last
-    child.end()
+    try:
+        low, high, before, _ = json.loads(child.ask("1"))
+        assert (low, high) == (1, 1)
+        assert before
+        number(writer, 2)
+        low, high, after, last = json.loads(child.ask("2"))
+        assert (low, high) == (2, 2)
+        assert after == before, last
+        child.end()
+    finally:
+        child.kill()
 
 
 @pytest.fixture
