@@ -2,8 +2,8 @@
 
 Parts, each for itself with ``--only``: "load" (latencies by load, the highest load within bounds), "fixed" (what a
 request costs whatever it asks for), "peers" (the same lookups through Redis), "soak" (load for long while a trainer
-commits), "fresh" (from a commit to its answers), "restart" (killed under load), "hostile" (beside a client that takes all it can). The figures of parts that are not run
-again stay.
+commits), "fresh" (from a commit to its answers), "restart" (killed under load), "hostile" (beside a client that takes
+all it can). The figures of parts that are not run again stay.
 """
 
 import sys

@@ -98,8 +98,7 @@ class _Bodies:
         elif kind == Kind.WINDOW_UPDATE and number in self._calls:
             self._calls[number][1] += int.from_bytes(payload, "big")
         elif kind == Kind.RST_STREAM or (kind == Kind.HEADERS and flags & END_STREAM):
-            if self._calls.pop(number, None):
-                counts["ended"] += 1
+            counts["ended"] += self._calls.pop(number, None) is not None
 
     def close(self) -> None:
         self._socket.close()

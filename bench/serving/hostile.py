@@ -1,4 +1,4 @@
-"""Part "hostile": what one client that takes all it can costs the others, of each kind, without and with it by turns."""
+"""Part "hostile": what one client that takes all it can costs the others; without and with it by turns."""
 
 import json
 import subprocess
@@ -122,8 +122,9 @@ def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str,
         "budget_bytes": budget,
         "taken": taken,
     }
-    print(f"  {kind}: p99 {ways['alone'].p99:.1f} alone, {ways['beside'].p99:.1f} ms beside; {figures['failed']} failed, "
-          f"{honest.wrong} wrong; {figures['highest_bytes'] >> 20} of {budget >> 20} MiB; {taken[0]}", flush=True)  # fmt: skip
+    print(
+        f"  {kind}: p99 {figures['ratio']:.2f} x, {figures['failed']} failed, {honest.wrong} wrong; {taken}", flush=True
+    )
     return figures
 
 

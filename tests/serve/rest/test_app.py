@@ -1,8 +1,10 @@
 """REST as the protocol's independent client sees it, over real sockets."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import tierstore
 from tests.serve.fakes import VERSION
 from tests.serve.rest_server import RestServer, serving
 from tierstore.serve.messages import NUMBERS
+from tierstore.serve.rest import app, infer_body
 
 RANDOM = np.random.default_rng(5)
 
@@ -150,6 +153,28 @@ def test_doubled(client: triton.InferenceServerClient, algorithm: str | None) ->
     )
     np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
     assert result.get_response()["id"] == "mine"
+
+
+@pytest.mark.parametrize(("rows", "is_long"), [(4, False), (1 << 19, True)])
+def test_a_long_body_does_not_hold_the_loop_up(
+    client: triton.InferenceServerClient, server: RestServer, rows: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are joined, and its tensors taken from them, in another thread."""
+    threads: list[int] = []
+
+    def parse(body: bytes, **options: Any) -> infer_body.InferCall:
+        threads.append(threading.get_ident())
+        return infer_body.parse_infer(body, **options)
+
+    monkeypatch.setattr(app, "parse_infer", parse)
+    x = array_of("FP32", (rows, 1))
+    result = client.infer("double", [input_of(x, "FP32", binary=True)])
+    np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
+
+    async def of_loop() -> int:
+        return threading.get_ident()
+
+    assert (threads != [server.call(of_loop())]) == is_long
 
 
 def test_some_outputs_binary_and_some_not(client: triton.InferenceServerClient) -> None:
