@@ -69,7 +69,7 @@ class _Bodies:
                 self._out += frame(Kind.DATA, END_STREAM * is_last, number, (prefix + _ZEROS)[:size])
                 self._calls[number] = [left - size, window - size]
                 self._window -= size
-                counts["MiB"] += size / (1 << 20)  # type: ignore[assignment]
+                counts["bytes"] += size
         readable, writable, _ = select.select([self._socket], [self._socket] if self._out else [], [], 0.01)
         if writable:
             del self._out[: self._socket.send(self._out)]
@@ -182,7 +182,12 @@ KINDS: Final[dict[str, Callable[[_Target], Counter[str]]]] = {
 def _main(kind: str, rest_port: str, grpc_port: str, token: str, rows: str) -> int:
     os.nice(19)
     target = _Target(int(rest_port), int(grpc_port), token, int(rows), threading.Event())
-    threading.Thread(target=lambda: (sys.stdin.read(), target.stop.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        target.stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     print(READY, flush=True)
     print(json.dumps(KINDS[kind](target)), flush=True)
     return 0

@@ -34,7 +34,7 @@ class _Score(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hours = torch.nn.Embedding.from_pretrained(torch.arange(float(_HOURS))[:, None])
+        self.hours = torch.nn.Embedding(_HOURS, 1, _weight=torch.arange(float(_HOURS))[:, None])
 
     def forward(self, item: torch.Tensor, hour: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"score": item.mean(1) + self.hours(hour)[:, 0]}
@@ -97,6 +97,11 @@ def _beside(kind: str, honest: _Honest, server: ServerProcess, rows: int) -> tup
             process.kill()
 
 
+def _first(load: Load, seconds: float) -> Any:
+    """Latencies of those that were answered and due before."""
+    return load.latency[(load.intended < seconds) & np.isfinite(load.latency)]
+
+
 def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
     honest, lead = _Honest(config, server), config["hostile_lead_seconds"]
     honest.load()
@@ -113,6 +118,7 @@ def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str,
     figures = {
         "kind": kind,
         **{way: found._asdict() for way, found in ways.items()},
+        "lead": Quantiles.of(np.concatenate([_first(load, lead) for load in loads["beside"]]))._asdict(),
         "ratio": ways["beside"].p99 / ways["alone"].p99,
         "requests": sum(len(load.intended) for load in every),
         "failed": sum(load.num_failed for load in every),
@@ -138,7 +144,8 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
             found.append(_kind(kind, config, server))
             start = time.monotonic()
         found[-1]["stop_seconds"] = time.monotonic() - start
-    return {"kinds": found, "rate": config["hostile_rate"], "samples": config["hostile_samples"]}
+    return {"kinds": found, "rate": config["hostile_rate"], "samples": config["hostile_samples"],
+            "lead_seconds": config["hostile_lead_seconds"]}  # fmt: skip
 
 
 def _tell(figures: dict[str, Any]) -> Told:
@@ -165,7 +172,9 @@ def _tell(figures: dict[str, Any]) -> Told:
         notes=[
             f"Hostile: honest clients score {figures['samples']} samples a query by a model of the user's own, half "
             "over REST and half over gRPC, evenly spaced; their answers are known to the bit. The hostile client is a "
-            "process of its own, niced, as it would have its own machine. Memory is the most that was ever resident; "
+            "process of its own, niced, as it would have its own machine. Latencies count from "
+            f"{figures['lead_seconds']:g} s after it has begun; failures and wrong answers from the first on. "
+            "Memory is the most that was ever resident; "
             "the budget is what that was before the first hostile client, and the 1 GiB that requests may hold."
         ],
     )  # fmt: skip
