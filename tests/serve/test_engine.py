@@ -98,6 +98,31 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
         yield made
 
 
+def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ids take up to twice their bytes meanwhile."""
+    model = server.engine._served["rows.t"].model
+    parse, running, most = model.parse, 0, 0
+
+    def counted(inputs: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.1)  # for another to come
+        running -= 1
+        return parse(inputs)
+
+    monkeypatch.setattr(model, "parse", counted)
+
+    def ask() -> None:
+        with Client(server.url) as client:
+            assert len(client.rows(np.zeros(40_000, np.int64), table="t")) == 40_000
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(ask) for _ in range(3)]:
+            each.result()
+    assert most == 1
+
+
 def bags_of(kind: Any, ids: list[int], lengths: list[int]) -> list[Any]:
     inputs = [kind.InferInput("ids", [len(ids)], "INT64"), kind.InferInput("lengths", [len(lengths)], "INT32")]
     inputs[0].set_data_from_numpy(np.array(ids, np.int64))

@@ -5,7 +5,7 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -38,6 +38,7 @@ class RestApp:
     def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
         self.front = Front(engine, "http", limits or Limits(), token)
+        self._is_parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,7 +119,7 @@ class RestApp:
                 parse = partial(self._parse, parts, headers, model, version, given_id, f"{scope.get('client')}")
                 with _while_connected(scope):
                     with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                        call = parse() if held.size < _LONG_BYTES else await asyncio.to_thread(parse)
+                        call = parse() if held.size < _LONG_BYTES else await self._parse_beside(parse)
                     request_id = call.request.id
                     del parts, parse
                     reply = await self._infer_and_write(call)
@@ -135,6 +136,11 @@ class RestApp:
             with self.front.hold_unsent(size):
                 return await write_infer(response, call)
 
+    async def _parse_beside(self, parse: Callable[[], InferCall]) -> InferCall:
+        """In a thread; one at a time, as a body is there twice meanwhile and ``Limits.bodies_bytes`` counts it once."""
+        async with self._is_parsing:
+            return await asyncio.to_thread(parse)
+
     def _parse(
         self, parts: list[bytes], headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
     ) -> InferCall:
@@ -146,8 +152,10 @@ class RestApp:
             raise ServeError(
                 Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length"
             )
+        body = b"".join(parts)
+        parts.clear()
         return parse_infer(
-            b"".join(parts),
+            body,
             json_bytes=None if length is None else int(length),
             json_bytes_max=self.front.limits.json_bytes,
             model=model,
