@@ -2,8 +2,8 @@
 
 Parts, each for itself with ``--only``: "load" (latencies by load, the highest load within bounds), "fixed" (what a
 request costs whatever it asks for), "peers" (the same lookups through Redis), "soak" (load for long while a trainer
-commits), "fresh" (from a commit to its answers), "restart" (killed under load). The figures of parts that are not run
-again stay.
+commits), "fresh" (from a commit to its answers), "restart" (killed under load), "hostile" (beside a client that takes
+all it can). The figures of parts that are not run again stay.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Final
 
 from .common import Report, Run, program
 from .parts import Part, run_parts
-from .serving import fixed, fresh, latency, peers, restart, soak
+from .serving import fixed, fresh, hostile, latency, peers, restart, soak
 
 __all__ = ["PARTS", "run"]
 
@@ -22,6 +22,7 @@ PARTS: Final[dict[str, Part]] = {
     "soak": soak.PART,
     "fresh": fresh.PART,
     "restart": restart.PART,
+    "hostile": hostile.PART,
 }
 
 

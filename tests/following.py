@@ -93,19 +93,16 @@ class Child:
         return self._process.stdout.readline()
 
     def kill(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        with self._process:  # closes its pipes
+            self._process.kill()
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-        self._process.stdout.close()
+        try:
+            self._process.stdin.close()
+            assert self._process.wait(60) == 0
+        finally:
+            self.kill()
 
 
 class Writer(Child):

@@ -48,10 +48,11 @@ def _literal(text: str) -> bytes:
     return bytes([len(encoded)]) + encoded
 
 
-def call(method: str) -> bytes:
-    """The header block that begins a call of ``/SERVICE/NAME``."""
+def call(method: str, token: str = "") -> bytes:
+    """The header block that begins a call of ``/SERVICE/NAME``, with a bearer token if there is one."""
     headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}
     headers |= {"te": "trailers", "content-type": "application/grpc"}
+    headers |= {"authorization": f"Bearer {token}"} if token else {}
     return b"".join(b"\x00" + _literal(name) + _literal(value) for name, value in headers.items())
 
 
@@ -64,15 +65,15 @@ def preface(settings: Mapping[int, int]) -> bytes:
     )
 
 
-_CALL: Final = call(f"/{INFERENCE_SERVICE}/ModelInfer")
 _PREFACE: Final = preface({WINDOW_BYTES: _WINDOW_MAX, _FRAME_BYTES: 1 << 20})
 
 
 class _Calls(Connection):
     """One call at a time, each a stream of its own."""
 
-    def __init__(self, owner: SocketClient) -> None:
+    def __init__(self, owner: "GrpcClient") -> None:
         super().__init__(owner)
+        self._call = owner.call
         self._settings = dict(_DEFAULTS)  # the server's
         self._window = self._settings[WINDOW_BYTES]  # what the server still takes: of all streams, and of this one
         self._stream_window = 0
@@ -92,7 +93,7 @@ class _Calls(Connection):
         self._stream_window = self._settings[WINDOW_BYTES]
         self._message.clear()
         self._unsent = memoryview(struct.pack(">BI", 0, len(request)) + request)
-        frames = [frame(Kind.HEADERS, END_HEADERS, self._stream, _CALL), *self._sendable()]
+        frames = [frame(Kind.HEADERS, END_HEADERS, self._stream, self._call), *self._sendable()]
         if self._num_taken:  # have the server's window of all streams full again
             frames.append(frame(Kind.WINDOW_UPDATE, 0, 0, struct.pack(">I", self._num_taken)))
             self._num_taken = 0
@@ -160,6 +161,10 @@ class _Calls(Connection):
 
 class GrpcClient(SocketClient):
     """Calls of ModelInfer, bytes in and bytes out."""
+
+    def __init__(self, host: str, port: int, connections: int, token: str = "") -> None:
+        super().__init__(host, port, connections)
+        self.call: Final = call(f"/{INFERENCE_SERVICE}/ModelInfer", token)
 
     def connection(self) -> Connection:
         """See ``SocketClient``."""

@@ -27,10 +27,11 @@ _READY: Final = re.compile(r"ready: REST http://[^:]+:(\d+), gRPC [^:]+:(\d+), s
 
 
 class Memory(NamedTuple):
-    """Of a process, in bytes: all that is resident, and what of it is no file's."""
+    """Of a process, in bytes: all that is resident, what of it is no file's, and the most that ever was resident."""
 
     resident: int
     anonymous: int
+    highest: int
 
 
 class ServerProcess:
@@ -84,8 +85,8 @@ class ServerProcess:
     def memory(self) -> Memory:
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         sizes = {name: int(value.split()[0]) << 10 for name, _, value in (line.partition(":") for line in lines)
-                 if name in ("VmRSS", "RssAnon")}  # fmt: skip
-        return Memory(sizes["VmRSS"], sizes["RssAnon"])
+                 if name in ("VmRSS", "RssAnon", "VmHWM")}  # fmt: skip
+        return Memory(sizes["VmRSS"], sizes["RssAnon"], sizes["VmHWM"])
 
     def cpu_seconds(self) -> float:
         """Processor time of all its threads so far."""

@@ -26,10 +26,12 @@ from tierstore.train.config import (
 __all__ = [
     "CANARY",
     "CANARY_ROWS",
+    "NUMBERS",
     "ROWS_TABLE",
     "add_canary",
     "kaggle_rows",
     "kaggle_store",
+    "numbered_store",
     "ranking_run",
     "rows_store",
     "table_bytes",
@@ -40,6 +42,8 @@ CANARY: Final = "canary"
 """A small table whose every element is the number of the version that wrote it."""
 CANARY_ROWS: Final = 256
 ROWS_TABLE: Final = "t0"
+NUMBERS: Final = 4096
+"""Of a numbered table: row i holds i modulo this, in every element."""
 _CHUNK: Final = 500_000
 _BUILD_DDR: Final = "512MiB"
 
@@ -134,3 +138,23 @@ def rows_store(folder: Path, config: Mapping[str, Any]) -> Path:
             store.commit()
 
     return _once(folder / "serve_rows", {"rows": rows, "dim": dim, "seed": seed}, build)
+
+
+def numbered_store(folder: Path, config: Mapping[str, Any]) -> Path:
+    """A store of one table "item", pooled by sums, every row of which tells its id."""
+    rows, dim = config["hostile_rows"], config["dim"]
+
+    def build(path: Path) -> None:
+        with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
+            rule = tierstore.optim.SGD(lr=0.1)
+            table = store.create_table(
+                tierstore.TableConfig(
+                    name="item", num_embeddings=rows, embedding_dim=dim, pooling="sum", optimizer=rule
+                )
+            )
+            for first in range(0, rows, _CHUNK):
+                ids = torch.arange(first, min(first + _CHUNK, rows))
+                table.write(ids, (ids % NUMBERS).to(torch.float32)[:, None].expand(-1, dim))
+            store.commit()
+
+    return _once(folder / "serve_numbered", {"rows": rows, "dim": dim}, build)

@@ -348,3 +348,14 @@ def test_redis_gives_the_rows_it_was_given(tmp_path: Path) -> None:
         request = redis_rows.encoded_mget(ids, 3)
         open_loop([Stream(client, [request], np.zeros(1), lambda _, answer: answers.append(answer.body))])
     assert redis_rows.rows_of(answers[0], 16) == rows[ids].tobytes()
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("patient")
+def test_quick_run_beside_hostile_clients(tmp_path: Path) -> None:
+    kinds = _quick(tmp_path, "hostile")["hostile"]["kinds"]
+    assert len(kinds) == 5
+    for each in kinds:
+        assert (each["failed"], each["wrong"]) == (0, 0), each["errors"]
+        assert 0 < each["highest_bytes"] <= each["budget_bytes"]
+        assert all(sum(taken.values()) for taken in each["taken"]), "the hostile client did nothing"

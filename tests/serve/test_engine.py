@@ -79,20 +79,48 @@ with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) a
 def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path, ddr: str) -> None:
     """Not even rows that came in meanwhile, or did not fit, do."""
     child = Child(NOTED, str(store_dir), ddr)
-    low, high, before, _ = json.loads(child.ask("1"))
-    assert (low, high) == (1, 1)
-    assert before
-    number(writer, 2)
-    low, high, after, last = json.loads(child.ask("2"))
-    assert (low, high) == (2, 2)
-    assert after == before, last
-    child.end()
+    try:
+        low, high, before, _ = json.loads(child.ask("1"))
+        assert (low, high) == (1, 1)
+        assert before
+        number(writer, 2)
+        low, high, after, last = json.loads(child.ask("2"))
+        assert (low, high) == (2, 2)
+        assert after == before, last
+        child.end()
+    finally:
+        child.kill()
 
 
 @pytest.fixture
 def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
     with serving(store_dir) as made:
         yield made
+
+
+def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ids take up to twice their bytes meanwhile."""
+    model = server.engine._served["rows.t"].model
+    parse, running, most = model.parse, 0, 0
+
+    def counted(inputs: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.1)  # for another to come
+        running -= 1
+        return parse(inputs)
+
+    monkeypatch.setattr(model, "parse", counted)
+
+    def ask() -> None:
+        with Client(server.url) as client:
+            assert len(client.rows(np.zeros(40_000, np.int64), table="t")) == 40_000
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(ask) for _ in range(3)]:
+            each.result()
+    assert most == 1
 
 
 def bags_of(kind: Any, ids: list[int], lengths: list[int]) -> list[Any]:

@@ -191,10 +191,7 @@ class Command:
         return self.wait()
 
     def wait(self) -> int:
-        status = self.process.wait(WAIT_SECONDS)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
+        return self.process.wait(WAIT_SECONDS)
 
 
 @contextlib.contextmanager
@@ -206,9 +203,8 @@ def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]
             made.wait_ready()
         yield made
     finally:
-        if made.process.poll() is None:
+        with made.process:  # closes its pipe, however it ended
             made.process.kill()
-            made.wait()
 
 
 FREE_PORTS = ("--port", "0", "--grpc-port", "0", "--admin-port", "0", "--threads", "1", "--ddr", "4MiB")

@@ -73,6 +73,7 @@ class StoreEngine:
         self._is_ready = False
         self._is_draining = self._is_stopping = False
         self._has_failed = False
+        self._is_parsing: Final = asyncio.Lock()
 
     # Starting and stopping
 
@@ -310,7 +311,8 @@ class StoreEngine:
         while True:
             served = self._find(request.model, request.version)
             if sum(tensor.data.size for tensor in request.inputs.values()) > LONG_IDS:
-                query = await asyncio.to_thread(served.model.parse, request.inputs)
+                async with self._is_parsing:  # one at a time: ids become int64, which nobody counts
+                    query = await asyncio.to_thread(served.model.parse, request.inputs)
             else:
                 query = served.model.parse(request.inputs)
             try:

@@ -1,8 +1,11 @@
 """REST as the protocol's independent client sees it, over real sockets."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import tierstore
 from tests.serve.fakes import VERSION
 from tests.serve.rest_server import RestServer, serving
 from tierstore.serve.messages import NUMBERS
+from tierstore.serve.rest import app, infer_body
 
 RANDOM = np.random.default_rng(5)
 
@@ -150,6 +154,53 @@ def test_doubled(client: triton.InferenceServerClient, algorithm: str | None) ->
     )
     np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
     assert result.get_response()["id"] == "mine"
+
+
+@pytest.mark.parametrize(("rows", "is_long"), [(4, False), (1 << 19, True)])
+def test_a_long_body_does_not_hold_the_loop_up(
+    client: triton.InferenceServerClient, server: RestServer, rows: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are joined, and its tensors taken from them, in another thread."""
+    threads: list[int] = []
+
+    def parse(body: bytes, **options: Any) -> infer_body.InferCall:
+        threads.append(threading.get_ident())
+        return infer_body.parse_infer(body, **options)
+
+    monkeypatch.setattr(app, "parse_infer", parse)
+    x = array_of("FP32", (rows, 1))
+    result = client.infer("double", [input_of(x, "FP32", binary=True)])
+    np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
+
+    async def of_loop() -> int:
+        return threading.get_ident()
+
+    assert (threads != [server.call(of_loop())]) == is_long
+
+
+def test_long_bodies_are_taken_apart_one_at_a_time(server: RestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each is there twice meanwhile."""
+    running, most = 0, 0
+
+    def parse(body: bytes, **options: Any) -> infer_body.InferCall:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.1)  # for another to come
+        running -= 1
+        return infer_body.parse_infer(body, **options)
+
+    monkeypatch.setattr(app, "parse_infer", parse)
+    x = array_of("FP32", (1 << 19, 1))
+
+    def ask() -> None:
+        with triton.InferenceServerClient(server.address) as client:
+            np.testing.assert_array_equal(client.infer("echo", [input_of(x, "FP32", binary=True)]).as_numpy("x"), x)
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(ask) for _ in range(3)]:
+            each.result()
+    assert most == 1
 
 
 def test_some_outputs_binary_and_some_not(client: triton.InferenceServerClient) -> None:

@@ -233,6 +233,8 @@ class Replica:
         try:
             out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()  # closes the pipes, which it left open for another try
             raise UpdateError(500, f"the process that writes took over {_WRITE_LIMIT_SECONDS:.0f} s") from None
         finally:
             process.kill()  # if it took too long, or nobody waits any more: the server stops

@@ -1,4 +1,4 @@
-"""A request's body, read whole within limits."""
+"""A request's body, read within limits."""
 
 import asyncio
 import zlib
@@ -17,8 +17,8 @@ _STEP_BYTES: Final = 256 << 10
 _WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-async def read_body(held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-    """The body, inflated if its content-encoding is gzip or deflate.
+async def read_body(held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive) -> list[bytes]:
+    """The body in parts, inflated if its content-encoding is gzip or deflate.
 
     Args:
         held: grows by what is kept.
@@ -58,7 +58,7 @@ async def read_body(held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], 
             await asyncio.sleep(0)
     if stream and (not stream.eof or stream.unused_data):
         raise ServeError(Status.INVALID, f"the body is not one whole {encoding} stream")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return parts
 
 
 def _inflate(stream: Any, part: bytes, encoding: str) -> bytes:
