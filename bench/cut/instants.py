@@ -70,6 +70,9 @@ class Cutter:
         self._is_main = True
         self._is_armed = False
         self.place = ""
+        self._trace: Any = self._enter
+        self._kept: Final = [self._trace] * 100_000
+        """CPython 3.11 now and then calls a trace function that it let go of once too often."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -79,7 +82,7 @@ class Cutter:
             raise _Cut("a worker was killed")
 
         before = signal.signal(_NUMBER, handle)
-        threading.settrace(self._enter)
+        threading.settrace(self._trace)
         try:
             yield
         finally:
@@ -97,7 +100,7 @@ class Cutter:
         self._left, self._seen, self._kind, self._is_main, self.place = instant, 0, kind, in_main, ""
         error: BaseException | None = None
         if in_main:
-            sys.settrace(self._enter)
+            sys.settrace(self._trace)
         self._is_armed = True
         try:
             call()

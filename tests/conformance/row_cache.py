@@ -3,7 +3,6 @@
 The oracle of evictions is a plain cachetools cache, or a TinyLFU of that kind, driven one access at a time.
 """
 
-import contextlib
 from typing import Any
 
 import cachetools
@@ -473,19 +472,6 @@ class RowCacheConformance:
         assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
         assert order_of(cache)[:2] == [order[1], order[2]]
         cache.check_integrity()
-
-    @pytest.mark.parametrize("slot", [-1, 3])
-    def test_slots_out_of_range_hold_no_row(self, slot: int) -> None:
-        cache = self.make_of(3, 1, 2, 3)
-        cache.mark_dirty(cache.find(keys_from(1, 2, 3)))
-        cache.freeze()
-        outside = np.array([slot], np.int32)
-        with contextlib.suppress(IndexError):
-            assert cache.frozen_of(outside).tolist() == []
-        with contextlib.suppress(IndexError):
-            assert not cache.is_loading(outside)
-        with pytest.raises((AssertionError, IndexError, KeyError)):
-            cache.keys_of(outside)
 
     def test_a_version_given_up_leaves_its_rows_dirty(self) -> None:
         cache = self.make_of(3, 1, 2, 3)

@@ -9,7 +9,7 @@ import pytest
 from bench.data import ROOT
 from bench.gpu.requirements import Lack, _lack_of, _numbers, lacks, told
 
-BLOCKED = ("torch", "numpy", "numba", "llvmlite", "psutil", "safetensors", "tqdm", "xxhash", "lmdb", "cachetools")
+BLOCKED = ("torch", "numpy", "numba", "llvmlite", "psutil", "safetensors", "tqdm", "xxhash", "lmdb")
 
 
 def start(*blocked: str) -> "subprocess.CompletedProcess[str]":

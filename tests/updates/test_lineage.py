@@ -39,7 +39,8 @@ def bring(source: Path, replica: Path) -> Applied:
     """As a publisher does: what the replica lacks."""
     origin = has(replica) if replica.exists() else None
     is_ancestor = source_of(source).has_grown_from(origin)
-    return apply_update(replica, make(source, origin.version if is_ancestor and origin else 0).path)
+    update = make(source, origin.version if is_ancestor and origin else 0)
+    return apply_update(replica, update.path, replaces=origin.commit_id if origin else "")
 
 
 def replace(store: Path, other: Path) -> None:
