@@ -100,27 +100,22 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
 
 def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ids take up to twice their bytes meanwhile."""
-    model = server.engine._served["rows.t"].model
-    parse, running, most = model.parse, 0, 0
+    model, alone = server.engine._served["rows.t"].model, threading.Lock()
+    parse = model.parse
 
     def counted(inputs: Any) -> Any:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+        assert alone.acquire(blocking=False)
         time.sleep(0.1)  # for another to come
-        running -= 1
+        alone.release()
         return parse(inputs)
 
-    monkeypatch.setattr(model, "parse", counted)
-
-    def ask() -> None:
+    def ask(_: int) -> int:
         with Client(server.url) as client:
-            assert len(client.rows(np.zeros(40_000, np.int64), table="t")) == 40_000
+            return len(client.rows(np.zeros(40_000, np.int64), table="t"))
 
+    monkeypatch.setattr(model, "parse", counted)
     with ThreadPoolExecutor(3) as pool:
-        for each in [pool.submit(ask) for _ in range(3)]:
-            each.result()
-    assert most == 1
+        assert list(pool.map(ask, range(3))) == [40_000] * 3
 
 
 def bags_of(kind: Any, ids: list[int], lengths: list[int]) -> list[Any]:
