@@ -99,8 +99,7 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
 
 
 def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ids take up to twice their bytes meanwhile."""
-    model, alone = server.engine._served["rows.t"].model, threading.Lock()
+    alone, model = threading.Lock(), server.engine._served["rows.t"].model
     parse = model.parse
 
     def counted(inputs: Any) -> Any:
