@@ -15,8 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc"}
-SERVER_ONLY = {"httptools"}
-"""uvicorn finds it itself."""
 BROUGHT = {"llvmlite", "triton"}
 """What numba and torch depend on."""
 
@@ -35,7 +33,7 @@ def test_what_is_imported_is_asked_for_and_nothing_else():
     extras = [each for extra in ("parquet", "serve", "plan") for each in PROJECT["optional-dependencies"][extra]]
     asked = {each.split(">")[0] for each in (*PROJECT["dependencies"], *extras)}
     used = set(imported()) - set(sys.stdlib_module_names) - {"tierstore"}
-    assert {MODULES.get(name, name) for name in asked} - SERVER_ONLY == used - BROUGHT
+    assert {MODULES.get(name, name) for name in asked} == used - BROUGHT
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """``--model``: a program of torch.export behind a whole server, asked by the protocol's own clients."""
 
 import copy
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def test_dense_weights_are_those_of_the_version_if_it_has_them(
                     tensors={f"model.{name}": each for name, each in model.state_dict().items()} if way else {}
                 )
 
+    caplog.set_level(logging.INFO, "tierstore")
     change(directory, 1, names=("item",))
     inputs = {"values": np.array([0, 1]), "lengths": np.array([[1, 1]], np.int32)}
     with serving(directory, model=str(program)) as server, Client(server.url) as client:
