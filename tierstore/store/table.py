@@ -27,7 +27,7 @@ from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
-from .arguments import FLOAT_TYPES, check_ids, check_jagged, refuse_traces, refuse_transforms, require_tensor
+from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -387,7 +387,8 @@ class Table(Unpicklable):
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
-        refuse_traces((ids, offsets))
+        if may_trace():  # what is no plain tensor is refused below
+            refuse_traces((ids, offsets))
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
