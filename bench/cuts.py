@@ -44,7 +44,7 @@ def run(request: Run) -> Report:
         ]
         found = Found()
         for each in as_completed(runs):
-            found = Found.together([found, each.result()])
+            found.add(each.result())
             request.save(_report(cuts, found, time.perf_counter() - began))
     shutil.rmtree(folder)
     for failure in found.failures:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from tierstore.system.killpoints import POINTS
 
+from .counts import Counts
 from .inspection import inspect
 from .life import FILE_CALL, Settings, live
 from .plan import Action
@@ -53,7 +54,7 @@ class Doom(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Tally:
+class Tally(Counts):
     """What was tried, and what came of it.
 
     Attributes:
@@ -87,12 +88,6 @@ class Tally:
     def kills(self) -> int:
         """Of all kinds."""
         return self.random_kills + self.point_kills + self.call_kills
-
-    def add(self, other: "Tally | dict[str, Any]") -> None:
-        """Add up."""
-        for name, value in (vars(other) if isinstance(other, Tally) else other).items():
-            own = getattr(self, name)
-            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
 
 
 class _Failure(Exception):

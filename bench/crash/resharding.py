@@ -33,6 +33,7 @@ from tierstore.dist import Plan, Sharding, gone, open_sharded
 from tierstore.dist.reshard import reshard
 from tierstore.system import killpoints
 
+from .counts import Counts
 from .processes import Process
 
 __all__ = ["Tally", "kill_ranks", "main"]
@@ -63,7 +64,7 @@ class Doom(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Tally:
+class Tally(Counts):
     """What was tried, and what came of it.
 
     Attributes:
@@ -81,11 +82,6 @@ class Tally:
     replaced: int = 0
     lost: int = 0
     failures: list[str] = field(default_factory=list)
-
-    def add(self, other: dict[str, Any]) -> None:
-        for name, value in other.items():
-            own = getattr(self, name)
-            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
 
 
 class LostError(Exception):

@@ -22,6 +22,7 @@ import tierstore
 from tierstore import optim
 from tierstore.hbm.base import DeviceRows
 
+from ..crash.counts import Counts
 from .instants import KINDS, Cutter
 
 __all__ = ["TIERS", "Found", "live"]
@@ -45,7 +46,7 @@ _LOOKING: Final = "opened again"
 
 
 @dataclass
-class Found:
+class Found(Counts):
     """What was found.
 
     Attributes:
@@ -65,15 +66,6 @@ class Found:
     pinned: int = 0
     stopped: int = 0
     failures: list[str] = field(default_factory=list)
-
-    @classmethod
-    def together(cls, parts: "list[Found]") -> "Found":
-        """Of several runs."""
-        total = cls()
-        for part in parts:
-            for name, value in vars(part).items():
-                setattr(total, name, getattr(total, name) + value)
-        return total
 
 
 class _Life:

@@ -1,8 +1,6 @@
 """The recipes of docs/frameworks.md, in the frameworks: step for step as ``nn.EmbeddingBag``; needs ``make peers``."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,10 +8,9 @@ import pytest
 
 import tierstore
 from bench.data import examples
+from tests.peers.process import PEERS, run
 from tierstore.pool.stats import TierStats
 
-ROOT = Path(__file__).parents[2]
-PEERS = ROOT / ".peers"
 _, LIGHTNING, MANUAL, ACCELERATE, MLFLOW = examples("docs/frameworks.md")
 
 BEFORE = """
@@ -101,17 +98,7 @@ print("equal")
 def test_recipes_train_as_embedding_bags_and_restore_rows(package: str, code: str, tmp_path: Path) -> None:
     if not (PEERS / package).is_dir():
         pytest.skip(f"{package} is not there: make peers")
-    ended = subprocess.run(
-        [sys.executable, "-c", code + "store.commit()\nstore.close()"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith("equal\n")
+    assert run(code + "store.commit()\nstore.close()", tmp_path).endswith("equal\n")
 
 
 def test_names_of_metrics_are_those_that_mlflow_takes(monkeypatch: pytest.MonkeyPatch) -> None:

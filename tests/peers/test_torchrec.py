@@ -1,15 +1,10 @@
 """Modules against TorchRec's own, given TorchRec's own jagged tensors; needs ``make peers``."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PEERS = ROOT / ".peers"
+from tests.peers.process import PEERS, run
 
 pytestmark = pytest.mark.skipif(not (PEERS / "torchrec").is_dir(), reason="TorchRec is not there: make peers")
 
@@ -191,21 +186,6 @@ for (rule, given), dim in itertools.product(RULES, (4, 20)):
     print(rule)
 """
 EXAMPLE = "import runpy; runpy.run_path('examples/from_torchrec.py')  # compares its losses with TorchRec's"
-
-
-def run(code: str) -> str:
-    """What it prints, in a process that has the peers; one that fails does so with its traceback."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 def test_rows_are_those_of_torchrec() -> None:

@@ -64,8 +64,7 @@ class View:
 
     def _close_unused(self) -> None:
         """End the snapshots whose last lease ended, with those that a call was to end that was cut short."""
-        in_use = list(map(id, self._leased.values()))
-        for snapshot in [each for each in self._old if id(each) not in in_use]:
+        for snapshot in [each for each in self._old if each not in self._leased.values()]:
             self._old.remove(snapshot)
             snapshot.close()
 
