@@ -1,5 +1,6 @@
 """Sharded training against one process that works off the ranks' batches one after another: the same bits."""
 
+import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -240,12 +241,19 @@ def one_table(kinds: list[tuple[str, str]]) -> None:
                     collection = ShardedTieredEmbeddingBagCollection if is_pooled else ShardedTieredEmbeddingCollection
                     module = collection(store)
                     batches = [tierstore.KeyedJaggedTensor(["b"], each.reshape(-1), offsets=offsets) for each in ids]
+
+                def rows_of(out: Any, is_single: bool = is_single, is_pooled: bool = is_pooled) -> torch.Tensor:
+                    found: torch.Tensor = out if is_single else out.values() if is_pooled else out["b"].values()
+                    return found
+
                 results = []
                 for each in tierstore.prefetch(batches, module, depth=depth) if depth else batches:
-                    out = module(each)
-                    out = out if is_single else out.values() if is_pooled else out["b"].values()
+                    out = rows_of(module(each))
                     results.append(out.detach().reshape(-1, DIM))
                     out.square().sum().backward()
+                with torch.no_grad():  # a copy is over the same tables
+                    outs = [each(batches[0]) for each in (module, copy.deepcopy(module))]
+                assert torch.equal(*(rows_of(each) for each in outs))
                 rows = [rows for _, rows in owned(store, store["b"])]
                 found.append((is_pooled, torch.cat(results), rows))
         for is_pooled in (False, True):

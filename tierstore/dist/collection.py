@@ -27,7 +27,10 @@ _NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; l
 class ShardedModule(TieredModule):
     """What all have in common."""
 
-    _owners: Owners
+    @property
+    def _owners(self) -> Owners:
+        owners: Owners = self._store.owners  # type: ignore[attr-defined]
+        return owners
 
     def _prepare(self, *arguments: Any) -> Prepared:
         return self.prepare_by(self._owners.ranks, *arguments)
@@ -55,7 +58,6 @@ class ShardedCollection(ShardedModule, Collection):
     def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None, **options: Any) -> None:
         as_one: Any = store  # it has what a module asks of a store
         super().__init__(as_one, tables=tables, **options)
-        self._owners = store.owners
 
     def _make_lookup(self, joined: Joined, mode: str) -> ShardedLookup:
         tables: list[Any] = joined.tables
@@ -102,7 +104,6 @@ class ShardedTieredEmbeddingBag(ShardedModule, TieredEmbeddingBag):
     ) -> None:
         one: Any = _OneTable(store, table, of_rows=False)
         super().__init__(one, mode=mode, include_last_offset=include_last_offset)
-        self._owners = store.owners
 
 
 class ShardedTieredEmbedding(ShardedModule, TieredEmbedding):
@@ -111,7 +112,6 @@ class ShardedTieredEmbedding(ShardedModule, TieredEmbedding):
     def __init__(self, store: ShardedStore, table: str) -> None:
         one: Any = _OneTable(store, table, of_rows=True)
         super().__init__(one)
-        self._owners = store.owners
 
 
 class ShardedTieredEmbeddingBagCollection(ShardedCollection, TieredEmbeddingBagCollection):

@@ -112,10 +112,10 @@ def plain_model(model: nn.Module) -> nn.Module:
     The model itself is not changed.
 
     Raises:
-        ValueError: a tiered module is no ``TieredEmbedding`` or ``TieredEmbeddingBag``; it is named.
+        ValueError: a tiered module is no ``TieredEmbedding`` or ``TieredEmbeddingBag`` of a whole store; it is named.
     """
     for name, module in model.named_modules():
-        if isinstance(module, TieredModule) and not isinstance(module, TieredEmbedding | TieredEmbeddingBag):
+        if isinstance(module, TieredModule) and not isinstance(getattr(module, "table", None), Table):
             raise ValueError(f"{name!r} is a {type(module).__name__}, which has no counterpart in torch")
     weights: dict[Table, nn.Parameter] = {}
     made: dict[int, nn.Module] = {}

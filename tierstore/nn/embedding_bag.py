@@ -106,8 +106,10 @@ class TieredEmbeddingBag(TieredModule):
                 raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
             flat, is_last_given = ids, self.include_last_offset
         if self.padding_idx is not None:
-            # What is wrong with the whole batch is an error first.
-            self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
+            whole = self.table.jagged(
+                flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given
+            )
+            _ = whole.on_host  # what is wrong with the whole batch is an error first
             is_used = flat != self.padding_idx
             before = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
             flat, offsets = flat[is_used], before[offsets.long()]

@@ -13,7 +13,7 @@ from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
 from ..settings.names import nearest
 from ..store import Store
-from .config import OptimizerSection, RunConfig
+from .config import DataSection, OptimizerSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, FeatureHasher, Reader, Schema, open_reader
 from .readers.categories import read_texts
@@ -44,16 +44,17 @@ def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
-    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
-    reader = open_reader(data.path, data_format=data.format, schema=schema, quoting=data.quoting)
-    return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
+    return _open(data, data.path), FeatureHasher(config.table_sizes, mode=data.hashing)
 
 
 def open_test_data(config: RunConfig, reader: Reader) -> Reader:
     """The reader of ``data.test_path``; without one that of the training data. ValueError: it cannot be read."""
-    data = config.data
+    return _open(config.data, config.data.test_path) if config.data.test_path else reader
+
+
+def _open(data: DataSection, path: str) -> Reader:
     schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
-    return open_reader(data.test_path, data_format=data.format, schema=schema) if data.test_path else reader
+    return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
 def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Tensor) -> Tensor:

@@ -200,6 +200,10 @@ def test_quoting_is_a_key_of_a_run_file(tmp_path):
     write(tmp_path / "x.csv", '"1')
     data = DataSection(path=str(tmp_path / "x.csv"), label_column="y", sparse_columns=("c",), dense_columns=())
     for quoting in (True, False):
-        reader, _ = trainer.open_data(RunConfig(data=dataclasses.replace(data, quoting=quoting)))
+        config = RunConfig(data=dataclasses.replace(data, quoting=quoting, test_path=data.path))
+        reader, _ = trainer.open_data(config)
         assert isinstance(reader, CsvReader)
         assert reader._quoting is quoting
+        of_test = trainer.open_test_data(config, reader)
+        assert of_test is not reader
+        assert of_test._quoting is quoting
