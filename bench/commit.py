@@ -19,6 +19,7 @@ import torch
 
 import tierstore
 
+from . import diskio
 from .common import Goal, Report, Run, Spread, Table, program
 
 __all__ = ["Training", "run"]
@@ -179,13 +180,13 @@ def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
         )
         for turn in range(1 + turns):
             ids = torch.randint(0, count, (count // 8,), generator=generator) if turn else torch.arange(count)
-            before, segments = _process_wrote(), _segments_written(store)
+            before, segments = diskio.passed_to_write(), _segments_written(store)
             for start in range(0, len(ids), step):
                 part = ids[start : start + step]
                 table.write(part, torch.rand(len(part), config["dim"]))
             store.commit()
             segments = _segments_written(store) - segments
-            beside.append((_process_wrote() - before - segments) / segments * 2**20 / 4096)
+            beside.append((diskio.passed_to_write() - before - segments) / segments * 2**20 / 4096)
     return beside
 
 
@@ -215,12 +216,6 @@ def _beside_goals(beside: list[float]) -> list[Goal]:
 def _segments_written(store: tierstore.Store) -> int:
     ssd = store.stats().ssd
     return ssd.bytes_written + ssd.bytes_moved
-
-
-def _process_wrote() -> int:
-    """Bytes that this process gave to ``write`` and its like."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["wchar"])
 
 
 def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:

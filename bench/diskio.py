@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DiskBytes", "of_process"]
+__all__ = ["DiskBytes", "of_process", "passed_to_write"]
 
 
 class DiskBytes(NamedTuple):
@@ -21,5 +21,15 @@ def of_process() -> DiskBytes:
 
     Pages count as written when they are dirtied, so a page dirtied twice before the system wrote it counts once.
     """
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return DiskBytes(int(fields["read_bytes"]), int(fields["write_bytes"]))
+    fields = _fields()
+    return DiskBytes(fields["read_bytes"], fields["write_bytes"])
+
+
+def passed_to_write() -> int:
+    """Bytes that this process gave to ``write`` and its like."""
+    return _fields()["wchar"]
+
+
+def _fields() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}

@@ -21,7 +21,7 @@ import numpy as np
 from tierstore.serve.grpc.messages import HEALTH_SERVICE, INFERENCE_SERVICE
 
 from .clients import BlockingRest
-from .http2 import ACK, END_HEADERS, END_STREAM, WINDOW_BYTES, Kind, call, frame, preface
+from .http2 import ACK, DEFAULTS, END_HEADERS, END_STREAM, WINDOW_BYTES, Kind, call, frame, preface, taken_frames
 from .queries import Query, encoded_rest
 from .server import HOST
 
@@ -50,7 +50,7 @@ class _Bodies:
         self._socket = socket.create_connection((HOST, port), 20)
         self._socket.sendall(preface({}))
         self._socket.setblocking(False)
-        self._window = self._first_window = (1 << 16) - 1
+        self._window = self._first_window = DEFAULTS[WINDOW_BYTES]
         self._calls: dict[int, list[int]] = {}  # bytes left to send, and those that the server takes
         self._numbers = itertools.count(1, 2)
         self._in, self._out = bytearray(), bytearray()
@@ -78,11 +78,8 @@ class _Bodies:
             if not data:
                 raise ConnectionResetError
             self._in += data
-            while len(self._in) >= 9 and len(self._in) >= (end := 9 + int.from_bytes(self._in[:3], "big")):
-                kind, flags, number = struct.unpack_from(">BBI", self._in, 3)
-                payload = bytes(self._in[9:end])
-                del self._in[:end]
-                self._take(kind, flags, number, payload, counts)
+            for each in taken_frames(self._in):
+                self._take(*each, counts)
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes, counts: Counter[str]) -> None:
         if kind == Kind.SETTINGS and not flags & ACK:

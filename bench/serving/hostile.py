@@ -97,11 +97,6 @@ def _beside(kind: str, honest: _Honest, server: ServerProcess, rows: int) -> tup
             process.kill()
 
 
-def _first(load: Load, seconds: float) -> Any:
-    """Latencies of those that were answered and due before."""
-    return load.latency[(load.intended < seconds) & np.isfinite(load.latency)]
-
-
 def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
     honest, lead = _Honest(config, server), config["hostile_lead_seconds"]
     honest.load()
@@ -118,7 +113,7 @@ def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str,
     figures = {
         "kind": kind,
         **{way: found._asdict() for way, found in ways.items()},
-        "lead": Quantiles.of(np.concatenate([_first(load, lead) for load in loads["beside"]]))._asdict(),
+        "lead": Quantiles.of(np.concatenate([load.since(0, lead) for load in loads["beside"]]))._asdict(),
         "ratio": ways["beside"].p99 / ways["alone"].p99,
         "requests": sum(len(load.intended) for load in every),
         "failed": sum(load.num_failed for load in every),

@@ -6,21 +6,24 @@ with the server. https://www.rfc-editor.org/rfc/rfc9113, https://github.com/grpc
 
 import asyncio
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
 from .clients import Answer, Connection, Done, SocketClient
 
-__all__ = ["ACK", "END_HEADERS", "END_STREAM", "WINDOW_BYTES", "GrpcClient", "Kind", "call", "frame", "preface"]
+__all__ = [
+    "ACK", "DEFAULTS", "END_HEADERS", "END_STREAM", "WINDOW_BYTES", "GrpcClient", "Kind", "call", "frame", "preface",
+    "taken_frames",
+]  # fmt: skip
 
 ACK = END_STREAM = 1
 END_HEADERS: Final = 4
 WINDOW_BYTES, _FRAME_BYTES = 4, 5
 """Settings: a stream's first window, and the longest frame."""
 _WINDOW_MAX: Final = (1 << 31) - 1
-_DEFAULTS: Final = {WINDOW_BYTES: (1 << 16) - 1, _FRAME_BYTES: 1 << 14}
+DEFAULTS: Final = {WINDOW_BYTES: (1 << 16) - 1, _FRAME_BYTES: 1 << 14}
 _HEAD_BYTES: Final = 9
 _PREFIX_BYTES: Final = 5
 """Before a message: whether it is compressed, and its length."""
@@ -41,6 +44,15 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return _frame_head(len(payload), kind, flags, stream) + payload
 
 
+def taken_frames(buffer: bytearray) -> Iterator[tuple[int, int, int, bytes]]:
+    """Kind, flags, stream and payload of each whole frame at the start of a buffer, from which it is taken."""
+    while len(buffer) >= _HEAD_BYTES and len(buffer) >= (end := _HEAD_BYTES + int.from_bytes(buffer[:3], "big")):
+        kind, flags, stream = struct.unpack_from(">BBI", buffer, 3)
+        payload = bytes(buffer[_HEAD_BYTES:end])
+        del buffer[:end]
+        yield kind, flags, stream, payload
+
+
 def _literal(text: str) -> bytes:
     """An HPACK string; https://www.rfc-editor.org/rfc/rfc7541#section-5.2."""
     encoded = text.encode()
@@ -59,7 +71,7 @@ def call(method: str, token: str = "") -> bytes:
 def preface(settings: Mapping[int, int]) -> bytes:
     """What a client says first: its settings, and that all streams together may have 2 GiB under way."""
     told = b"".join(struct.pack(">HI", *each) for each in settings.items())
-    more = struct.pack(">I", _WINDOW_MAX - _DEFAULTS[WINDOW_BYTES])
+    more = struct.pack(">I", _WINDOW_MAX - DEFAULTS[WINDOW_BYTES])
     return (
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(Kind.SETTINGS, 0, 0, told) + frame(Kind.WINDOW_UPDATE, 0, 0, more)
     )
@@ -74,7 +86,7 @@ class _Calls(Connection):
     def __init__(self, owner: "GrpcClient") -> None:
         super().__init__(owner)
         self._call = owner.call
-        self._settings = dict(_DEFAULTS)  # the server's
+        self._settings = dict(DEFAULTS)  # the server's
         self._window = self._settings[WINDOW_BYTES]  # what the server still takes: of all streams, and of this one
         self._stream_window = 0
         self._stream = -1
@@ -115,14 +127,8 @@ class _Calls(Connection):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        while len(self._buffer) >= _HEAD_BYTES:
-            end = _HEAD_BYTES + int.from_bytes(self._buffer[:3], "big")
-            if len(self._buffer) < end:
-                break
-            kind, flags, stream = struct.unpack_from(">BBI", self._buffer, 3)
-            payload = bytes(self._buffer[_HEAD_BYTES:end])
-            del self._buffer[:end]
-            self._take(kind, flags, stream, payload)
+        for each in taken_frames(self._buffer):
+            self._take(*each)
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         match kind:

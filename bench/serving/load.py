@@ -59,9 +59,9 @@ class Load(NamedTuple):
     num_failed: int
     errors: tuple[str, ...]
 
-    def since(self, seconds: float) -> Any:
-        """Latencies of those that were answered and due from then on."""
-        chosen = (self.intended >= seconds) & np.isfinite(self.latency)
+    def since(self, seconds: float, until: float = np.inf) -> Any:
+        """Latencies of those that were answered and due from then on, and before ``until``."""
+        chosen = (self.intended >= seconds) & (self.intended < until) & np.isfinite(self.latency)
         return self.latency[chosen]
 
 

@@ -19,6 +19,8 @@ from .mapped import FileMap, map_length
 from .writer_lock import LOCK_NAME
 
 ROW_FILE_NAME: Final = "rows.lmdb"
+FILE_NAMES: Final = (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME, BEFORE_NAME)
+"""Of the cold tier, in its directory."""
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
 
@@ -90,7 +92,7 @@ def _at_size_limit(path: Path) -> bool:
 
 def require_plain_files(directory: Path) -> None:
     """FormatError if one of the files of a store is there and is no plain file; nothing outside is read or written."""
-    for name in (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME, BEFORE_NAME):
+    for name in FILE_NAMES:
         require_plain_file(directory / name)
 
 

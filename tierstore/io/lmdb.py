@@ -23,7 +23,7 @@ from .cleaning import DEFAULT_SLACK
 from .gather import gather_error
 from .log import Written
 from .newer import Follower, NewerCommit
-from .old_readers import describe_holders, find_old_reader
+from .old_readers import describe_holders
 from .opened import OpenFile
 from .places import new_places
 from .reads import RowReader, Rows
@@ -254,11 +254,12 @@ class LmdbColdTier:
     def describe_old_reader(self) -> str:
         """What the oldest reader elsewhere keeps from being reused, in words; "" if there is none."""
         with self.lease_tree() as snapshot:
-            found = find_old_reader(snapshot)
-            if found is None:
+            pins = snapshot.file_map.pins
+            oldest = pins.oldest_elsewhere(snapshot.txn_id)
+            if oldest is None:
                 return ""
-            who = describe_holders(snapshot.file_map.pins, found.txn_id)
-            return f"{who} shows an older version, and keeps {format_size(found.held_bytes)} from being reused"
+            held = format_size(snapshot.freed_since(oldest))
+            return f"{describe_holders(pins, oldest)} shows an older version, and keeps {held} from being reused"
 
     @property
     def map_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Readers of older trees, and what they keep from being reused: the file grows by it, for as long as they stay."""
 
 import logging
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..system.sizes import format_size
 from .opened import OpenFile
@@ -13,24 +13,6 @@ _LEAST_BYTES: Final = 64 * 2**20
 """Less is not worth a warning."""
 _GROWTH: Final = 1.05
 """Of the file, before what one reader keeps is counted again: its list of free pages is as long as it has stayed."""
-
-
-class OldReader(NamedTuple):
-    """The reader of the oldest tree that another open file reads.
-
-    Attributes:
-        txn_id: of the tree.
-        held_bytes: pages that later transactions took out of use.
-    """
-
-    txn_id: int
-    held_bytes: int
-
-
-def find_old_reader(snapshot: Snapshot) -> OldReader | None:
-    """The oldest reader of a tree before this one, among those of other open files; None if there is none."""
-    oldest = snapshot.file_map.pins.oldest_elsewhere(snapshot.txn_id)
-    return None if oldest is None else OldReader(oldest, snapshot.freed_since(oldest))
 
 
 def describe_holders(pins: Pins, txn_id: int) -> str:

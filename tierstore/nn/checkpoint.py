@@ -112,12 +112,12 @@ def _saved(state: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    _read(buffer)
+    _read(buffer, "meta")  # types alone: no tensor is copied
     return buffer.getbuffer()
 
 
-def _read(file: io.BytesIO) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+def _read(file: io.BytesIO, device: str = "cpu") -> Any:
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def _is_readable(state: Any) -> bool:
@@ -220,7 +220,5 @@ def model_state(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     packed = tensors.get(CHECKPOINT_NAME)
     if packed is None:
         return tensors
-    state: Mapping[str, Tensor] = torch.load(
-        io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True
-    )["model"]
+    state: Mapping[str, Tensor] = _read(io.BytesIO(packed.numpy().tobytes()))["model"]
     return state

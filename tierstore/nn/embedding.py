@@ -52,16 +52,17 @@ class TieredEmbedding(TieredModule):
         """
         shape = (*require_tensor(input, "input").shape, self.embedding_dim)
         if self.padding_idx is not None and self.rows.requires_grad and torch.is_grad_enabled():
-            self._write_padding(torch.tensor([self.padding_idx]))
+            self._write_padding()
         return self._run((input,), (input,), shape)
 
-    def _write_padding(self, row: Tensor) -> None:
+    def _write_padding(self) -> None:
         """Zeros, unless it was written or the table is only read."""
         table = self.table
         if (
             self._written_at != (at := table.store.shown.changes)
             and not table.store.readonly | table.layout.is_quantized
         ):
+            row = torch.tensor([self.padding_idx])
             if torch.equal(table.read(row).float(), self._empty):
                 table.write(row, torch.zeros((1, self.embedding_dim), dtype=table.layout.torch_dtype))
             self._written_at = at

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..settings.names import nearest
 from ..settings.sections import described, read_toml
+from ..system.hosts import address
 from .config import ServeConfig
 
 if TYPE_CHECKING:
@@ -73,10 +74,9 @@ def serve(options: argparse.Namespace) -> int:
 
     def tell(ports: "Ports") -> None:
         scheme = "https" if config.tls_certificate else "http"
-        host, admin = (f"[{each}]" if ":" in each else each for each in (config.host, config.admin_host))
-        places = [f"REST {scheme}://{host}:{ports.rest}"]
-        places += [f"gRPC {host}:{ports.grpc}"] if ports.grpc >= 0 else []
-        places += [f"status {scheme}://{admin}:{ports.admin}/"] if ports.admin >= 0 else []
+        places = [f"REST {scheme}://{address(config.host, ports.rest)}"]
+        places += [f"gRPC {address(config.host, ports.grpc)}"] if ports.grpc >= 0 else []
+        places += [f"status {scheme}://{address(config.admin_host, ports.admin)}/"] if ports.admin >= 0 else []
         print(f"ready: {', '.join(places)}", flush=True)
 
     is_said = _WAIT_POLICY in os.environ

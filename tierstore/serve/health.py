@@ -5,6 +5,7 @@ import ssl
 
 import grpc
 
+from ..system.hosts import address
 from .grpc.messages import HEALTH_SERVICE
 
 
@@ -26,6 +27,6 @@ async def ask_rest(host: str, port: int, *, is_tls: bool) -> None:
 
 async def ask_grpc(host: str, port: int) -> None:
     """grpc.RpcError unless there is an answer."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(address(host, port), options=options) as channel:
         await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"")

@@ -115,8 +115,10 @@ class Catalog:
     def show(self, version: Version) -> None:
         """Take over what a version keeps beside rows. FormatError if a table of it is not here."""
         version.require_of(self._manifest)
+        states = list(version.tables.values())  # by place, whatever the tables' names were
         for table in self.tables.values():
-            table.restore(version.state_of(table.index, table.config))
+            is_known = table.index < len(states)
+            table.restore(states[table.index] if is_known else TableState(0, table.config.optimizer.lr))
         self.shown.version, self.shown.committed = version, self.num_changes
 
     # One more table
@@ -195,7 +197,7 @@ class Catalog:
         """
         assert self._read_manifest is not None, "nobody else commits to a store in memory"
         manifest, entered = version.manifest_of(self._read_manifest()), self._entered
-        shapes = manifest.shapes
+        shapes, shown = manifest.shapes, self._manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
         for index, before in enumerate(self._manifest.tables[: len(shapes)]):
             after = manifest.tables[index]
@@ -205,7 +207,7 @@ class Catalog:
                     "the store again"
                 )
             if after.is_dropped:  # it is shown for now
-                shapes[index] = self._manifest.shapes[index]
+                shapes[index] = shown[index]
         for index, config in enumerate(manifest.tables):
             if index >= len(self._manifest.tables):
                 self._require_supported(config)

@@ -21,7 +21,7 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import TableError
 from ..io import ColdTier
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..rows import KEY_ROW_BITS
 from ..system.sizes import format_count
 from .catalog import Catalog
 from .pools import Pools
@@ -99,14 +99,12 @@ def _copy(cold: ColdTier, table: Table, config: TableConfig, place: int, epoch: 
         for first in range(0, len(part), step):
             rows = part[first : first + step]
             slots, present = np.arange(len(rows), dtype=np.int32), np.empty(len(rows), np.bool_)
-            weights, state = (np.zeros((len(rows), words), np.uint64) for words in _words(before))
+            weights, state = (
+                np.zeros((len(rows), words), np.uint64) for words in (before.weight_words, before.state_words)
+            )
             cold.read(rows | (table.index << KEY_ROW_BITS), slots, weights, state, present)
             state = np.zeros((len(rows), after.state_words), np.uint64)
             state.view(np.float32)[:, : after.state_dim] = config.optimizer.initial_state
             cold.write(rows | (place << KEY_ROW_BITS), slots, weights, state, epoch=epoch)
             count += len(rows)
     return count
-
-
-def _words(layout: RowLayout) -> tuple[int, int]:
-    return layout.weight_words, layout.state_words

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import TierstoreError
-from ..io import ROW_FILE_NAME
+from ..io.files import FILE_NAMES, ROW_FILE_NAME
 from ..system.durable import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent
@@ -112,7 +112,7 @@ def _remove_unused(directory: Path) -> None:
         if tier.last_version:
             return
         (directory / MANIFEST_NAME).unlink()
-    for name in (ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", "rows.anchor", "rows.before", "writer.lock"):
+    for name in FILE_NAMES:
         (directory / name).unlink(missing_ok=True)
 
 

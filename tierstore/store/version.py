@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..config import TableConfig
 from ..errors import DamagedError, FormatError
 from ..system.excerpt import excerpt
 from .lineage import NO_LINEAGE, Lineage
@@ -75,11 +74,6 @@ class Version(NamedTuple):
         if ORIGIN_KEY not in self.extra:
             return manifest
         return replace(manifest, tables=manifest.tables[: len(self.tables)])
-
-    def state_of(self, index: int, config: TableConfig) -> TableState:
-        """Of the table in a place, whatever its name was."""
-        states = list(self.tables.values())
-        return states[index] if index < len(states) else TableState(0, config.optimizer.lr)
 
     def require_of(self, manifest: Manifest) -> None:
         """FormatError unless all its tables are among the manifest's, and it has the rows of those that were moved."""

@@ -1,7 +1,6 @@
 """One server's side of an update, as its trainer sees it: HTTP by the standard library."""
 
 import http.client
-import ipaddress
 import itertools
 import json
 import logging
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from ..errors import TierstoreError
 from ..system.excerpt import excerpt
 from ..system.forks import disown_in_forks
+from ..system.hosts import is_loopback
 from .apply import Applied
 from .delta import Update
 from .origin import Origin
@@ -29,16 +29,7 @@ ATTEMPTS: Final = 6
 FIRST_PAUSE_SECONDS: Final = 0.5
 """Before the second attempt; twice as long before each further one."""
 _MAX_ANSWER_BYTES: Final = 1 << 20
-
-
 _LOG: Final = logging.getLogger("tierstore.updates")
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class PublishError(TierstoreError):
@@ -57,7 +48,7 @@ class AdminClient:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=_TIMEOUT_SECONDS)
         self._path = parts.path.rstrip("/")
-        if token is not None and parts.scheme == "http" and not _is_this_machine(parts.hostname):
+        if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname):
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and whoever listens may change its rows: %s", url, way_out)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}

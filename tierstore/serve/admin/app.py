@@ -1,6 +1,5 @@
 """The admin port: what an operator may do, and who is one."""
 
-import ipaddress
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import DiskFullError, TierstoreError
+from ...system.hosts import is_loopback, is_loopback_address
 from ..bearer_token import Token
 from ..messages import ServeError
 
@@ -113,7 +113,7 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
     """
     way_out = "; set an admin token to serve others"
     client = scope.get("client")
-    if client is None or not _is_loopback_address(client[0]):
+    if client is None or not is_loopback_address(client[0]):
         return "only this machine is served" + way_out
     if any(name in headers for name in _FORWARDED):
         return "a request that a proxy forwards is not served" + way_out
@@ -123,21 +123,12 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
     return None
 
 
-def _is_loopback_address(text: str) -> bool:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
 def _is_loopback_host(host: str) -> bool:
     matched = _HOST.fullmatch(host)
     if matched is None:
         return False
     name = matched["address"] or matched["name"]
-    return name.lower() == "localhost" or _is_loopback_address(name)
+    return is_loopback(name)
 
 
 def _is_meant(headers: Headers) -> bool:

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from grpc import aio
 
+from ...system.hosts import address
 from ..base import Engine
 from ..limits import Limits
 from ..tls import Tls
@@ -80,7 +81,7 @@ class GrpcServer:
     ) -> None:
         self._limits = limits or Limits()
         self._service = InferenceService(engine, self._limits, token)
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._address = address(host, port)
         self._reuse_port = reuse_port
         self._credentials = None if tls is None else tls.credentials()
         self._server: Any = None

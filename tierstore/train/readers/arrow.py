@@ -12,14 +12,13 @@ import numpy as np
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
 from ...system.excerpt import excerpt, excerpt_names
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
-from .categories import Categories, are_whole, exact_bits, read_texts
+from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_texts
 from .files import files_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_REASON: Final = 200
-_MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
 
@@ -257,7 +256,7 @@ class _Record:
             values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
             if values.dtype == np.uint64:
                 expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
-                self._check_elements(name, elements, values <= _MAX_CATEGORY, ends, expected)
+                self._check_elements(name, elements, values <= MAX_CATEGORY, ends, expected)
             elif values.min(initial=0) < 0:
                 self._check_elements(name, elements, values >= 0, ends, "an integer from 0 on; null is missing")
         else:

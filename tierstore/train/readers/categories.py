@@ -18,7 +18,8 @@ MISSING: Final = -1
 _FNV_BASIS: Final = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME: Final = np.uint64(0x100000001B3)
 _MAX_DIGITS: Final = 19
-_MAX_CATEGORY: Final = np.uint64((1 << 63) - 1)
+MAX_CATEGORY: Final = np.iinfo(np.int64).max
+_MAX_CATEGORY: Final = np.uint64(MAX_CATEGORY)  # for the kernel
 _ZERO: Final = 48
 _POINT: Final = 46
 

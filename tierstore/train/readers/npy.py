@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from ...kernels.arrays import Bools, Int64s
 from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
-from .categories import MISSING, Categories, are_whole, exact_bits
+from .categories import MAX_CATEGORY, MISSING, Categories, are_whole, exact_bits
 
 _MAX_REASON: Final = 200
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
-_MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _UNREADABLE: Final = (
     ArithmeticError,
     EOFError,
@@ -130,7 +129,7 @@ def _read_categories(path: Path, begin: int, array: NDArray[Any]) -> Int64s:
         _check(path, begin, array, are_whole(array), expected)
         array = np.where(np.isnan(array), MISSING, array)
     if array.dtype.kind == "u":
-        _check(path, begin, array, array <= _MAX_CATEGORY, "below 2**63")
+        _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
     return array.astype(np.int64)
 
 
