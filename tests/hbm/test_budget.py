@@ -189,13 +189,16 @@ def test_a_large_budget_over_small_tables_does_no_harm(store_dir: Path) -> None:
         use(store)
 
 
-@pytest.mark.parametrize("hbm", [0, "1% of tables"])
+@pytest.mark.parametrize("hbm", [0, "1% of tables", "0.0000001% of tables"])
 def test_a_share_of_small_tables_is_as_little_as_a_store_needs(tmp_path: Path, hbm: str | int) -> None:
     shape = {"num_embeddings": 1000, "embedding_dim": 8, "optimizer": optim.Adagrad}
     with make(tmp_path / "store", [shape, shape | {"embedding_dim": 4}], ddr="1% of tables", hbm=hbm) as store:
         use(store)
         assert store.stats().ddr.bytes < 1 << 20
         assert 0 < store.stats().ddr.capacity_rows < 2000
+        rows = torch.arange(1000)
+        for table in store.tables.values():
+            assert table.pooled(rows, torch.arange(1001), mode="max").equal(table.read(rows))
         assert {table.config.optimizer for table in store.tables.values()} == {optim.Adagrad()}
     with make(tmp_path / "other", [shape], ddr="1KiB") as store, pytest.raises(BudgetError, match="too little"):
         use(store)

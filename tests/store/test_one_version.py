@@ -1,5 +1,6 @@
 """Lookups beside a change of version in another thread: each shows rows of one version."""
 
+import ctypes
 import itertools
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 import tierstore
 from tierstore.pool import direct
 from tierstore.store import Store
+from tierstore.store.table import Table
 
 ROWS, DIMS = 150, {"a": 40, "b": 48}
 EVERY, STARTS = torch.arange(ROWS), torch.arange(0, ROWS, 2)
@@ -120,6 +122,37 @@ def test_while_rows_come_in(writer: Store, where: str) -> None:
             assert reader["a"].read(EVERY).flatten().tolist() == [value] * ROWS * DIMS["a"]
 
 
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", ["read", "max", "bag", "collection"])
+def test_when_a_pool_was_just_found(writer: Store, where: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tierstore.open(writer.directory, mode="r", policy="lru", **PLACES[where]) as reader:
+        look_up, calls, turn = _lookups(reader)[kind], itertools.count(), -1
+        pool_of = Table.pool.fget
+        assert pool_of is not None
+
+        def found(table: Table) -> Any:
+            pool = pool_of(table)
+            if table.store is reader and next(calls) == turn:
+                thread = threading.Thread(target=reader.refresh)
+                thread.start()
+                thread.join(0.05)  # no longer, as it may wait for this lookup
+                threads.append(thread)
+            return pool
+
+        look_up()
+        monkeypatch.setattr(Table, "pool", property(found))
+        for turn in range(6):
+            _put(writer, turn + 1)
+            writer.commit()
+            calls, threads = itertools.count(), list[threading.Thread]()
+            rows = look_up()
+            assert rows.min() == rows.max()
+            for thread in threads:
+                thread.join()
+            reader.refresh()
+            assert look_up().min() == look_up().max() == (turn + 1) * (2 if kind == "bag" else 1)
+
+
 @pytest.mark.parametrize("kind", ["pooled", "bag"])
 def test_while_rows_are_added_up(writer: Store, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with tierstore.open(writer.directory, mode="r", ddr="2MiB") as reader:
@@ -127,18 +160,29 @@ def test_while_rows_are_added_up(writer: Store, kind: str, monkeypatch: pytest.M
         look_up()
         _put(writer, 1)
         writer.commit()
-        for name in ("pool_at", "look_up"):
-            monkeypatch.setattr(direct, name, _torn(getattr(direct, name), reader.refresh))
+        for name, written in _WRITTEN.items():
+            monkeypatch.setattr(direct, name, _torn(getattr(direct, name), written, reader.refresh))
         found = look_up()
         assert found.min() == found.max() == (2 if kind == "bag" else 1)
 
 
-def _torn(run: Callable[..., Any], change: Change) -> Callable[..., Any]:
-    """A kernel, whose last arguments are ``out`` and two more, with a change after half of its work."""
+def _at(address: int, count: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+_WRITTEN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "pool_at": lambda arguments: _at(arguments[7], arguments[5] * DIMS["a"]),
+    "look_up": lambda arguments: arguments[-3],
+}
+"""By kernel: what it writes, given its arguments."""
+
+
+def _torn(run: Callable[..., Any], written: Callable[[tuple[Any, ...]], Any], change: Change) -> Callable[..., Any]:
+    """A kernel with a change after half of its work."""
 
     def call(*arguments: Any) -> Any:
         run(*arguments)
-        out = arguments[-3]
+        out = written(arguments)
         first_half = out[: len(out) // 2].copy()
         thread = threading.Thread(target=change)
         thread.start()

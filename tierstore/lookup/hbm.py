@@ -23,7 +23,7 @@ from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
 from .on_device import OnDevice
-from .tables import Ready, RowGradients, by_table
+from .tables import Ready, RowGradients, by_table, in_pool_of
 
 
 class HbmLookup(OverJoined):
@@ -137,10 +137,14 @@ class HbmLookup(OverJoined):
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
+        table = self.joined.tables[0]
         if self._is_empty:
             for column in self.joined.columns.tolist():
-                out[:, column : column + self.joined.tables[0].layout.dim] = 0
+                out[:, column : column + table.layout.dim] = 0
             return
+        in_pool_of(table, lambda _pool: self._forward(out, keep=keep))
+
+    def _forward(self, out: Tensor, *, keep: bool) -> None:
         with self._on_device() as (rows, batch):
             if self._mode == kernels.MAX:
                 shape = self.joined.num_bags, rows.layout.dim

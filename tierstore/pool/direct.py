@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
-from ..kernels.jit import JIT_ENABLED, kernel, uncounted_kernel
+from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
 NOT_OFFSETS: Final = -3
@@ -30,7 +30,8 @@ _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-_NUM_WORDS: Final = _ARGUMENTS + 30
+NUM_ARGUMENTS: Final = 30
+_NUM_WORDS: Final = _ARGUMENTS + NUM_ARGUMENTS
 
 
 class Split(NamedTuple):
@@ -184,6 +185,30 @@ if JIT_ENABLED:
 
         return types.voidptr(types.int64), generate
 
+    @inline
+    def _lay_out(
+        a: Int64s, starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int,
+        scale: Floats, weights: Weights, dim: int, half: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+    ) -> None:  # fmt: skip
+        """What ``_body`` finds in the words, but for ids, bags, the batch, the mode and what is written."""
+        a[3], a[4], a[5], a[6] = _address(starts), _address(firsts), _address(num_rows), starts.shape[0]
+        a[10], a[11], a[12], a[13] = _address(flags), flags.shape[0], asked, wanted
+        a[14], a[15] = _address(scale), scale.shape[0]
+        a[17], a[18], a[19] = _address(weights), weights.shape[0], weights.shape[1]
+        a[20], a[21], a[22] = dim, half, _address(columns)
+        a[26], a[27] = _address(arg_max), arg_max.shape[0]
+        a[28], a[29] = _address(slots), slots.shape[0]
+
+    @inline
+    def _share(place: int, words: Int64s, body: int, team: int, parts: int, threads: int) -> Any:
+        """Have threads look up what is laid out."""
+        words[_NEXT], words[_ARGUMENTS] = 0, parts
+        _run_body(team, body, place, threads)
+        for part in range(parts):
+            if words[_STATUS + part] != kernels.DONE:
+                return words[_STATUS + part]
+        return np.int64(kernels.DONE)
+
     @kernel
     def look_up_at(
         ids: int, num_ids: int, bag_starts: Int64s, body: int, team: int, parts: int, threads: int,
@@ -201,38 +226,36 @@ if JIT_ENABLED:
         """
         place = _stack_words()
         words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
-        words[_NEXT] = 0
         a = words[_ARGUMENTS:]
-        a[0], a[1], a[2], a[3] = parts, ids, num_ids, _address(starts)
-        a[4], a[5] = _address(firsts), _address(num_rows)
-        a[6], a[7], a[8], a[9], a[10] = (
-            starts.shape[0],
-            batch,
-            _address(bag_starts),
-            bag_starts.shape[0],
-            _address(flags),
-        )
-        a[11], a[12], a[13], a[14], a[15] = flags.shape[0], asked, wanted, _address(scale), scale.shape[0]
-        a[16], a[17], a[18], a[19] = mode, _address(weights), weights.shape[0], weights.shape[1]
-        a[20], a[21], a[22], a[23] = dim, half, _address(columns), _address(out)
-        a[24], a[25], a[26], a[27] = out.shape[0], out.shape[1], _address(arg_max), arg_max.shape[0]
-        a[28], a[29] = _address(slots), slots.shape[0]
-        _run_body(team, body, place, threads)
-        for part in range(parts):
-            if words[_STATUS + part] != kernels.DONE:
-                return words[_STATUS + part]
-        return np.int64(kernels.DONE)
+        _lay_out(a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, half, columns, arg_max, slots)
+        a[1], a[2], a[7], a[8], a[9] = ids, num_ids, batch, _address(bag_starts), bag_starts.shape[0]
+        a[16], a[23], a[24], a[25] = mode, _address(out), out.shape[0], out.shape[1]
+        return _share(place, words, body, team, parts, threads)
+
+    @kernel
+    def laid_out(
+        starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
+        weights: Weights, dim: int, half: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+    ) -> Int64s:  # fmt: skip
+        """int64 [``NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
+        arrays must outlive them."""
+        a = np.zeros(NUM_ARGUMENTS, np.int64)
+        _lay_out(a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, half, columns, arg_max, slots)
+        return a
 
     @kernel
     def pool_at(
-        ids: int, num_ids: int, offsets: int, bags: int, body: int, team: int, parts: int, threads: int,
-        starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
-        mode: int, weights: Weights, dim: int, half: int, columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s,
+        arguments: Int64s, num_flags: int, ids: int, num_ids: int, offsets: int, bags: int, mode: int, out: int,
+        body: int, team: int, parts: int, threads: int,
     ) -> Any:  # fmt: skip
-        """``look_up_at`` of one feature, whose offsets are a caller's.
+        """``look_up_at`` of one table and feature, whose offsets are a caller's. Numbers are passed ten times as fast
+        as arrays.
 
         Args:
+            arguments: of ``laid_out``.
+            num_flags: how many of its flags there are to be looked at.
             offsets: address of int64 [bags + 1].
+            out: address of float32 [bags, dim].
 
         Returns:
             ``NOT_OFFSETS`` too, if they are none.
@@ -240,10 +263,14 @@ if JIT_ENABLED:
         bag_starts = np.empty(bags + 1, np.int64)
         if not kernels.copy_offsets(carray(_pointer(offsets), (bags + 1,), np.int64), num_ids, bag_starts):
             return np.int64(NOT_OFFSETS)
-        return look_up_at(
-            ids, num_ids, bag_starts, body, team, parts, threads, starts, firsts, num_rows, bags, flags, asked, wanted,
-            scale, mode, weights, dim, half, columns, out, arg_max, slots,
-        )  # fmt: skip
+        place = _stack_words()
+        words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
+        a = words[_ARGUMENTS:]
+        for i in range(NUM_ARGUMENTS):
+            a[i] = arguments[i]
+        a[1], a[2], a[7], a[8], a[9] = ids, num_ids, bags, _address(bag_starts), bag_starts.shape[0]
+        a[11], a[16], a[23], a[24], a[25] = num_flags, mode, out, bags, a[20]
+        return _share(place, words, body, team, parts, threads)
 
     @functools.cache
     def _body(id_type: Any, weight_type: Any) -> Any:

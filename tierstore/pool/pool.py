@@ -48,7 +48,8 @@ class Pool:
         arena: the rows in DDR, as kernels read them, and the locks over them.
         cache: which rows are there.
         pins, filler, leases, transfers, writeback: see the module's docstring.
-        hot: the tier above, in device memory, or None. It may hold newer rows.
+        hot: the tier above, in device memory, or None, from first use on: whoever finds a pool that is closed meanwhile
+            must not take it for one without. It may hold newer rows.
 
     Args:
         read: brings rows in; default: as ``cold`` has them.
@@ -168,9 +169,8 @@ class Pool:
     def close(self) -> None:
         """Refuse further use."""
         self.arena.refuse()
-        hot, self.hot = self.hot, None  # else device memory is held as long as the pool
-        if hot is not None:
-            hot.close()
+        if self.hot is not None:
+            self.hot.close()
 
     @property
     def is_clean(self) -> bool:

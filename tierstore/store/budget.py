@@ -104,7 +104,7 @@ def divide_hbm(
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
     least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
     most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
-    if budget and is_share_of_tables(given):
+    if is_share_of_tables(given):
         budget = max(budget, sum(least.values()))
     if budget < sum(least.values()):
         raise BudgetError(

@@ -198,11 +198,11 @@ class Pools:
 
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize | FullSize]:
     """Empty without a device tier."""
+    if not memory.has_hbm:
+        return {}
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
     if memory.device.type == "cpu":
         require_memory(budget, f"hbm={memory.hbm!r}")
-        if not budget:
-            return {}
     return divide_hbm(budget, rows, policy=memory.policy, given=memory.hbm)
 
 

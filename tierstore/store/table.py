@@ -393,7 +393,8 @@ class Table(Unpicklable):
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
-            memory, shown = self._in_memory, self.store.shown
+            store = self.store
+            memory, shown = self._in_memory, store.shown
             before = shown.changes
             try:
                 pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
@@ -403,8 +404,8 @@ class Table(Unpicklable):
                 refuse_transforms()
                 raise
             if pooled is not None:
-                if self.store.recorder is not None:
-                    self.store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), offsets.numpy())
+                if store.recorder is not None:
+                    store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), offsets.numpy())
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
