@@ -14,6 +14,7 @@ from ..config import require_int
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
+from ..kernels.simd import item
 from ..rows import KEY_ROW_BITS, ROW_MASK
 from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, Admission, AdmitStatus, CacheCounters, Listing, Pinned
 from .books import NUM_TALLIES, Tally
@@ -38,6 +39,8 @@ _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
 
 _RESIDENT: Final = int(Tally.RESIDENT)
+_EIGHT: Final = 8
+_ONES: Final = np.uint64(0x0101010101010101)
 _FILLED: Final = int(Tally.FILLED)
 _PINNED: Final = int(Tally.PINNED)
 _LOOKUPS: Final = int(Tally.LOOKUPS)
@@ -101,6 +104,9 @@ class FullCache(HostCache):
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
         return self.numbering.keys_at(slots)
+
+    def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
+        _move_flags(self.flags, self.tallies, old, int(old_tally), new, int(new_tally))
 
     def is_loading(self, slots: Int32s) -> bool:
         return self.tallies.item(_FILLED) != self.tallies.item(_RESIDENT) and super().is_loading(slots)
@@ -242,6 +248,21 @@ def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
         tallies[_HITS] += number[slots[i]] == i
     tallies[_LOOKUPS] += slots.size
     return NOTHING_WRONG
+
+
+@kernel
+def _move_flags(flags: Bytes, tallies: Int64s, old: int, old_tally: int, new: int, new_tally: int) -> None:
+    """Replace one flag by another in every slot that has it. Most eights of slots have none, and are one word to look
+    at: slot by slot this takes seven times as long."""
+    moved, words = 0, flags[: flags.size // _EIGHT * _EIGHT].view(np.uint64)
+    for first in range(0, flags.size, _EIGHT):
+        if first >= words.size * _EIGHT or item(words, first // _EIGHT) & (_ONES * np.uint64(old)) != 0:
+            for slot in range(first, min(first + _EIGHT, flags.size)):
+                if flags[slot] & old:  # no other slot's memory is written
+                    flags[slot] ^= old | new
+                    moved += 1
+    tallies[old_tally] -= moved
+    tallies[new_tally] += moved
 
 
 @kernel

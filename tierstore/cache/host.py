@@ -316,11 +316,9 @@ def _move_flags(flags: Any, tallies: Int64s, old: int, old_tally: int, new: int,
     """Replace one flag by another in every slot that has it."""
     moved = 0
     for slot in range(flags.size):
-        moved += flags[slot] & old != 0
-    # Counted in this loop, they would keep it from being done in vectors.
-    for slot in range(flags.size):
         if flags[slot] & old:  # no other slot's memory is written
             flags[slot] ^= old | new
+            moved += 1
     tallies[old_tally] -= moved
     tallies[new_tally] += moved
 
