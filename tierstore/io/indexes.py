@@ -130,28 +130,32 @@ def read_ahead(count: int, size: int, queue: Callable[[slice], None]) -> Iterato
             executor.shutdown(cancel_futures=True)
 
 
-def _look_at(tree: Tree, stored: Stored) -> Iterator[tuple[slice, Int64s]]:
-    """Fill in what indexes say, where they are what was written; by part, the SegmentStatus of each."""
+def _look_at(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterator[tuple[slice, Stored, Int64s]]:
+    """Parts with what their indexes say, where these are what was written, and the SegmentStatus of each segment.
+
+    Args:
+        order: of parts that are copies, so that few are in memory; else all is filled in where it lies.
+    """
     file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
 
     def queue(part: slice) -> None:
-        inside = stored["first_page"][part]
+        inside = stored["first_page"][part if order is None else order[part]]
         starts = inside[inside < limit] * page_bytes
         queue_parts(file_map.address, starts, starts + page_bytes)
 
     for part in read_ahead(len(stored), _PART_SEGMENTS, queue):
-        own, since = stored[part], file_map.guard.begin()
+        own, since = stored[part if order is None else order[part]], file_map.guard.begin()
         statuses = np.zeros(len(own), np.int64)
         _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
         if not file_map.guard.is_clean(since):
             refused = file_map.guard.refused(since)
             statuses[refused.meet(*byte_ranges(own, page_bytes))] = refused_status(file_map.guard, refused)
-        yield part, statuses
+        yield part, own, statuses
 
 
 def look_at_indexes(tree: Tree, stored: Stored) -> Int64s:
     """Fill in what the indexes say of these segments, where they are what was written; the SegmentStatus of each."""
-    return np.concatenate([np.zeros(0, np.int64), *(statuses for _, statuses in _look_at(tree, stored))])
+    return np.concatenate([np.zeros(0, np.int64), *(statuses for _, _, statuses in _look_at(tree, stored))])
 
 
 def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
@@ -166,8 +170,8 @@ def read_indexes(tree: Tree, stored: Stored) -> Stored:
         DamagedError: one is not what was written, or cannot be read.
     """
     stored = stored.copy()
-    for part, statuses in _look_at(tree, stored):
-        _require_sound(tree, stored[part], statuses)
+    for _, own, statuses in _look_at(tree, stored):
+        _require_sound(tree, own, statuses)
     return stored
 
 
@@ -179,10 +183,8 @@ def read_parts(tree: Tree, stored: Stored) -> Iterator[Stored]:
     Raises:
         DamagedError: as ``read_indexes``.
     """
-    stored = stored[np.argsort(stored["first_page"])]
     last_told = time.monotonic()
-    for part, statuses in _look_at(tree, stored):
-        own = stored[part]
+    for part, own, statuses in _look_at(tree, stored, np.argsort(stored["first_page"])):
         _require_sound(tree, own, statuses)
         yield own
         if part.stop < len(stored) and time.monotonic() - last_told > _TOLD_EVERY_SECONDS:
