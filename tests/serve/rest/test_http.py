@@ -234,7 +234,7 @@ def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: 
 
     headers = {b"content-encoding": encoding.encode()}
     with Budget(1 << 30, "").hold() as held, pytest.raises(ServeError) as caught:
-        asyncio.run(read_body(held, 1000, headers, receive))
+        asyncio.run(read_body(held, 1000, headers, receive, asyncio.Lock()))
     assert caught.value.status is status
 
 

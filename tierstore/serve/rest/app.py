@@ -20,7 +20,7 @@ from ..front import SERVER, Front
 from ..limits import Limits
 from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
-from .body import read_body
+from .body import LONG_BYTES, read_body
 from .infer_body import MAX_ID_CHARACTERS, InferCall, count_slow_elements, parse_infer, write_infer
 from .protocol import UNDER_WAY
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
@@ -28,8 +28,6 @@ from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
-_LONG_BYTES: Final = 1 << 20
-"""Of a body that would hold up the event loop: to copy 64 MiB into memory that is new takes some 0.1 s."""
 
 
 class RestApp:
@@ -39,6 +37,7 @@ class RestApp:
         self._engine = engine
         self.front = Front(engine, "http", limits or Limits(), token)
         self._is_parsing = asyncio.Lock()
+        self._long_bodies = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,11 +114,11 @@ class RestApp:
             with self.front.requests.hold() as held:
                 with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.require(model, version)
-                    parts = await read_body(held, self.front.limits.body_bytes, headers, receive)
+                    parts = await read_body(held, self.front.limits.body_bytes, headers, receive, self._long_bodies)
                 parse = partial(self._parse, parts, headers, model, version, given_id, f"{scope.get('client')}")
                 with _while_connected(scope):
                     with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                        call = parse() if held.size < _LONG_BYTES else await self._parse_beside(parse)
+                        call = parse() if held.size <= LONG_BYTES else await self._parse_beside(parse)
                     request_id = call.request.id
                     del parts, parse
                     reply = await self._infer_and_write(call)
