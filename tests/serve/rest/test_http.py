@@ -20,7 +20,7 @@ from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_en
 from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest.app import RestApp
-from tierstore.serve.rest.body import read_body
+from tierstore.serve.rest.body import LONG_BYTES, read_body
 from tierstore.serve.rest.server import HttpServer, listen
 from tierstore.serve.tls import Tls
 
@@ -236,6 +236,28 @@ def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: 
     with Budget(1 << 30, "").hold() as held, pytest.raises(ServeError) as caught:
         asyncio.run(read_body(held, 1000, headers, receive, asyncio.Lock()))
     assert caught.value.status is status
+
+
+def test_long_bodies_wait_for_their_turn_and_short_ones_for_none() -> None:
+    async def read(num_parts: int, turn: asyncio.Lock) -> int:
+        parts = iter(range(num_parts))
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": bytes(LONG_BYTES), "more_body": next(parts) < num_parts - 1}
+
+        with Budget(1 << 30, "").hold() as held:
+            return sum(map(len, await read_body(held, 1 << 30, {}, receive, turn)))
+
+    async def read_beside() -> None:
+        turn = asyncio.Lock()
+        async with turn:
+            long = asyncio.create_task(read(3, turn))
+            assert await read(1, turn) == LONG_BYTES
+            await asyncio.sleep(0.01)
+            assert not long.done()
+        assert await long == 3 * LONG_BYTES
+
+    asyncio.run(read_beside())
 
 
 def test_bodies_that_are_too_large(client: httpx.Client, server: RestServer) -> None:
