@@ -15,15 +15,15 @@ from tierstore.serve.messages import ServeError, Status
 ACTIONS = st.lists(st.tuples(st.sampled_from(["begin", "arrive", "wait", "leave"]), st.integers(0, 5)), max_size=60)
 
 
-@given(ACTIONS)
+@given(ACTIONS, st.sampled_from([3, 8]), st.integers(0, 12))
 def test_no_more_arrive_than_there_are_places_and_no_connection_keeps_another_out(
-    actions: list[tuple[str, int]],
+    actions: list[tuple[str, int]], num_places: int, num_first: int
 ) -> None:
     """Connection 0 is the one that begins most calls; the others have few."""
     loop = SteppedLoop()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(arrivals.time, "monotonic", loop.time)
-        places = Arrivals(3)
+        places = Arrivals(num_places)
         reading: list[asyncio.Future[str]] = []
         calls: list[tuple[str, asyncio.Task[Any]]] = []
 
@@ -41,7 +41,7 @@ def test_no_more_arrive_than_there_are_places_and_no_connection_keeps_another_ou
             loop.settle()
             return task
 
-        for action, number in actions:
+        for action, number in [("begin", 1)] * num_first + actions:
             if action == "begin":
                 begin("many" if number else f"few {len(calls)}")
             elif action == "arrive" and reading:
@@ -51,9 +51,10 @@ def test_no_more_arrive_than_there_are_places_and_no_connection_keeps_another_ou
             else:
                 loop.advance(0.015)
             loop.settle()
-            assert len(reading) <= 3
+            assert len(reading) <= num_places
+            assert len(places._held.get("many", ())) <= num_places - num_places // 8
             assert places._num_held == sum(map(len, places._held.values())) == len(reading)
-            assert len(reading) == 3 or not places._waiting
+            assert all(map(places._is_full, places._waiting.values()))
         honest = begin("honest")
         loop.advance(0.1)
         loop.advance(0.1)

@@ -6,7 +6,6 @@ counts as that long. It keeps little of a call that is not read from (``grpc.htt
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -14,6 +13,8 @@ from ..messages import ServeError, Status
 
 _FRESH_SECONDS: Final = 0.02
 """For which nobody loses a place: a short message, which comes with its call, is there by then."""
+_KEPT_SHARE: Final = 8
+"""One place of so many is for connections that have none."""
 
 
 class _Place:
@@ -26,7 +27,8 @@ class _Place:
 
 class Arrivals:
     """Who receives. A call that finds no place takes the oldest of the connection that has most, unless its own has as
-    many; else it waits. So a client that sends messages in part keeps only its own calls out.
+    many; else it waits. So a client that sends messages in part keeps only its own calls out. Some places are kept for
+    connections without any: else each call of theirs would end one of that client, which would send another.
 
     Args:
         places: that there are.
@@ -36,7 +38,7 @@ class Arrivals:
         self._places = places
         self._held: dict[str, dict[_Place, None]] = {}  # by connection; oldest first
         self._num_held = 0
-        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._waiting: dict[asyncio.Future[None], str] = {}  # the connection of each, in the order of their coming
 
     async def receive(self, read: Callable[[], Awaitable[Any]], peer: str, seconds: float, what: str) -> Any:
         """What ``read`` gives of a connection, within the time.
@@ -47,7 +49,7 @@ class Arrivals:
         place: _Place | None = None
         try:
             async with asyncio.timeout(seconds) as timer:
-                if self._num_held >= self._places:
+                if self._is_full(peer):
                     await self._wait(peer)
                 place = _Place(peer, timer)
                 self._held.setdefault(peer, {})[place] = None
@@ -71,16 +73,22 @@ class Arrivals:
                 del self._held[place.peer]
             self._wake()
 
+    def _is_full(self, peer: str) -> bool:
+        """Whether there is no place for a connection."""
+        kept = self._places // _KEPT_SHARE if peer in self._held else 0
+        return self._num_held >= self._places - kept
+
     def _wake(self) -> None:
-        while self._waiting:
-            woken, _ = self._waiting.popitem(last=False)
-            if not woken.done():
+        """Wake who has waited longest of those for whom there is a place."""
+        for woken, peer in self._waiting.items():
+            if not (woken.done() or self._is_full(peer)):
+                del self._waiting[woken]
                 woken.set_result(None)
                 return
 
     async def _wait(self, peer: str) -> None:
         """Until there is a place."""
-        while self._num_held >= self._places:
+        while self._is_full(peer):
             busiest = max(self._held.values(), key=len)
             seconds = None
             if len(busiest) > len(self._held.get(peer, ())) + 1:
@@ -92,7 +100,7 @@ class Arrivals:
                     self._leave(oldest)
                     continue
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting[woken] = None
+            self._waiting[woken] = peer
             try:
                 async with asyncio.timeout(seconds):
                     await woken
