@@ -276,7 +276,7 @@ HELP = {
           --request-seconds SECONDS
                                 a request that gives no deadline has this one (default: 10.0)
           --body-bytes N        longest request over REST (default: 67108864)
-          --grpc-body-bytes N   longest request over gRPC; 1 GiB over this many may be arriving at a time (default:
+          --grpc-body-bytes N   longest request over gRPC; 512 MiB over this many may be arriving at a time (default:
                                 4194304)
           --connections N       connections at a time, of REST and of gRPC each (default: 1000)
           --receive-seconds SECONDS

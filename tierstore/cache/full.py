@@ -37,10 +37,11 @@ FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
+_EIGHT: Final = 8
+"""Flags of a byte each in a word."""
+_ONES: Final = np.uint64(0x0101010101010101)
 
 _RESIDENT: Final = int(Tally.RESIDENT)
-_EIGHT: Final = 8
-_ONES: Final = np.uint64(0x0101010101010101)
 _FILLED: Final = int(Tally.FILLED)
 _PINNED: Final = int(Tally.PINNED)
 _LOOKUPS: Final = int(Tally.LOOKUPS)

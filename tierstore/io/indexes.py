@@ -138,13 +138,16 @@ def _look_at(tree: Tree, stored: Stored, order: Int64s | None = None) -> Iterato
     """
     file_map, limit, page_bytes = tree.file_map.rows, tree.limit_pages(), tree.page_bytes
 
+    def chosen(part: slice) -> Any:
+        return part if order is None else order[part]
+
     def queue(part: slice) -> None:
-        inside = stored["first_page"][part if order is None else order[part]]
+        inside = stored["first_page"][chosen(part)]
         starts = inside[inside < limit] * page_bytes
         queue_parts(file_map.address, starts, starts + page_bytes)
 
     for part in read_ahead(len(stored), _PART_SEGMENTS, queue):
-        own, since = stored[part if order is None else order[part]], file_map.guard.begin()
+        own, since = stored[chosen(part)], file_map.guard.begin()
         statuses = np.zeros(len(own), np.int64)
         _read(file_map.words, file_map.address, page_bytes // 8, limit, own, statuses)
         if not file_map.guard.is_clean(since):

@@ -30,8 +30,8 @@ _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-NUM_ARGUMENTS: Final = 30
-_NUM_WORDS: Final = _ARGUMENTS + NUM_ARGUMENTS
+_NUM_ARGUMENTS: Final = 30
+_NUM_WORDS: Final = _ARGUMENTS + _NUM_ARGUMENTS
 
 
 class Split(NamedTuple):
@@ -237,9 +237,9 @@ if JIT_ENABLED:
         starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
         weights: Weights, dim: int, half: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
     ) -> Int64s:  # fmt: skip
-        """int64 [``NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
+        """int64 [``_NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
         arrays must outlive them."""
-        a = np.zeros(NUM_ARGUMENTS, np.int64)
+        a = np.zeros(_NUM_ARGUMENTS, np.int64)
         _lay_out(a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, half, columns, arg_max, slots)
         return a
 
@@ -266,7 +266,7 @@ if JIT_ENABLED:
         place = _stack_words()
         words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
         a = words[_ARGUMENTS:]
-        for i in range(NUM_ARGUMENTS):
+        for i in range(_NUM_ARGUMENTS):
             a[i] = arguments[i]
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, bags, _address(bag_starts), bag_starts.shape[0]
         a[11], a[16], a[23], a[24], a[25] = num_flags, mode, out, bags, a[20]

@@ -41,8 +41,8 @@ class InMemory:
         self._few = direct.few(self._dim)
         firsts = cache.first_slots(np.array([table_index], np.int64))
         self._range = int(firsts[0]), num_rows
-        self._kept = firsts, np.array([num_rows], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
-        firsts, limits, starts, columns = self._kept
+        limits, starts, columns = np.array([num_rows], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
+        self._kept = firsts, limits, starts, columns  # by their addresses in the arguments
         self._arguments = direct.laid_out(
             starts, firsts, limits, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
             arena.half, columns, NO_ARG_MAX, NO_INTS,

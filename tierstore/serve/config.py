@@ -54,7 +54,10 @@ class ServeConfig:
     request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")
     body_bytes: int = option(64 << 20, "longest request over REST", low=1024, high=_INT32_MAX)
     grpc_body_bytes: int = option(
-        4 << 20, "longest request over gRPC; 1 GiB over this many may be arriving at a time", low=1024, high=_INT32_MAX
+        4 << 20,
+        "longest request over gRPC; 512 MiB over this many may be arriving at a time",
+        low=1024,
+        high=_INT32_MAX,
     )
     connections: int = option(1000, "connections at a time, of REST and of gRPC each", low=1, high=_INT32_MAX)
     receive_seconds: float = option(30.0, "time for a request to arrive whole", low=0.001, high=86_400)

@@ -14,7 +14,8 @@ LARGE_RESPONSE_BYTES: Final = 64 << 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     body_bytes: int = 64 << 20  # longest request, and of a compressed one once inflated
-    # Requests under way, together; one beyond that is refused. And again those arriving over gRPC, each as the longest.
+    # Requests under way, together; one beyond that is refused. And again those arriving over gRPC, each as twice the
+    # longest.
     bodies_bytes: int = 1 << 30
     json_bytes: int = 2 << 20  # longest JSON in a request: while it is parsed nobody else is served
     elements: int = MAX_ELEMENTS  # numbers of a response in JSON or typed contents; more leave as binary only

@@ -1,7 +1,8 @@
 """Places for calls whose next message is on its way.
 
 gRPC keeps what has come of a message, up to the longest that is taken, and does not tell how much that is: so a place
-counts as that long. It keeps little of a call that is not read from (``grpc.http2.lookahead_bytes``).
+counts as twice that long, as gRPC takes more. It keeps little of a call that is not read from
+(``grpc.http2.lookahead_bytes``).
 """
 
 import asyncio
