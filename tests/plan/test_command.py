@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
-from tests.plan.placement.support import costs_of
 from tierstore.cli import entry as cli
 from tierstore.plan import plan_file, planning
 from tierstore.plan.parts import write_host
@@ -27,9 +26,6 @@ HELP = {
             gain      say what tiers would save
             curve     say how often memory of any size misses
             measure   measure this machine
-            measure-ranks
-                      measure what steps over ranks cost
-            place     decide which rank gets which tables
             parts     list the parts and hosts that plans know
             presets   list the workloads that plans know
             trace     make, convert and describe traces
@@ -116,38 +112,6 @@ HELP = {
           --traceback    show where in the code an error arose
         example:
           tierstore plan measure --dir . --json host.json
-    """,
-    "plan measure-ranks": """
-        usage: tierstore plan measure-ranks [-h] [--json PATH] [--optimizer NAME] [--seconds N] [--force]
-                                            [--traceback]
-        Time steps of sharded tables over the ranks that torchrun starts, for tierstore plan place.
-        options:
-          -h, --help        show this help message and exit
-          --json PATH       where they go (default: ranks.json)
-          --optimizer NAME  of the tables: sgd, rowwise_adagrad (default), adagrad or adam
-          --seconds N       of steps, about, beside some 30 to make tables (default: 60)
-          --force           replace PATH if it exists
-          --traceback       show where in the code an error arose
-        example:
-          torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json
-    """,
-    "plan place": """
-        usage: tierstore plan place [-h] --costs FILE [--trace TRACE] [--room SIZE] [--force] [--traceback]
-                                    WORKLOAD PLAN.json
-        Find how to shard a workload's tables over ranks, so that a training step takes the least time.
-        positional arguments:
-          WORKLOAD      a preset, or a workload file; its batch is that of all ranks
-          PLAN.json     the plan that is written, for open_sharded and ranks.plan
-        options:
-          -h, --help    show this help message and exit
-          --costs FILE  of the ranks, by tierstore plan measure-ranks
-          --trace TRACE what is looked up (default: Zipf's law, as the workload says)
-          --room SIZE   of each rank, for rows and optimizer state (default: no limit)
-          --force       replace PLAN.json if it exists
-          --traceback   show where in the code an error arose
-        examples:
-          tierstore plan place rmc2 plan.json --costs ranks.json
-          tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB
     """,
     "plan parts": """
         usage: tierstore plan parts [-h] [--sources] [--traceback]
@@ -314,12 +278,8 @@ def test_what_prevents_files_is_told_before_the_work(
 def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
     capsys.readouterr()
-    costs_of(2, optimizer=shop_workload().optimizer).save("ranks.json")
-    place = ["place", "--costs", "ranks.json", "shop.toml"]
     for words in (
         ["curve", "shop.npz", "--json", "shop.npz"],
-        [*place, "shop.toml"],
-        [*place, "./ranks.json"],
         ["trace", "generate", "--samples", "5", "shop.toml", "shop.toml"],
         ["trace", "convert", "shop.npz", "shop.npz"],
         ["trace", "describe", "shop.npz", "--json", "shop.npz"],
@@ -337,14 +297,12 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
 def test_what_is_there_is_replaced_by_force_alone(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
     out = plan_path.parent / "out.json"
-    costs_of(2, optimizer=shop_workload().optimizer).save("ranks.json")
-    for words in (["curve", "shop.npz", "--json"], ["place", "--costs", "ranks.json", "shop.toml"]):
-        out.write_text("before")
-        assert cli.main(["plan", *words, "out.json"]) == 1
-        assert "overwrite it with --force" in capsys.readouterr().err
-        assert out.read_text() == "before"
-        assert cli.main(["plan", *words, "out.json", "--force"]) == 0
-        json.loads(out.read_text())
+    out.write_text("before")
+    assert cli.main(["plan", "curve", "shop.npz", "--json", "out.json"]) == 1
+    assert "overwrite it with --force" in capsys.readouterr().err
+    assert out.read_text() == "before"
+    assert cli.main(["plan", "curve", "shop.npz", "--json", "out.json", "--force"]) == 0
+    json.loads(out.read_text())
 
 
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,11 +339,6 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
         (["trace", "describe", "nosuch.npz"], 1, "tierstore: "),
         (["trace", "convert", "plan.toml", "out.npz"], 2, "tierstore: "),
         (["curve", "nosuch.npz"], 1, "tierstore: "),
-        (
-            ["place", "shop.toml", "plan.json", "--costs", "shop.toml"],
-            2,
-            "tierstore: shop.toml: Expecting value: ",
-        ),
     ],
 )
 def test_errors_are_one_line_with_a_status(

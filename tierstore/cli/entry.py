@@ -17,6 +17,7 @@ from ..system.launch import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, TRACE, WARM_UP
+from .shard import SHARD
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -41,6 +42,11 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str, str]]] = 
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
 }
 """Flags that stand for one key of the run file: key, type, metavar, help."""
+_RENAMED: Final = {
+    ("plan", "measure-ranks"): ("shard", "measure"),
+    ("plan", "place"): ("shard", "plan"),
+}
+"""Former names of commands, which are still taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spelled_out(words: list[str]) -> list[str]:
-    """``plan FILE.toml`` is short for ``plan run FILE.toml``."""
+    """``plan FILE.toml`` is short for ``plan run FILE.toml``; former names stand for today's."""
+    for old, new in _RENAMED.items():
+        if tuple(words[: len(old)]) == old:
+            words = [*new, *words[len(old) :]]
+            print(f"tierstore {' '.join(old)} is now tierstore {' '.join(new)}", file=sys.stderr)
     group = _COMMANDS.get(words[0]) if len(words) > 1 else None
     if group is None or not group.of_file or words[1].startswith("-") or not Path(words[1]).suffix:
         return words
@@ -324,6 +334,7 @@ _COMMANDS: Final = {
     "backup": BACKUP,
     "compact": COMPACT,
     "reshard": RESHARD,
+    "shard": SHARD,
     "trace": TRACE,
     "export": EXPORT,
     "import": IMPORT,

@@ -1,9 +1,7 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
-import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
     from .accesses import Accesses
     from .curves import CurveOptions, MissRatioCurve
     from .plan_file import PlanFile
-
-_MEET_SECONDS: Final = 300
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -212,50 +208,6 @@ def _measure(options: argparse.Namespace) -> int:
     write_host(found.host, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
-    return 0
-
-
-def _measure_ranks(options: argparse.Namespace) -> int:
-    from ..system.launch import launched_rank
-    from ..train.rendezvous import meeting
-    from .placement import describe_costs
-    from .placement.measure import measure_ranks
-
-    rank = launched_rank()
-    if rank is None:
-        raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore plan measure-ranks")
-    if rank == 0:
-        _require_writable(options.json, [], force=options.force)
-    bar: Any = progress_bar("measuring", unit=" trials") if rank == 0 else contextlib.nullcontext()
-    with meeting(_MEET_SECONDS), bar as show:
-        found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
-    if rank == 0:
-        found.save(options.json, force=options.force)
-        print(describe_costs(found))
-    return 0
-
-
-def _place(options: argparse.Namespace) -> int:
-    from ..system.sizes import parse_size
-    from .placement import RankCosts, Search, describe_placement, expected_demand, measured_demand
-    from .presets import load_workload
-    from .traces import read_accesses
-
-    inputs = [each for each in (options.workload, options.costs, options.trace) if each]
-    _require_writable(options.plan, inputs, force=options.force)
-    workload, costs = load_workload(options.workload), RankCosts.load(options.costs)
-    if not workload.is_training:
-        workload = replace(workload, optimizer=costs.optimizer)
-    if options.trace is None:
-        demand = expected_demand(workload, costs.world_size)
-    else:
-        demand = measured_demand(workload, read_accesses(options.trace), costs.world_size)
-    room = float("inf") if options.room is None else parse_size(options.room, name="--room")
-    search = Search(workload, demand, costs, rank_bytes=room)
-    with progress_bar("placing", unit=" steps") as show:
-        found = search.beam(show)
-    print(describe_placement(workload, found, demand, costs))
-    found.plan.save(options.plan)
     return 0
 
 
@@ -464,45 +416,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "measure this machine",
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --json host.json",
-    ),
-    "measure-ranks": _part(
-        _measure_ranks,
-        (
-            _arg("--json", default="ranks.json", metavar="PATH", help="where they go (default: ranks.json)"),
-            _arg(
-                "--optimizer",
-                default="rowwise_adagrad",
-                metavar="NAME",
-                help="of the tables: sgd, rowwise_adagrad (default), adagrad or adam",
-            ),
-            _arg(
-                "--seconds",
-                type=float,
-                default=60.0,
-                metavar="N",
-                help="of steps, about, beside some 30 to make tables (default: 60)",
-            ),
-            _arg("--force", help="replace PATH if it exists"),
-        ),
-        "measure what steps over ranks cost",
-        "Time steps of sharded tables over the ranks that torchrun starts, for tierstore plan place.",
-        "example:\n  torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json",
-    ),
-    "place": _part(
-        _place,
-        (
-            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file; its batch is that of all ranks"),
-            _arg("plan", metavar="PLAN.json", help="the plan that is written, for open_sharded and ranks.plan"),
-            _arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore plan measure-ranks"),
-            _arg("--trace", metavar="TRACE", help="what is looked up (default: Zipf's law, as the workload says)"),
-            _arg("--room", metavar="SIZE", help="of each rank, for rows and optimizer state (default: no limit)"),
-            _arg("--force", help="replace PLAN.json if it exists"),
-        ),
-        "decide which rank gets which tables",
-        "Find how to shard a workload's tables over ranks, so that a training step takes the least time.",
-        "examples:\n"
-        "  tierstore plan place rmc2 plan.json --costs ranks.json\n"
-        "  tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB",
     ),
     "parts": _part(
         _parts,
