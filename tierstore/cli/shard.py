@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
-from ..system.terminal import Command, arg, columns_of, command, group, progress_bar
+from ..system.terminal import Command, arg, columns_of, command, progress_bar
 
 if TYPE_CHECKING:
     from ..config import TableConfig
@@ -169,4 +169,3 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "  tierstore shard plan mine.toml plan.json --costs ranks.json --trace run.npz --limit 8GiB",
     ),
 }
-SHARD: Final = group(lambda: COMMANDS, "plan which rank gets which tables", "Plan which rank gets which tables.")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..system.terminal import Command, group, progress_bar
+from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 
@@ -218,7 +218,7 @@ def _parts(options: argparse.Namespace) -> int:
     return 0
 
 
-# Workloads and traces
+# Workloads
 
 
 def _presets(options: argparse.Namespace) -> int:
@@ -232,103 +232,11 @@ def _presets(options: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(options: argparse.Namespace) -> int:
-    from ..trace import write_trace
-    from .accesses import accesses_of
-    from .presets import load_workload, scaled
-    from .traces import generate, write_accesses
-
-    if options.samples < 1:
-        raise ValueError(f"--samples {options.samples}: expected 1 or more")
-    _require_writable(options.out, [options.workload], force=options.force)
-    workload = load_workload(options.workload)
-    if options.scale != 1:
-        workload = scaled(workload, options.scale)
-    trace = generate(workload, samples=options.samples, seed=options.seed)
-    if options.out.endswith(".npz") and options.format in (None, "npz"):
-        write_trace(trace, options.out, force=options.force)
-    else:
-        write_accesses(accesses_of(trace), options.out, format=options.format, force=options.force)
-    print(
-        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
-    )
-    return 0
-
-
-def _read(options: argparse.Namespace, out: str | None) -> "Accesses":
-    """The trace, once it is known that ``out`` can be written."""
-    from .traces import read_accesses
-
-    _require_writable(out, [options.source], force=options.force)
-    return read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .traces import write_accesses
-
-    accesses = _read(options, options.out)
-    write_accesses(accesses, options.out, format=options.format, force=options.force)
-    print(f"{options.out}: {len(accesses.keys):,} accesses in {accesses.num_batches:,} batches")
-    return 0
-
-
-def _describe(options: argparse.Namespace) -> int:
-    from .json_file import write_json
-    from .traces import describe
-
-    summary = describe(_read(options, options.json))
-    print(summary.text())
-    if options.json:
-        write_json(summary.to_dict(), options.json, force=options.force)
-    return 0
-
-
-_SOURCE: Final = (
-    _arg("source", metavar="IN", help="the trace to read"),
-    _arg("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)"),
-    _arg("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches"),
-)
-_WRITTEN: Final = (
-    _arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-    _arg("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)"),
-    _arg("--force", help="replace OUT if it exists"),
-)
 _FORCED_BOTH: Final = _arg("--force", help="replace these files if they exist")
 _SET: Final = _arg(
     "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
 )
 _FORCED: Final = _arg("--force", help="replace that file if it exists")
-
-_TRACE_COMMANDS: Final[Mapping[str, Command]] = {
-    "generate": _part(
-        _generate,
-        (
-            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML"),
-            _WRITTEN[0],
-            _arg("--samples", type=int, required=True, metavar="N", help="samples to draw"),
-            _arg("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)"),
-            _arg("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)"),
-            *_WRITTEN[1:],
-        ),
-        "draw a trace of a workload",
-        "Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.",
-        "example:\n  tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01",
-    ),
-    "convert": _part(
-        _convert,
-        (_SOURCE[0], _WRITTEN[0], *_SOURCE[1:], *_WRITTEN[1:]),
-        "write a trace in another format",
-        "Read a trace in one format and write it in another, as for simulators of caches.",
-        "example:\n  tierstore plan trace convert run.npz run.oracleGeneral",
-    ),
-    "describe": _part(
-        _describe,
-        (*_SOURCE, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
-        "say what is in a trace",
-        "Count accesses and rows by table, and how often rows are used again.",
-        "example:\n  tierstore plan trace describe run.npz",
-    ),
-}
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": _part(
@@ -366,7 +274,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "curve": _part(
         _curve,
         (
-            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or another that can be read"),
+            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or a recording"),
             _arg(
                 "--policy",
                 default="lru",
@@ -431,5 +339,4 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "List published models by name, or print one as a workload file.",
         "examples:\n  tierstore plan presets\n  tierstore plan presets rmc1 > mine.toml",
     ),
-    "trace": group(lambda: _TRACE_COMMANDS, "make, convert and describe traces", "Make, convert and describe traces."),
 }
