@@ -48,6 +48,8 @@ def test_groups_follow_one_another_and_a_hosts_ranks_share_its_cores() -> None:
     copied = 2 + 10 * 0.05 + 15 * 0.048
     found = seconds(Sharding("table_wise", FIRST), Sharding("data_parallel", BOTH))
     assert found == pytest.approx(alone + copied)
+    shared = seconds(Sharding("table_wise", FIRST), Sharding("data_parallel", BOTH), cores=1)
+    assert shared == pytest.approx(alone + copied + 15 * 0.048), "all ranks update their copies on the one core"
     work = np.array([[4.0, 0], [1, 2], [0, 0], [3, 9]])
     assert busiest(work, cores=2, local_ranks=4).tolist() == [4, 9]
     assert busiest(work, cores=1, local_ranks=4).tolist() == [8, 11]

@@ -3,7 +3,7 @@
 Tables that one lookup serves make a *group*: those of one kind of exchange, one number of columns and one number of
 column ranges. Groups run one after another, and in a group the ranks wait for each other. So a step takes, summed over
 groups, the work of the busiest rank: what it requests, which is alike on all ranks, and what it owns. Ranks of one host
-share its cores, so a group takes at least a host's total work over its cores.
+share its cores, so a group takes at least what a host's owners do in total over its cores.
 """
 
 import dataclasses
@@ -65,6 +65,8 @@ WORDS: Final = {each.name: str(each.metadata["help"]) for each in fields(Seconds
 """What each cost is of, by name."""
 AMOUNTS: Final = tuple(WORDS)[2:]
 """Names of what a rank does for a table; the first two costs are a group's."""
+_OWNED: Final = AMOUNTS.index("served")
+"""Amounts from here on are an owner's; those before are a requester's, alike on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,10 @@ class RankCosts(_Checked):
         seconds, errors = dict[str, Seconds](), dict[str, float]()
         for kind in KINDS:
             own = [probe for probe in probes if probe.group.kind == kind]
-            rows = [[1.0, group.parts > 1, *busiest(done, cores, local_world_size)] for group, done, _ in own]
+            rows = [
+                [1.0, group.parts > 1, *done[0, :_OWNED], *busiest(done[:, _OWNED:], cores, local_world_size)]
+                for group, done, _ in own
+            ]
             matrix = np.array(rows) / np.array([[probe.seconds] for probe in own])  # relative errors count
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
@@ -185,16 +190,16 @@ class RankCosts(_Checked):
         return cls(seconds=Kinds(**seconds), errors=Errors(**errors), **others)
 
     def work_s(self, group: Group, amounts: Float64s) -> Float64s:
-        """float64 [ranks], of the work of each rank."""
+        """float64 [ranks, 2], of each rank's work: as a requester, alike on all ranks, and as an owner."""
         costs = getattr(self.seconds, group.kind)
-        found: Float64s = amounts @ np.array([getattr(costs, name) for name in AMOUNTS])
-        return found
+        seconds = amounts * np.array([getattr(costs, name) for name in AMOUNTS])
+        return np.stack([seconds[:, :_OWNED].sum(1), seconds[:, _OWNED:].sum(1)], axis=1)
 
     def group_s(self, group: Group, work_s: Float64s) -> float:
         """Of a step's lookups and updates in a group; ``work_s``: of all its tables."""
         costs = getattr(self.seconds, group.kind)
         fixed = costs.groups + (costs.split_groups if group.parts > 1 else 0.0)
-        return float(fixed + busiest(work_s, self.cores, self.local_world_size))
+        return float(fixed + work_s[0, 0] + busiest(work_s[:, 1], self.cores, self.local_world_size))
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write them as JSON; errors as of ``write_text``."""

@@ -91,7 +91,7 @@ def _size_bytes(table: TableConfig, sharding: Sharding, costs: RankCosts) -> Flo
 
 
 class _Work(NamedTuple):
-    """Of one table in a step: each rank's seconds and bytes, float64 [ranks]."""
+    """Of one table in a step: seconds, float64 [ranks, 2], as of ``RankCosts.work_s``; bytes, float64 [ranks]."""
 
     group: Group
     seconds: Float64s
@@ -167,16 +167,16 @@ class Search:
     def _place(self, forms: Forms) -> tuple[float, Plan]:
         """Seconds of a step, and the plan, of tables of these forms; infinity where ranks lack the space."""
         ranks = self._costs.world_size
-        free, in_all, in_group = np.full(ranks, float(self._rank_bytes)), np.zeros(ranks), dict[Group, Float64s]()
+        free, in_all, in_group = np.full(ranks, float(self._rank_bytes)), np.zeros((ranks, 2)), dict[Group, Float64s]()
         works, shardings = [self._work(index, form) for index, form in enumerate(forms)], list(forms)
-        owned = [float(np.ptp(work.seconds)) for work in works]
+        owned = [float(work.seconds[:, 1].sum()) for work in works]
         for index in sorted(range(len(forms)), key=lambda index: (len(forms[index].ranks) < ranks, -owned[index])):
             own, bytes_each, size = works[index].group, works[index].size_bytes.max(), len(forms[index].ranks)
-            busy = in_group.setdefault(own, np.zeros(ranks))
+            busy = in_group.setdefault(own, np.zeros((ranks, 2)))
             fitting = [rank for rank in range(ranks) if free[rank] >= bytes_each]
             if len(fitting) < size:
                 return float("inf"), Plan(ranks, {})
-            fitting.sort(key=lambda rank: (busy[rank], in_all[rank], -free[rank]))
+            fitting.sort(key=lambda rank: (busy[rank, 1], in_all[rank, 1], -free[rank]))
             shardings[index] = forms[index]._replace(ranks=tuple(sorted(fitting[:size])))
             work = self._work(index, shardings[index])
             busy += work.seconds
@@ -191,7 +191,7 @@ class Search:
 
     def _alone_s(self, index: int, form: Sharding) -> float:
         """Of a table, were its work evenly spread."""
-        return float(self._work(index, form).seconds.mean())
+        return float(self._work(index, form).seconds.sum())
 
     def _starts(self) -> Iterator[Forms]:
         yield tuple(min(known, key=lambda form: self._alone_s(index, form)) for index, known in enumerate(self._forms))
