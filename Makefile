@@ -45,7 +45,7 @@ test: lint kernels-without-jit pytest
 # Tests under limits of memory or file descriptors want kernels that are compiled.
 # OpenMP's threads of several processes would wait for each other, spinning.
 pytest: $(READY)
-	$(BIN)/tierstore warm-up
+	$(BIN)/tierstore compile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 kernels-without-jit: $(READY)

@@ -1,8 +1,8 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
 Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "wire" (the loss that
-fewer bits cost), "steps" (their time), "tiers" (with few rows in memory), "skew" (how evenly ranks share the work),
-"plans" (the planner's predictions), "criteo" (what is learnt), "kills" (ranks that die). The figures of parts that are
+fewer bits cost), "steps" (their time), "tiers" (with few rows in memory),
+"plans" (predictions of plans), "criteo" (what is learnt), "kills" (ranks that die). The figures of parts that are
 not run again stay. Needs ``make peers``.
 """
 
@@ -18,7 +18,6 @@ from .sharded import (
     kills_part,
     loss_part,
     plans_part,
-    skew_part,
     step_part,
     tier_part,
     wire_part,
@@ -32,7 +31,6 @@ PARTS: Final[dict[str, Part]] = {
     "wire": wire_part.PART,
     "steps": step_part.PART,
     "tiers": tier_part.PART,
-    "skew": skew_part.PART,
     "plans": plans_part.PART,
     "criteo": criteo_part.PART,
     "kills": kills_part.PART,

@@ -1,7 +1,7 @@
 """How long until a process works: importing, compiling for the first time, and the first batch of a run?
 
 Each time is of a fresh interpreter, its files in the page cache. The README's example runs from its exec to its end,
-with an empty folder for numba's cache, as after ``pip install``, and again; ``tierstore warm-up`` fills an empty one.
+with an empty folder for numba's cache, as after ``pip install``, and again; ``tierstore compile`` fills an empty one.
 Compiling in one process does what a training run (write, prefetch, train, write back, commit) and then a read-only
 lookup need. The warm start is of a training process that finds its kernels on disk, from its exec to the end of its
 first step over a store that is there.
@@ -199,14 +199,14 @@ def own_times(events: list[Any]) -> list[Compiled]:
 
 
 def _first_use() -> list[float]:
-    """Seconds of the README's example, first and then again, and of ``tierstore warm-up`` with an empty cache."""
+    """Seconds of the README's example, first and then again, and of ``tierstore compile`` with an empty cache."""
     (example,) = examples("README.md")
     seconds = []
     with tempfile.TemporaryDirectory(prefix="first-use-") as folder:
         for cache, code in (
             ("a", example),
             ("a", example),
-            ("b", "from tierstore import cli; cli.main(['warm-up'])"),
+            ("b", "from tierstore import cli; cli.main(['compile'])"),
         ):
             began = time.perf_counter()
             shutil.rmtree(f"{folder}/shop", ignore_errors=True)
@@ -342,7 +342,7 @@ def run(request: Run) -> Report:
     times = _imports(config["repetitions"])
     compiled = [_compile() for _ in range(config["compilations"])]
     uses = [_first_use() for _ in range(config["compilations"])]
-    names = ("README's example, the first time", "README's example, later", "tierstore warm-up, the first time")
+    names = ("README's example, the first time", "README's example, later", "tierstore compile, the first time")
     for name, seconds in zip(names, zip(*uses, strict=True), strict=True):
         times[name] = Spread.of(list(seconds))
     times["compiling every kernel of a training and a read-only lookup, in one process"] = Spread.of(

@@ -98,7 +98,7 @@ def tested(environment: Environment, tests: list[str]) -> Result:
         python = install(environment)
         code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {SHOWN!r}}}))"
         versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
-        subprocess.run([python, "-m", "tierstore", "warm-up"], check=True)
+        subprocess.run([python, "-m", "tierstore", "compile"], check=True)
         run = [python, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
         with subprocess.Popen([*run, *tests], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
+from tierstore.dist.placement import RankCosts
+from tierstore.dist.placement.measure import measure_ranks
 from tierstore.models import DLRM
 from tierstore.plan import Host, Prediction, Setup, Workload, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork, dlrm_work
 from tierstore.plan.measure import measure
 from tierstore.plan.model import predict
-from tierstore.plan.placement import RankCosts
-from tierstore.plan.placement.measure import measure_ranks
 from tierstore.plan.prediction import in_words
 from tierstore.plan.workload import OPTIMIZERS
 

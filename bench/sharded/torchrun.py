@@ -43,7 +43,11 @@ def begin(
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [*command, "--json", "summary.json"], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [*command, "--json", "summary.json", "--digest"],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
 

@@ -88,7 +88,7 @@ def start_host(folder: Path, host: int, port: int) -> "subprocess.Popen[bytes]":
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=drill"]
     command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "tierstore", "train", "../run.toml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ["--resume", "--store", "run", "--json", "summary.json"]
+    options = ["--resume", "--store", "run", "--json", "summary.json", "--digest"]
     with (own / "log").open("ab") as log:
         return subprocess.Popen([*command, *options], cwd=own, env=environment, stdout=log, stderr=log)
 

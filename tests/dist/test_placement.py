@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import socket
 from pathlib import Path
@@ -14,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import tierstore
+from tests.dist.placement.support import costs_of, table
 from tests.dist.ranks import run
-from tests.plan.commands import run as run_command
+from tierstore.cli import main
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.plan import Accesses, TableShape, Workload
-from tierstore.plan.placement import RankCosts, measured_demand, predict
-from tierstore.plan.placement.costs import ASKER, KINDS, OWNER
+from tierstore.dist.placement import RankCosts, demand_of, predict
+from tierstore.dist.placement.costs import KINDS, WORDS
+from tierstore.trace import TableTrace, Trace
 
 ROWS, DIM, SAMPLES, STEPS = 60, 8, 20, 3
 SHARDINGS = {
@@ -43,10 +43,7 @@ def served(plan_path: Path) -> tuple[list[float], list[int]]:
     ids = _ids()
     with open_sharded(cold="memory", ddr="16MiB", plan=plan_path) as store:
         for name in SHARDINGS:
-            rule = tierstore.optim.SGD(lr=0.1)
-            store.create_table(
-                tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, pooling="sum", optimizer=rule)
-            )
+            store.create_table(table(name, ROWS, DIM))
         module = ShardedTieredEmbeddingBagCollection(store)
         for step in range(STEPS):
             own = torch.from_numpy(np.concatenate([each[step, dist.get_rank()] for each in ids.values()]))
@@ -60,16 +57,12 @@ def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Plan(2, SHARDINGS).save(path)
     ((measured, _), _) = run(served, 2, tmp_path, path)
-    tables = tuple(TableShape(name=name, num_embeddings=ROWS, embedding_dim=DIM) for name in SHARDINGS)
-    workload = Workload(name="w", tables=tables, batch_samples=2 * SAMPLES, optimizer="sgd")
-    steps = [[ids[step].ravel() | (index << 40) for index, ids in enumerate(_ids().values())] for step in range(STEPS)]
-    keys = np.concatenate([np.concatenate(step) for step in steps])
-    accesses = Accesses(keys, np.arange(STEPS + 1) * (len(keys) // STEPS), tuple(SHARDINGS))
-    nothing = {kind: dict.fromkeys((*ASKER, *OWNER), 0.0) for kind in KINDS}
-    costs = RankCosts(
-        world_size=2, local_world_size=2, cores=2, optimizer="sgd", seconds=nothing, errors=dict.fromkeys(KINDS, 0.0)
+    offsets = np.arange(2 * SAMPLES * STEPS + 1)
+    trace = Trace(
+        tables={name: TableTrace(ids.ravel(), offsets) for name, ids in _ids().items()}, batch_samples=2 * SAMPLES
     )
-    found = predict(workload, Plan(2, SHARDINGS), measured_demand(workload, accesses, 2), costs)
+    tables = [table(name, ROWS, DIM) for name in SHARDINGS]
+    found = predict(tables, Plan(2, SHARDINGS), demand_of(trace, tables, 2), costs_of(2))
     # Ranges of row-wise tables are halves; their shares are counted by 64ths.
     assert found.served == pytest.approx(measured, rel=0.02)
 
@@ -80,9 +73,9 @@ def measured_by_command(path: Path, port: int) -> str:
     dist.destroy_process_group()
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     os.environ["MASTER_PORT"] = f"{port}"
-    with contextlib.redirect_stdout(io.StringIO()) as told:
-        assert run_command("measure-ranks", "--json", path, "--seconds", 0.1, "--optimizer", "sgd") == 0
-    return told.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["shard", "measure", "--out", str(path), "--seconds", "0.1", "--optimizer", "sgd"]) == 0
+    return said.getvalue()
 
 
 def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,34 +85,33 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     costs, workload, plan = (tmp_path / name for name in ("ranks.json", "work.toml", "plan.json"))
     first, other = run(measured_by_command, 2, tmp_path, costs, port)
     assert other == ""
-    assert all(name in first for name in (*ASKER, *OWNER, *KINDS))
+    assert all(name in first for name in (*WORDS, *KINDS))
     found = RankCosts.load(costs)
     assert (found.world_size, found.local_world_size, found.optimizer) == (2, 2, "sgd")
-    assert all(found.seconds[kind]["groups"] > 1e-5 for kind in KINDS), "a step takes messages"
-    assert all(found.errors[kind] < 1 for kind in KINDS)
+    assert all(getattr(found.seconds, kind).groups > 1e-5 for kind in KINDS), "a step takes messages"
+    assert all(getattr(found.errors, kind) < 1 for kind in KINDS)
     assert max(found.reduce_us, found.reduce_busy_us) > 0, "so do gradients"
     tables = "".join(
         f'[[table]]\nname = "{name}"\nnum_embeddings = {ROWS}\nembedding_dim = {DIM}\n' for name in SHARDINGS
     )
     workload.write_text(f'[workload]\noptimizer = "sgd"\nbatch_samples = {2 * SAMPLES}\n{tables}')
-    assert run_command("place", workload, plan, "--costs", costs, "--room", "20KiB", "--force") == 0
-    told = capsys.readouterr().out
-    assert "work over 2 ranks: a step of its tables takes" in told
+    words = ["shard", "plan", str(workload), str(plan), "--costs", str(costs), "--limit"]
+    assert main([*words, "20KiB"]) == 0
+    said = capsys.readouterr().out
+    assert "over 2 ranks takes" in said
+    assert all(name in said for name in SHARDINGS)
     saved = Plan.load(plan)
     assert set(saved.tables) == set(SHARDINGS)
-    assert all(name in told for name in SHARDINGS)
     (measured, rows), _ = run(served, 2, tmp_path, plan)
     assert sum(measured) > 0
     assert max(rows) <= len(SHARDINGS) * ROWS
-    before = plan.read_text()
-    with pytest.raises(FileExistsError):
-        run_command("place", workload, plan, "--costs", costs)
-    assert plan.read_text() == before
-    with pytest.raises(ValueError, match="more than 2 ranks have room for"):
-        run_command("place", workload, plan, "--costs", costs, "--room", "1KiB", "--force")
-    assert json.loads(before) == json.loads(plan.read_text())
+    assert main([*words, "20KiB"]) == 1, "without --force"
+    assert main([*words, "1KiB", "--force"]) == 2
+    assert main([*words[:5], str(workload), "--force"]) == 2, "a workload is no costs"
+    assert Plan.load(plan) == saved
+    assert main(["plan", "place", *words[2:-1], "--room", "20KiB", "--force"]) == 0, "as it was called before"
 
 
-def test_ranks_are_needed_to_measure_them() -> None:
-    with pytest.raises(ValueError, match="torchrun --nproc-per-node 2 -m tierstore plan measure-ranks"):
-        run_command("measure-ranks")
+def test_ranks_are_needed_to_measure_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shard", "measure"]) == 2
+    assert "torchrun --nproc-per-node 2 -m tierstore shard measure" in capsys.readouterr().err

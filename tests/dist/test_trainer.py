@@ -174,7 +174,7 @@ def test_torchrun_restarts_killed_ranks_and_they_end_in_the_same_bits(
 ) -> None:
     (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "tierstore"]
-    command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json"]
+    command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json", "--digest"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     killed, told = set[int](), []
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.dist.placement.support import costs_of
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
-from tests.plan.placement.support import costs_of
 from tierstore.plan import Setup, Storage
 from tierstore.plan.demand import Demand
 from tierstore.plan.loads import AHEAD, DRIVES, LINKS, SERIAL, SHARED, bottleneck_of, lanes_of, loads_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.dist.placement.support import costs_of
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
-from tests.plan.placement.support import costs_of
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
 from tierstore.plan.assumptions import describe_setup

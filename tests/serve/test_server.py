@@ -154,7 +154,7 @@ def test_settings_in_a_file(store: Path, tmp_path: Path, capfd: pytest.CaptureFi
 
 WRONG: dict[str, dict[str, Any]] = {
     'dtype = \'int3\': expected "stored" or "float32"': {"dtype": "int3"},
-    "policy='lruu' is not one of": {"policy": "lruu"},
+    "policy = 'lruu': expected": {"policy": "lruu"},
     "port=70000": {"port": 70_000},
     "workers=0": {"workers": 0},
     "ddr='much' is not a size": {"ddr": "much"},

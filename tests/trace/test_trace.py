@@ -127,7 +127,7 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     cases = {"text": b"no zip", "empty": b"", "cut": whole[:-30], "flipped": whole[:100] + b"\xff" + whole[101:]}
     for content in cases.values():
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"file\.npz is no trace: .*tierstore trace RUN\.toml OUT\.npz makes one"):
+        with pytest.raises(ValueError, match=r"file\.npz is no trace: .*tierstore trace record RUN\.toml"):
             read_trace(path)
     for name in arrays:
         np.savez(path, **{key: value for key, value in arrays.items() if key != name})  # type: ignore[arg-type]

@@ -173,6 +173,8 @@ def test_train_writes_it_and_says_so(tmp_path, capsys):
     [
         (["--html", "no/page.html"], 1, "no is not a directory; make it first"),
         (["--json", "no/run.json"], 1, "no is not a directory; make it first"),
+        (["--json", "run.toml"], 1, "run.toml exists; choose another name, or overwrite it with --force"),
+        (["--html", "run.toml"], 1, "run.toml exists; choose another name, or overwrite it with --force"),
         (["--html", "."], 1, ". is a directory; choose the name of a file"),
         (["--html", "a", "--json", "a"], 2, "--html and --json are both a; give each a name of its own"),
     ],

@@ -1,4 +1,4 @@
-"""``tierstore warm-up``, and that what is compiled ahead is what runs use."""
+"""``tierstore compile``, and that what is compiled ahead is what runs use."""
 
 import ast
 import os
@@ -40,7 +40,7 @@ import sys
 from numba.core import caching
 caching._CacheLocator.ensure_cache_path = lambda _: open("/dev/null/no")
 from tierstore import cli
-sys.exit(cli.main(["warm-up"]))
+sys.exit(cli.main(["compile"]))
 """
 
 
@@ -66,14 +66,14 @@ def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for ticks, said in (("+++", "compiled 3 kernels in 0 s"), ("", "nothing to do")):
         script = [sys.executable, "-c", f"print({told.format(ticks)!r}, end='')"]
         monkeypatch.setattr(compiling, "start", lambda *_, s=script: subprocess.Popen(s, stdout=subprocess.PIPE))
-        assert cli.main(["warm-up"]) == 0
+        assert cli.main(["compile"]) == 0
         assert capsys.readouterr().out == f"{said}; {tmp_path / 'kernels'} holds 2.0 KiB of machine code\n"
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = [sys.executable, "-c", "import sys; sys.exit(3)"]
     monkeypatch.setattr(compiling, "start", lambda *_: subprocess.Popen(script, stdout=subprocess.PIPE))
-    assert cli.main(["warm-up"]) == 1
+    assert cli.main(["compile"]) == 1
     assert "ended with status 3" in capsys.readouterr().err
 
 

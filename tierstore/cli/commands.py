@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
-from ..config import Pooling, Rounding, require_choice
+from ..config import Pooling, Rounding
 from ..errors import TableError
 from ..rows import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
 from ..system.sizes import format_count, format_size
 from ..system.terminal import arg, byte_bar, command, progress_bar
-from ..trace import write_trace
 
 if TYPE_CHECKING:
     from ..exchange import ImportReport
@@ -33,13 +32,15 @@ _ARGUMENTS: Final = {
     r"optimizer=Adam\(\)": "--optimizer adam",
 }
 """Arguments of ``import_files``, as its messages name them, and the flags for them."""
+_FORMATS: Final = ("safetensors", "torch", "parquet")
+_SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
+_OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
 
 
 def _export(options: argparse.Namespace) -> int:
-    from ..exchange import FORMATS, export_store
+    from ..exchange import export_store
 
-    require_choice(options.format, FORMATS, "--format")
     with byte_bar("export") as show:
         report = export_store(
             options.directory,
@@ -67,13 +68,6 @@ def _import(options: argparse.Namespace) -> int:
     from ..exchange import import_files
 
     mapping = _mapping(options.map)
-    for value, choices, flag in (
-        (options.dtype, get_args(FloatName), "--dtype"),
-        (options.pooling, get_args(Pooling), "--pooling"),
-        (options.rounding, get_args(Rounding), "--rounding"),
-    ):
-        if value is not None:
-            require_choice(value, choices, flag)
     optimizer = _optimizer(options)
     with byte_bar("import") as show, _by_flags():
         report = import_files(
@@ -146,15 +140,13 @@ def _mapping(pairs: list[str]) -> dict[str, str]:
 def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
     """The optimizer that the flags describe; None if there are none."""
 
-    kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
     given = {name: getattr(options, name) for name in ("lr", "eps", "weight_decay")}
     given = {name: value for name, value in given.items() if value is not None}
     if options.optimizer is None:
         if given:
             raise ValueError(f"--{min(given).replace('_', '-')} goes with --optimizer NAME; give both")
         return None
-    require_choice(options.optimizer, kinds, "--optimizer")
-    kind = kinds[options.optimizer]
+    kind = _OPTIMIZERS[options.optimizer]
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
@@ -170,8 +162,8 @@ EXPORT: Final = command(
         arg(
             "--format",
             default="safetensors",
-            metavar="NAME",
-            help="safetensors (default), torch, or parquet: rows of one table",
+            choices=_FORMATS,
+            help="of OUT; parquet takes one table (default: safetensors)",
         ),
         arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
         arg(
@@ -206,15 +198,13 @@ IMPORT: Final = command(
             metavar="KEY=TABLE",
             help="take tensor KEY as table TABLE, and no tensor that is not so named",
         ),
-        arg("--optimizer", group=_NEW, metavar="NAME", help="sgd, rowwise_adagrad, adagrad or adam (default: sgd)"),
+        arg("--optimizer", group=_NEW, choices=_OPTIMIZERS, help="of the rows (default: sgd)"),
         arg("--lr", group=_NEW, type=float, metavar="X", help="its learning rate"),
         arg("--eps", group=_NEW, type=float, metavar="X", help="its eps"),
         arg("--weight-decay", group=_NEW, type=float, metavar="X", help="its L2 penalty"),
-        arg("--pooling", group=_NEW, metavar="NAME", help="sum, mean or max (default: sum)"),
-        arg("--rounding", group=_NEW, metavar="NAME", help="of training: nearest or stochastic (default: nearest)"),
-        arg(
-            "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
-        ),
+        arg("--pooling", group=_NEW, choices=get_args(Pooling), help="of bags (default: sum)"),
+        arg("--rounding", group=_NEW, choices=get_args(Rounding), help="of training (default: nearest)"),
+        arg("--dtype", choices=get_args(FloatName), help="convert weights to it (default: as in the file)"),
         _MEMORY,
     ),
     "take tables from safetensors files or torch checkpoints",
@@ -271,7 +261,7 @@ COMPACT: Final = command(
         arg(
             "--trace",
             metavar="FILE.npz",
-            help="put rows side by side that this trace, of tierstore trace, reads together",
+            help="put rows side by side that this trace, of tierstore trace record, reads together",
         ),
     ),
     "copy a store without the room it no longer needs",
@@ -321,37 +311,6 @@ RESHARD: Final = command(
 )
 
 
-def _trace(options: argparse.Namespace) -> int:
-    from ..settings.sections import Override
-    from ..train.config import load
-    from ..train.lookups import trace_run
-
-    data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
-    trace = trace_run(load(options.run_file, data), rows=options.rows)
-    write_trace(trace, options.out, force=options.force)
-    print(
-        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
-    )
-    return 0
-
-
-TRACE: Final = command(
-    _trace,
-    (
-        arg("run_file", metavar="FILE.toml", help="the run file"),
-        arg("out", metavar="OUT.npz", help="file to write; it appears when it is complete"),
-        arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
-        arg("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)"),
-        arg("--force", help="replace OUT if it exists"),
-    ),
-    "write down which rows a run looks up",
-    "Read the training rows of a run file and write which rows of which table they look up, for tierstore compact.",
-    """example:
-  tierstore trace shop.toml shop.npz
-  tierstore compact shop shop-packed --trace shop.npz""",
-)
-
-
 def _quantize(options: argparse.Namespace) -> int:
     from ..offline.quantization import quantize
 
@@ -377,7 +336,7 @@ QUANTIZE: Final = command(
     (
         arg("directory", metavar="DIR", help="folder of the trained store"),
         arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty"),
-        arg("--dtype", required=True, metavar="NAME", help="int8, int4, float16 or bfloat16"),
+        arg("--dtype", required=True, choices=_SMALLER, help="of the new rows"),
         arg(
             "--table",
             action="append",
@@ -456,7 +415,7 @@ PUBLISH: Final = command(
 )
 
 
-def _warm_up(_: argparse.Namespace) -> int:
+def _compile(_: argparse.Namespace) -> int:
     from ..warm_up import warm_up
 
     with progress_bar("compile", unit=" kernels") as show:
@@ -470,13 +429,13 @@ def _warm_up(_: argparse.Namespace) -> int:
     return 0
 
 
-WARM_UP: Final = command(
-    _warm_up,
+COMPILE: Final = command(
+    _compile,
     (),
     "compile all kernels now, as for a container image",
     "Compile everything that training and serving use on this machine's CPU, on all processors, so that later "
     "processes need not. The machine code is kept in this user's cache folder or in NUMBA_CACHE_DIR. "
     "Processes use it that can write there too, on the same model of CPU.",
     """example, in a Dockerfile:
-  RUN pip install PATH_OF_THE_CHECKOUT && tierstore warm-up""",
+  RUN pip install PATH_OF_THE_CHECKOUT && tierstore compile""",
 )

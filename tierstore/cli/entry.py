@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
@@ -16,7 +16,7 @@ from ..system.excerpt import excerpt
 from ..system.launch import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, TRACE, WARM_UP
+from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -27,20 +27,27 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
-_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str, str]]] = {
+_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[str, ...], str]]] = {
     "--data": ("data.path", str, "PATH", "file or folder to train on"),
     "--store": ("store.path", str, "DIR", "folder of the store"),
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
     "--hbm": ("store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
     "--device": ("store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
-    "--policy": ("store.policy", str, "NAME", "which rows leave memory first: auto, lru, lfu, tinylfu or lookahead"),
+    "--policy": ("store.policy", str, ("auto", "lru", "lfu", "tinylfu", "lookahead"), "which rows leave memory first"),
     "--threads": ("store.threads", int, "N", "threads of the store"),
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
     "--prefetch-depth": ("train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
 }
-"""Flags that stand for one key of the run file: key, type, metavar, help."""
+"""Flags that stand for one key of the run file: key, type, metavar or all there are, help."""
+_RENAMED: Final = {
+    ("plan", "measure-ranks"): ("shard", "measure"),
+    ("plan", "place"): ("shard", "plan"),
+    ("plan", "trace"): ("trace",),
+    ("warm-up",): ("compile",),
+}
+"""Former names of commands, which are still taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spelled_out(words: list[str]) -> list[str]:
-    """``plan FILE.toml`` is short for ``plan run FILE.toml``."""
+    """``plan FILE.toml`` is short for ``plan run FILE.toml``; former names of commands stand for today's."""
+    for old, new in _RENAMED.items():
+        if tuple(words[: len(old)]) == old:
+            words = [*new, *words[len(old) :]]
+            print(f"tierstore {' '.join(old)} is now tierstore {' '.join(new)}", file=sys.stderr)
     group = _COMMANDS.get(words[0]) if len(words) > 1 else None
-    if group is None or not group.of_file or words[1].startswith("-") or not Path(words[1]).suffix:
+    if group is None or not group.of_file or words[1] in ("-h", "--help"):
         return words
-    return [words[0], group.of_file, *words[1:]]
+    is_short = words[1].startswith("-") or Path(words[1]).suffix
+    return [words[0], group.of_file, *words[1:]] if is_short else words
 
 
 def _unknown(words: Sequence[str], commands: "Mapping[str, Command]", kind: str = "command") -> str | None:
@@ -141,8 +153,9 @@ def _train(options: argparse.Namespace) -> int:
         raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
     config = load(options.run_file, _overrides(options))
     if not launched_rank():
+        options.force |= options.resume
         _require_outputs(options)
-    summary = train(config, resume=options.resume, bits=options.json is not None and not options.no_bits)
+    summary = train(config, resume=options.resume, bits=options.digest)
     if not launched_rank():
         _tell(summary, options)
     return EXIT_INTERRUPTED if summary.interrupted else 0
@@ -150,12 +163,12 @@ def _train(options: argparse.Namespace) -> int:
 
 def _require_outputs(options: argparse.Namespace) -> None:
     """What would prevent the files that are written once training is done, told before it begins."""
-    from ..system.output import require_new, require_parent
+    from ..system.output import require_new
 
     if options.json is not None:
-        require_parent(Path(options.json))
+        require_new(Path(options.json), force=options.force)
     if options.html is not None:
-        require_new(Path(options.html), force=True)
+        require_new(Path(options.html), force=options.force)
         if options.html == options.json:
             raise ValueError(f"--html and --json are both {options.html}; give each a name of its own")
 
@@ -171,7 +184,9 @@ def _tell(summary: "Summary", options: argparse.Namespace) -> None:
         from ..train.page import page_of
 
         name = Path(options.run_file).name
-        write_text(Path(options.html), page_of(f"tierstore train {name}", {name: summary.to_dict()}), force=True)
+        write_text(
+            Path(options.html), page_of(f"tierstore train {name}", {name: summary.to_dict()}), force=options.force
+        )
         print(f"page     {options.html}")
     if summary.interrupted:
         words = shlex.join([*(word for word in options.words if word != "--resume"), "--resume"])
@@ -234,10 +249,26 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
+def _shard_commands() -> "Mapping[str, Command]":
+    from .shard import COMMANDS
+
+    return COMMANDS
+
+
+def _trace_commands() -> "Mapping[str, Command]":
+    from .trace import COMMANDS
+
+    return COMMANDS
+
+
 def _plan_commands() -> "Mapping[str, Command]":
     from ..plan.command import COMMANDS
 
     return COMMANDS
+
+
+def _values(what: str | tuple[str, ...]) -> dict[str, Any]:
+    return {"metavar": what} if isinstance(what, str) else {"choices": what}
 
 
 _DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
@@ -247,8 +278,8 @@ _COMMANDS: Final = {
         (
             arg("run_file", metavar="FILE.toml", nargs="?", help="the run file"),
             *(
-                arg(flag, dest=key, type=kind, metavar=metavar, help=f"{text} ({key})")
-                for flag, (key, kind, metavar, text) in _TRAIN_FLAGS.items()
+                arg(flag, dest=key, type=kind, help=f"{text} ({key})", **_values(what))
+                for flag, (key, kind, what, text) in _TRAIN_FLAGS.items()
             ),
             arg(
                 "--set",
@@ -259,12 +290,10 @@ _COMMANDS: Final = {
             ),
             arg("--resume", help="continue from the last commit of the store, if any"),
             arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),
-            arg(
-                "--html",
-                metavar="PATH",
-                help="write a page with plots of loss, hit rate, reads and writes a step",
-            ),
-            arg("--no-bits", help="with --json: do not read every row to digest its bits"),
+            arg("--html", metavar="PATH", help="write a page with plots of loss, hit rate, reads and writes a step"),
+            arg("--digest", help="read every row in the end, and say the digest of all rows and dense weights"),
+            arg("--no-bits", help=argparse.SUPPRESS),  # before --digest its contrary
+            arg("--force", help="replace the files of --json and --html; --resume does so too"),
             arg("--keys", help="print every key with its default, and exit"),
         ),
         "train a DLRM as a run file says",
@@ -324,7 +353,15 @@ _COMMANDS: Final = {
     "backup": BACKUP,
     "compact": COMPACT,
     "reshard": RESHARD,
-    "trace": TRACE,
+    "shard": group(
+        _shard_commands, "plan which rank gets which tables", "Measure ranks, and plan which of them gets which tables."
+    ),
+    "trace": group(
+        _trace_commands,
+        "write down, draw and describe which rows are looked up",
+        "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
+        of_file="record",
+    ),
     "export": EXPORT,
     "import": IMPORT,
     "quantize": QUANTIZE,
@@ -341,7 +378,7 @@ _COMMANDS: Final = {
   tierstore serve serve.toml --port 9000""",
     ),
     "publish": PUBLISH,
-    "warm-up": WARM_UP,
+    "compile": COMPILE,
     "plan": group(
         _plan_commands,
         "say what machines a workload needs, before they are bought",

@@ -1,13 +1,11 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
-import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..system.terminal import Command, group, progress_bar
+from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
 from ..system.terminal import command as _part
 
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
     from .accesses import Accesses
     from .curves import CurveOptions, MissRatioCurve
     from .plan_file import PlanFile
-
-_MEET_SECONDS: Final = 300
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
@@ -215,50 +211,6 @@ def _measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_ranks(options: argparse.Namespace) -> int:
-    from ..system.launch import launched_rank
-    from ..train.rendezvous import meeting
-    from .placement import describe_costs
-    from .placement.measure import measure_ranks
-
-    rank = launched_rank()
-    if rank is None:
-        raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore plan measure-ranks")
-    if rank == 0:
-        _require_writable(options.json, [], force=options.force)
-    bar: Any = progress_bar("measuring", unit=" trials") if rank == 0 else contextlib.nullcontext()
-    with meeting(_MEET_SECONDS), bar as show:
-        found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
-    if rank == 0:
-        found.save(options.json, force=options.force)
-        print(describe_costs(found))
-    return 0
-
-
-def _place(options: argparse.Namespace) -> int:
-    from ..system.sizes import parse_size
-    from .placement import RankCosts, Search, describe_placement, expected_demand, measured_demand
-    from .presets import load_workload
-    from .traces import read_accesses
-
-    inputs = [each for each in (options.workload, options.costs, options.trace) if each]
-    _require_writable(options.plan, inputs, force=options.force)
-    workload, costs = load_workload(options.workload), RankCosts.load(options.costs)
-    if not workload.is_training:
-        workload = replace(workload, optimizer=costs.optimizer)
-    if options.trace is None:
-        demand = expected_demand(workload, costs.world_size)
-    else:
-        demand = measured_demand(workload, read_accesses(options.trace), costs.world_size)
-    room = float("inf") if options.room is None else parse_size(options.room, name="--room")
-    search = Search(workload, demand, costs, rank_bytes=room)
-    with progress_bar("placing", unit=" steps") as show:
-        found = search.beam(show)
-    print(describe_placement(workload, found, demand, costs))
-    found.plan.save(options.plan)
-    return 0
-
-
 def _parts(options: argparse.Namespace) -> int:
     from .parts import describe_parts
 
@@ -266,7 +218,7 @@ def _parts(options: argparse.Namespace) -> int:
     return 0
 
 
-# Workloads and traces
+# Workloads
 
 
 def _presets(options: argparse.Namespace) -> int:
@@ -280,103 +232,11 @@ def _presets(options: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(options: argparse.Namespace) -> int:
-    from ..trace import write_trace
-    from .accesses import accesses_of
-    from .presets import load_workload, scaled
-    from .traces import generate, write_accesses
-
-    if options.samples < 1:
-        raise ValueError(f"--samples {options.samples}: expected 1 or more")
-    _require_writable(options.out, [options.workload], force=options.force)
-    workload = load_workload(options.workload)
-    if options.scale != 1:
-        workload = scaled(workload, options.scale)
-    trace = generate(workload, samples=options.samples, seed=options.seed)
-    if options.out.endswith(".npz") and options.format in (None, "npz"):
-        write_trace(trace, options.out, force=options.force)
-    else:
-        write_accesses(accesses_of(trace), options.out, format=options.format, force=options.force)
-    print(
-        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
-    )
-    return 0
-
-
-def _read(options: argparse.Namespace, out: str | None) -> "Accesses":
-    """The trace, once it is known that ``out`` can be written."""
-    from .traces import read_accesses
-
-    _require_writable(out, [options.source], force=options.force)
-    return read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .traces import write_accesses
-
-    accesses = _read(options, options.out)
-    write_accesses(accesses, options.out, format=options.format, force=options.force)
-    print(f"{options.out}: {len(accesses.keys):,} accesses in {accesses.num_batches:,} batches")
-    return 0
-
-
-def _describe(options: argparse.Namespace) -> int:
-    from .json_file import write_json
-    from .traces import describe
-
-    summary = describe(_read(options, options.json))
-    print(summary.text())
-    if options.json:
-        write_json(summary.to_dict(), options.json, force=options.force)
-    return 0
-
-
-_SOURCE: Final = (
-    _arg("source", metavar="IN", help="the trace to read"),
-    _arg("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)"),
-    _arg("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches"),
-)
-_WRITTEN: Final = (
-    _arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-    _arg("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)"),
-    _arg("--force", help="replace OUT if it exists"),
-)
 _FORCED_BOTH: Final = _arg("--force", help="replace these files if they exist")
 _SET: Final = _arg(
     "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
 )
 _FORCED: Final = _arg("--force", help="replace that file if it exists")
-
-_TRACE_COMMANDS: Final[Mapping[str, Command]] = {
-    "generate": _part(
-        _generate,
-        (
-            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML"),
-            _WRITTEN[0],
-            _arg("--samples", type=int, required=True, metavar="N", help="samples to draw"),
-            _arg("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)"),
-            _arg("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)"),
-            *_WRITTEN[1:],
-        ),
-        "draw a trace of a workload",
-        "Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.",
-        "example:\n  tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01",
-    ),
-    "convert": _part(
-        _convert,
-        (_SOURCE[0], _WRITTEN[0], *_SOURCE[1:], *_WRITTEN[1:]),
-        "write a trace in another format",
-        "Read a trace in one format and write it in another, as for simulators of caches.",
-        "example:\n  tierstore plan trace convert run.npz run.oracleGeneral",
-    ),
-    "describe": _part(
-        _describe,
-        (*_SOURCE, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
-        "say what is in a trace",
-        "Count accesses and rows by table, and how often rows are used again.",
-        "example:\n  tierstore plan trace describe run.npz",
-    ),
-}
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": _part(
@@ -414,7 +274,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "curve": _part(
         _curve,
         (
-            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or another that can be read"),
+            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or a recording"),
             _arg(
                 "--policy",
                 default="lru",
@@ -465,45 +325,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
         "example:\n  tierstore plan measure --dir . --json host.json",
     ),
-    "measure-ranks": _part(
-        _measure_ranks,
-        (
-            _arg("--json", default="ranks.json", metavar="PATH", help="where they go (default: ranks.json)"),
-            _arg(
-                "--optimizer",
-                default="rowwise_adagrad",
-                metavar="NAME",
-                help="of the tables: sgd, rowwise_adagrad (default), adagrad or adam",
-            ),
-            _arg(
-                "--seconds",
-                type=float,
-                default=60.0,
-                metavar="N",
-                help="of steps, about, beside some 30 to make tables (default: 60)",
-            ),
-            _arg("--force", help="replace PATH if it exists"),
-        ),
-        "measure what steps over ranks cost",
-        "Time steps of sharded tables over the ranks that torchrun starts, for tierstore plan place.",
-        "example:\n  torchrun --nproc-per-node 2 -m tierstore plan measure-ranks --json ranks.json",
-    ),
-    "place": _part(
-        _place,
-        (
-            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file; its batch is that of all ranks"),
-            _arg("plan", metavar="PLAN.json", help="the plan that is written, for open_sharded and ranks.plan"),
-            _arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore plan measure-ranks"),
-            _arg("--trace", metavar="TRACE", help="what is looked up (default: Zipf's law, as the workload says)"),
-            _arg("--room", metavar="SIZE", help="of each rank, for rows and optimizer state (default: no limit)"),
-            _arg("--force", help="replace PLAN.json if it exists"),
-        ),
-        "decide which rank gets which tables",
-        "Find how to shard a workload's tables over ranks, so that a training step takes the least time.",
-        "examples:\n"
-        "  tierstore plan place rmc2 plan.json --costs ranks.json\n"
-        "  tierstore plan place mine.toml plan.json --costs ranks.json --trace run.npz --room 8GiB",
-    ),
     "parts": _part(
         _parts,
         (_arg("--sources", help="say with each figure where it comes from"),),
@@ -518,5 +339,4 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "List published models by name, or print one as a workload file.",
         "examples:\n  tierstore plan presets\n  tierstore plan presets rmc1 > mine.toml",
     ),
-    "trace": group(lambda: _TRACE_COMMANDS, "make, convert and describe traces", "Make, convert and describe traces."),
 }

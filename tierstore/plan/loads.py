@@ -366,20 +366,23 @@ class _RankWork(_Work):
         return self.hand_over_s
 
     def _lookups_s(self) -> float:
-        from .placement.costs import amounts_evenly
-        from .placement.demand import TableDemand
+        from ..dist.placement import TableDemand
+        from ..dist.placement.costs import amounts_of, group_of
+        from ..dist.plan import Sharding
 
-        setup, seconds = self.setup, 0.0
+        setup, seconds, over_all = self.setup, 0.0, Sharding("row_wise", tuple(range(self.setup.hosts)))
         assert setup.rank_costs is not None
         for pool in self.pools:
-            amounts = amounts_evenly(
-                dim=pool.layout.dim,
-                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
+            group = group_of(over_all, pool.layout.dim)
+            amounts = amounts_of(
+                over_all,
+                pool.layout.dim,
+                TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
                 bags=pool.bags,
-                demand=TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
                 ranks=setup.hosts,
+                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
             )
-            seconds += setup.rank_costs.group_s("rows", amounts)
+            seconds += setup.rank_costs.group_s(group, setup.rank_costs.work_s(group, amounts))
         return seconds
 
     def _network_s(self, _sent_bytes: float, seconds: Mapping[str, float]) -> float:

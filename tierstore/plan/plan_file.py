@@ -113,7 +113,7 @@ class SetupSection(Checked):
         "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
     )
     rank_costs: str = option(
-        "", 'of training: file of tierstore plan measure-ranks, if ranks share a host; "": each has a host of its own'
+        "", 'of training: file of tierstore shard measure, if ranks share a host; "": each has a host of its own'
     )
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
     replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)

@@ -299,7 +299,7 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     Raises:
         ValueError: a size cannot be read.
     """
-    from .placement.costs import RankCosts
+    from ..dist.placement import RankCosts
 
     section = asked.setup
     memory, hbm = int(host.ddr.capacity_bytes), int(min((a.hbm.capacity_bytes for a in host.accelerators), default=0))

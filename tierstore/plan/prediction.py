@@ -11,7 +11,7 @@ from .host import Checked, Host, shared_by
 from .workload import Workload
 
 if TYPE_CHECKING:
-    from .placement.costs import RankCosts
+    from ..dist.placement import RankCosts
 
 _MOST: Final = 1e18
 FLOAT_BYTES: Final = 4
@@ -108,7 +108,7 @@ class Setup(Checked):
         if costs.world_size != self.hosts * ranks:
             raise ValueError(
                 f"rank_costs are of {costs.world_size} ranks, {ranks} on a host, and hosts is {self.hosts}; measure "
-                "them again with tierstore plan measure-ranks"
+                "them again with tierstore shard measure"
             )
         return replace(
             self,

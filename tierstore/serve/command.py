@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from ..settings.names import nearest
 from ..settings.sections import described, read_toml
@@ -26,8 +26,6 @@ _METAVARS: Final = {
     "store": "DIR",
     "model": "FILE.pt2",
     "ddr": "SIZE",
-    "dtype": "NAME",
-    "policy": "NAME",
     "record": "FILE.npz",
     "record_rate": "X",
 }
@@ -36,6 +34,7 @@ _METAVARS: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; what is not given is None."""
     parser.add_argument("file", metavar="FILE.toml", nargs="?", help="settings; keys as the flags, with _ for -")
+    hints = get_type_hints(ServeConfig)
     for each in fields(ServeConfig):
         flag, default = "--" + each.name.replace("_", "-"), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
@@ -43,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
-        kind = type(default)
+        kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+        parser.add_argument(flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text)
 
 
 def serve(options: argparse.Namespace) -> int:

@@ -32,9 +32,9 @@ class ServeConfig:
     )
     ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
     dtype: Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"] = option(
-        "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
+        "stored", "what rows are kept in memory as: as they are stored, or in fewer bits"
     )
-    policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
+    policy: Literal["auto", "lru", "lfu", "tinylfu"] = option("auto", "which rows leave memory first")
     threads: int = option(
         0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers", low=0, high=1024
     )
@@ -65,7 +65,7 @@ class ServeConfig:
         75.0, "time a REST connection may stay open without a request; longer than your proxy's", low=0.001, high=86_400
     )
     out_of_range: Literal["reject", "zero"] = option(
-        "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
+        "reject", "ids that are no rows are an error, or count as rows of zeros and are counted"
     )
     warm_up: str = option(
         "auto",
@@ -88,7 +88,7 @@ class ServeConfig:
     )
     tls_certificate: str = option("", "certificate chain in PEM, for TLS on all ports")
     tls_key: str = option("", "its key")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "what to log: debug, info, warning, error")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "what to log")
     log_text: bool = option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:

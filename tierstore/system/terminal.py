@@ -27,12 +27,21 @@ class Argument(NamedTuple):
     settings: dict[str, Any]
     group: tuple[str, str] | None
     """Title and description of those that the help shows together."""
+    old: str
+    """A former name that is still taken, and that the help does not show."""
+
+    def add_to(self, parser: Any) -> None:
+        """To a parser or a group of its arguments."""
+        action = parser.add_argument(*self.names, **self.settings)
+        if self.old:
+            hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(self.old, **(self.settings | hidden))
 
 
-def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
+def arg(*names: str, group: tuple[str, str] | None = None, old: str = "", **settings: Any) -> Argument:
     """An argument; a word with dashes that has no metavar is a flag."""
     is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
-    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group)
+    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group, old)
 
 
 def command(
@@ -42,10 +51,10 @@ def command(
     *sentences, examples = description
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        titles = dict.fromkeys(title for *_, title in arguments if title is not None)
+        titles = dict.fromkeys(each.group for each in arguments if each.group is not None)
         groups = {title: parser.add_argument_group(*title) for title in titles}
-        for names, settings, title in arguments:
-            (parser if title is None else groups[title]).add_argument(*names, **settings)
+        for each in arguments:
+            each.add_to(parser if each.group is None else groups[each.group])
 
     return Command(run, add_arguments, text, " ".join(sentences), examples)
 

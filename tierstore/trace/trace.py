@@ -236,5 +236,5 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{os.fspath(path)} is no trace: {error}. tierstore trace RUN.toml OUT.npz makes one"
+            f"{os.fspath(path)} is no trace: {error}. tierstore trace record RUN.toml OUT.npz makes one"
         ) from error

@@ -238,7 +238,7 @@ class TrainSection:
 class RanksSection:
     """[ranks]: of a run that torchrun starts in several processes."""
 
-    plan: str = option("", 'file that says which rank has which table, of tierstore plan place; "": all share all rows')
+    plan: str = option("", 'file that says which rank has which table, of tierstore shard plan; "": all share all rows')
     forward_precision: Precision = option("fp32", 'how rows cross between ranks: "fp32", "bf16", "fp16" or "int8"')
     backward_precision: Precision = option("fp32", "the same of their gradients; fewer bits cost accuracy")
     timeout_seconds: int = option(

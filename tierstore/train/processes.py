@@ -74,7 +74,7 @@ class ManyProcesses:
             if section.record:
                 raise ValueError(
                     f"store.record = {section.record!r}: a run over ranks is not recorded; its lookups are those of "
-                    "one process, which tierstore trace writes down without training"
+                    "one process, which tierstore trace record writes down without training"
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None

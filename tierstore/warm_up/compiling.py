@@ -1,4 +1,4 @@
-"""``tierstore warm-up``: every kernel compiled at once."""
+"""``tierstore compile``: every kernel compiled at once."""
 
 import os
 import time

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import KeyedJaggedTensor
+from tierstore.kernels.least_squares import solve_nonnegative
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.host import per_byte, pooling_work, updating_work
-from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs, solve_nonnegative
+from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs
 from tierstore.plan.measure.loops import Amounts
 from tierstore.rows import RowLayout
 

@@ -1,0 +1,221 @@
+"""What a step over ranks takes, by the work in it; each amount of work costs what ``measure`` found.
+
+Tables that one lookup serves make a *group*: those of one kind of exchange, one number of columns and one number of
+column ranges. Groups run one after another, and in a group the ranks wait for each other. So a step takes, summed over
+groups, the work of the busiest rank: what it requests, which is alike on all ranks, and what it owns. Ranks of one host
+share its cores, so a group takes at least what a host's owners do in total over its cores.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from ...kernels.arrays import Float64s
+from ...kernels.least_squares import solve_nonnegative
+from ...optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from ...settings.options import check_ranges, option
+from ...settings.sections import described
+from ...system.output import write_text
+from ..plan import Sharding
+from .demand import TableDemand, shares_of
+
+Kind = Literal["rows", "pooled", "data_parallel"]
+KINDS: Final[tuple[Kind, ...]] = ("rows", "pooled", "data_parallel")
+OptimizerName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
+OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
+
+
+def _work(text: str) -> Any:
+    return option(0.0, text, low=0)
+
+
+class _Checked:
+    """Whose figures are in their ranges."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds(_Checked):
+    """Of each amount of work of one kind of exchange."""
+
+    groups: float = _work("each group of tables, whatever its ids")
+    split_groups: float = _work("each group whose rows are in several ranges of columns")
+    tables: float = _work("each table")
+    ids: float = _work("ids of a rank's batch")
+    id_columns: float = _work("the same, times columns")
+    rows: float = _work("distinct rows of a rank's batch")
+    row_columns: float = _work("the same, times columns")
+    split_rows: float = _work("distinct rows times ranges of columns, where there are several")
+    bag_columns: float = _work("bags that a rank gets from owners, times columns")
+    served: float = _work("owner: rows that it looks up for all ranks; ids, where owners pool")
+    served_columns: float = _work("the same, times columns")
+    given_columns: float = _work("owner: bags that it gives, times columns")
+    updated: float = _work("owner: distinct rows that it updates")
+    updated_columns: float = _work("the same, times columns")
+
+
+WORDS: Final = {each.name: str(each.metadata["help"]) for each in fields(Seconds)}
+"""What each cost is of, by name."""
+AMOUNTS: Final = tuple(WORDS)[2:]
+"""Names of what a rank does for a table; the first two costs are a group's."""
+_OWNED: Final = AMOUNTS.index("served")
+"""Amounts from here on are an owner's; those before are a requester's, alike on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """By kind of exchange."""
+
+    rows: Seconds
+    pooled: Seconds
+    data_parallel: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors(_Checked):
+    """The mean relative error of the steps that were timed, by kind of exchange."""
+
+    rows: float = _work("where rows cross")
+    pooled: float = _work("where pooled bags cross")
+    data_parallel: float = _work("where all ranks have all rows")
+
+
+class Group(NamedTuple):
+    """What tables have in common that one lookup serves: kind of exchange, columns, and ranges of columns."""
+
+    kind: Kind
+    dim: int
+    parts: int
+
+
+def group_of(sharding: Sharding, dim: int) -> Group:
+    """Of a table with so many columns."""
+    kind: Kind = "data_parallel" if sharding.sharding_type == "data_parallel" else sharding.exchange
+    return Group(kind, dim, len(sharding.ranks) if sharding.sharding_type == "column_wise" else 1)
+
+
+def amounts_of(
+    sharding: Sharding, dim: int, demand: TableDemand, *, bags: float, ranks: int, tables: float = 1.0
+) -> Float64s:
+    """Work of each rank for one table, or for several alike.
+
+    Args:
+        bags: of a rank's batch, as the demand is: of all these tables.
+
+    Returns:
+        float64 [ranks, 12], in the order of ``AMOUNTS``.
+    """
+    (kind, _, parts), owners = group_of(sharding, dim), list(sharding.ranks)
+    width, is_by_rows = dim // parts, sharding.sharding_type in ("row_wise", "table_row_wise")
+    of_ids, of_rows = (
+        shares_of(hot, len(owners)) if is_by_rows else np.ones(len(owners)) for hot in (demand.hot_ids, demand.hot_rows)
+    )
+    found = dict.fromkeys(AMOUNTS, np.zeros(ranks))
+
+    def of_owners(amount: Float64s | float) -> Float64s:
+        spread = np.zeros(ranks)
+        spread[owners] = amount
+        return spread
+
+    found |= {"tables": np.full(ranks, tables), "ids": np.full(ranks, demand.ids * (parts if kind == "pooled" else 1))}
+    if kind == "pooled":
+        found["bag_columns"] = np.full(ranks, bags * width * len(owners))
+        found["served"] = of_owners(ranks * demand.ids * of_ids)
+        found["given_columns"] = of_owners(ranks * bags * width)
+    else:
+        found["id_columns"] = np.full(ranks, demand.ids * dim)
+        found["rows"] = np.full(ranks, demand.rows)
+        found["row_columns"] = dim * found["rows"]
+        found["split_rows"] = (parts if parts > 1 else 0) * found["rows"]
+        found["served"] = of_owners(ranks * demand.rows * of_rows if kind == "rows" else 0.0)
+    found["updated"] = of_owners(demand.all_rows * of_rows)
+    found |= {f"{name}_columns": width * found[name] for name in ("served", "updated")}
+    return np.stack([found[name] for name in AMOUNTS], axis=1)
+
+
+def busiest(work: Float64s, cores: int, local_ranks: int) -> Float64s:
+    """float64 [...]: of work [ranks, ...], what the busiest rank has, and no less than a host's over its cores."""
+    hosts = [work[first : first + local_ranks].sum(0) for first in range(0, len(work), local_ranks)]
+    found: Float64s = np.maximum(work.max(0), np.stack(hosts).max(0) / cores)
+    return found
+
+
+class Probe(NamedTuple):
+    """A step that was timed: its one group, the work of each rank as of ``amounts_of``, and seconds."""
+
+    group: Group
+    amounts: Float64s
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCosts(_Checked):
+    """Of steps over several ranks."""
+
+    version: int = option(1, "of the file", low=1, high=1)
+    world_size: int = option(1, "ranks", low=1)
+    local_world_size: int = option(1, "ranks of a host", low=1)
+    cores: int = option(1, "of a host", low=1)
+    optimizer: OptimizerName = "rowwise_adagrad"
+    """Of the tables."""
+    seconds: Kinds
+    errors: Errors
+    source: str = ""
+    """Where the costs come from."""
+    reduce_us: float = _work("of averaging the gradients of a dense model over the ranks, beyond its own backward")
+    reduce_busy_us: float = _work("the same, while a thread fetches rows")
+
+    @classmethod
+    def fitted(cls, probes: Sequence[Probe], *, cores: int, local_world_size: int, **others: Any) -> "RankCosts":
+        """From steps of one group each; ``others``: fields as they are."""
+        seconds, errors = dict[str, Seconds](), dict[str, float]()
+        for kind in KINDS:
+            own = [probe for probe in probes if probe.group.kind == kind]
+            rows = [
+                [1.0, group.parts > 1, *done[0, :_OWNED], *busiest(done[:, _OWNED:], cores, local_world_size)]
+                for group, done, _ in own
+            ]
+            matrix = np.array(rows) / np.array([[probe.seconds] for probe in own])  # relative errors count
+            found = solve_nonnegative(matrix, np.ones(len(own)))
+            seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
+            errors[kind] = float(np.abs(matrix @ found - 1).mean())
+        others |= {"cores": cores, "local_world_size": local_world_size}
+        return cls(seconds=Kinds(**seconds), errors=Errors(**errors), **others)
+
+    def work_s(self, group: Group, amounts: Float64s) -> Float64s:
+        """float64 [ranks, 2], of each rank's work: as a requester, alike on all ranks, and as an owner."""
+        costs = getattr(self.seconds, group.kind)
+        seconds = amounts * np.array([getattr(costs, name) for name in AMOUNTS])
+        return np.stack([seconds[:, :_OWNED].sum(1), seconds[:, _OWNED:].sum(1)], axis=1)
+
+    def group_s(self, group: Group, work_s: Float64s) -> float:
+        """Of a step's lookups and updates in a group; ``work_s``: of all its tables."""
+        costs = getattr(self.seconds, group.kind)
+        fixed = costs.groups + (costs.split_groups if group.parts > 1 else 0.0)
+        return float(fixed + work_s[0, 0] + busiest(work_s[:, 1], self.cores, self.local_world_size))
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write them as JSON; errors as of ``write_text``."""
+        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=2) + "\n", force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RankCosts":
+        """Read what ``save`` wrote.
+
+        Raises:
+            OSError: it cannot be read. ValueError: it is something else; names the key and what is accepted.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("expected a table")
+            return described(cls, content, "costs of ranks", is_whole=True)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; tierstore shard measure writes costs of ranks") from None
