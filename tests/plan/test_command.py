@@ -24,7 +24,6 @@ HELP = {
         commands:
           COMMAND
             run       answer a plan file
-            gain      say what tiers would save
             curve     say how often memory of any size misses
             measure   measure this machine
             measure-ranks
@@ -32,7 +31,7 @@ HELP = {
             place     decide which rank gets which tables
             parts     list the parts and hosts that plans know
             presets   list the workloads that plans know
-            trace     make, convert and describe traces
+            trace     make and describe traces
         examples:
           tierstore plan plan.toml --html plan.html     # short for: tierstore plan run plan.toml --html plan.html
           tierstore plan COMMAND --help
@@ -58,49 +57,28 @@ HELP = {
           tierstore plan run plan.toml --html plan.html --json plan.json
           tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2
     """,
-    "plan gain": """
-        usage: tierstore plan gain [-h] [--html OUT.html] [--json OUT.json] [--force] [--set SECTION.KEY=VALUE]
-                                   [--traceback]
-                                   FILE.toml
-        Compare the cheapest fleet with all rows in memory and the cheapest of all, with 1, 2 and 10 times the rows.
-        positional arguments:
-          FILE.toml             a plan file with a target, and without setup.ddr
-        options:
-          -h, --help            show this help message and exit
-          --html OUT.html       write it as one page that needs no network
-          --json OUT.json       write all figures
-          --force               replace these files if they exist
-          --set SECTION.KEY=VALUE
-                                set any key, as setup.ddr=64GiB
-          --traceback           show where in the code an error arose
-        examples:
-          tierstore plan gain plan.toml --html gain.html
-          tierstore plan gain plan.toml --set pricing.spread=0.3
-    """,
     "plan curve": """
         usage: tierstore plan curve [-h] [--policy NAMES] [--sizes ROWS] [--sampling-rate R] [--once-a-batch]
-                                    [--prefetch-depth N] [--by-table] [--windows N] [--json PATH]
+                                    [--prefetch-depth N] [--by-table] [--json PATH]
                                     [--force] [--traceback] TRACE
         Miss-ratio curves of a trace, exactly or from a sample of its rows.
         positional arguments:
-          TRACE              a trace, of tierstore trace or another that can be read
+          TRACE              a trace, of tierstore trace or a recording
         options:
           -h, --help         show this help message and exit
-          --policy NAMES     some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default:
-                             lru); perfect-lfu and opt are bounds that no store reaches
+          --policy NAMES     some of auto, lru, lfu, tinylfu, with commas between (default: lru)
           --sizes ROWS       sizes of caches, with commas between, as 1000,20000,5%
           --sampling-rate R  let this share of the rows stand for all (default: 1, every row)
           --once-a-batch     count a row once a batch, as the tiers of a store do
           --prefetch-depth N
                              batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)
           --by-table         a cache for each table, not one for all
-          --windows N        N parts of the trace, to see drift
           --json PATH        also write the curves to a file
           --force            replace that file if it exists
           --traceback        show where in the code an error arose
         examples:
           tierstore plan curve run.npz
-          tierstore plan curve run.npz --policy lru,lfu,opt --by-table
+          tierstore plan curve run.npz --policy lru,lfu --by-table
     """,
     "plan measure": """
         usage: tierstore plan measure [-h] [--dir DIR] [--json PATH] [--seconds N] [--device NAME] [--force]
@@ -171,63 +149,39 @@ HELP = {
     """,
     "plan trace": """
         usage: tierstore plan trace [-h] COMMAND ...
-        Make, convert and describe traces.
+        Make and describe traces.
         options:
           -h, --help  show this help message and exit
         commands:
           COMMAND
             generate  draw a trace of a workload
-            convert   write a trace in another format
             describe  say what is in a trace
     """,
     "plan trace generate": """
-        usage: tierstore plan trace generate [-h] --samples N [--seed N] [--scale X] [--format NAME] [--force]
+        usage: tierstore plan trace generate [-h] --samples N [--seed N] [--scale X] [--force]
                                              [--traceback]
-                                             WORKLOAD OUT
+                                             WORKLOAD OUT.npz
         Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.
         positional arguments:
           WORKLOAD       a preset, or a workload file in TOML
-          OUT            file to write; it appears when it is complete
+          OUT.npz        file to write; it appears when it is complete
         options:
           -h, --help     show this help message and exit
           --samples N    samples to draw
           --seed N       another seed, other ids (default: 0)
           --scale X      of the tables' rows (default: 1)
-          --format NAME  npz, npy or oracleGeneral (default: as OUT ends)
-          --force        replace OUT if it exists
+          --force        replace OUT.npz if it exists
           --traceback    show where in the code an error arose
         example:
           tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01
     """,
-    "plan trace convert": """
-        usage: tierstore plan trace convert [-h] [--from NAME] [--batch-accesses N] [--format NAME] [--force]
-                                            [--traceback]
-                                            IN OUT
-        Read a trace in one format and write it in another, as for simulators of caches.
-        positional arguments:
-          IN                  the trace to read
-          OUT                 file to write; it appears when it is complete
-        options:
-          -h, --help          show this help message and exit
-          --from NAME         its format (default: as IN ends)
-          --batch-accesses N  accesses a batch, where IN has no batches
-          --format NAME       npz, npy or oracleGeneral (default: as OUT ends)
-          --force             replace OUT if it exists
-          --traceback         show where in the code an error arose
-        example:
-          tierstore plan trace convert run.npz run.oracleGeneral
-    """,
     "plan trace describe": """
-        usage: tierstore plan trace describe [-h] [--from NAME] [--batch-accesses N] [--json PATH] [--force]
-                                             [--traceback]
-                                             IN
-        Count accesses and rows by table, and how often rows are used again.
+        usage: tierstore plan trace describe [-h] [--json PATH] [--force] [--traceback] TRACE
+        Count accesses and rows by table, and say how uneven they are.
         positional arguments:
-          IN                  the trace to read
+          TRACE               the trace to read
         options:
           -h, --help          show this help message and exit
-          --from NAME         its format (default: as IN ends)
-          --batch-accesses N  accesses a batch, where IN has no batches
           --json PATH         write it to a file
           --force             replace that file if it exists
           --traceback         show where in the code an error arose
@@ -321,11 +275,10 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
         [*place, "shop.toml"],
         [*place, "./ranks.json"],
         ["trace", "generate", "--samples", "5", "shop.toml", "shop.toml"],
-        ["trace", "convert", "shop.npz", "shop.npz"],
         ["trace", "describe", "shop.npz", "--json", "shop.npz"],
         ["run", "plan.toml", "--json", "plan.toml"],
         ["run", "plan.toml", "--html", "shop.toml"],
-        ["gain", "plan.toml", "--json", "box.json"],
+        ["run", "plan.toml", "--json", "box.json"],
     ):
         before = Path(words[-1]).read_bytes()
         for force in ([], ["--force"]):
@@ -359,7 +312,7 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
     [
         (["rnu"], 2, "tierstore: unknown plan command 'rnu'; did you mean 'run'?\n"),
         (["nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such plan file\n"),
-        (["trace", "x"], 2, "tierstore: unknown trace command 'x'; trace commands are generate, convert, describe\n"),
+        (["trace", "x"], 2, "tierstore: unknown trace command 'x'; trace commands are generate, describe\n"),
         (["run"], 2, "tierstore: give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
         (["run", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such plan file\n"),
         (
@@ -379,7 +332,7 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
             "tierstore: --samples 0: expected 1 or more\n",
         ),
         (["trace", "describe", "nosuch.npz"], 1, "tierstore: "),
-        (["trace", "convert", "plan.toml", "out.npz"], 2, "tierstore: "),
+        (["trace", "describe", "plan.toml"], 2, "tierstore: "),
         (["curve", "nosuch.npz"], 1, "tierstore: "),
         (
             ["place", "shop.toml", "plan.json", "--costs", "shop.toml"],
@@ -417,21 +370,18 @@ def test_parts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "server-2s" in capsys.readouterr().out
 
 
-def test_traces_are_generated_converted_and_described(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_are_generated_and_described(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generate = ["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "500", "--scale", "0.1"]
     assert cli.main(generate) == 0
     assert capsys.readouterr().out == "shop.npz: 4,000 lookups of 2 tables in 500 samples\n"
     assert cli.main(generate) == 1
     assert "--force" in capsys.readouterr().err
-    assert cli.main(["plan", "trace", "convert", "shop.npz", "shop.oracleGeneral"]) == 0
-    assert capsys.readouterr().out == "shop.oracleGeneral: 4,000 accesses in 2 batches\n"
-    describe = ["plan", "trace", "describe", "shop.oracleGeneral", "--batch-accesses", "1000", "--json", "found.json"]
-    assert cli.main(describe) == 0
+    assert cli.main(["plan", "trace", "describe", "shop.npz", "--json", "found.json"]) == 0
     assert "4,000 accesses of " in capsys.readouterr().out
-    assert json.loads((plan_path.parent / "found.json").read_text())["batches"] == 4
+    assert json.loads((plan_path.parent / "found.json").read_text())["batches"] == 2
 
 
 def test_a_plan_of_a_generated_trace(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "5000"]) == 0
-    assert cli.main(["plan", "plan.toml", "--set", "trace.path=shop.npz", "--set", "curves.windows=2"]) == 0
+    assert cli.main(["plan", "plan.toml", "--set", "trace.path=shop.npz"]) == 0
     assert "accesses: shop.npz, 40,000 in 20 batches" in " ".join(capsys.readouterr().out.split())

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,20 +38,6 @@ def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
-def _write_outputs(
-    options: argparse.Namespace, name: str, page: Callable[[], str], figures: Callable[[], dict[str, Any]]
-) -> None:
-    """Write those that are asked for; ``name`` is what the page is called."""
-    from ..system.output import write_text
-    from .json_file import write_json
-
-    if options.html:
-        write_text(Path(options.html), page(), force=options.force)
-        print(f"\nthe {name}: {options.html}")
-    if options.json:
-        write_json(figures(), options.json, force=options.force)
-
-
 def _run(options: argparse.Namespace) -> int:
     import sys
 
@@ -65,32 +51,19 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
     _require_outputs(options, asked)
-    from .report import describe, page_of, plotly_source
-
-    if options.html:
-        plotly_source()
+    from ..system.output import write_text
+    from .json_file import write_json
     from .planning import plan
+    from .report import describe, page_of
 
     with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
     print(describe(result, colours=sys.stdout.isatty()))
-    _write_outputs(options, "report", lambda: page_of(result), result.to_dict)
-    return 0
-
-
-def _gain(options: argparse.Namespace) -> int:
-    import sys
-
-    from .gain import gain
-    from .plan_file import load, parse_override
-    from .report import describe_gain, gain_page_of
-
-    asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_outputs(options, asked)
-    with progress_bar("gain", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
-        found = gain(asked, progress=lambda stage, done, total: show(done, total, f"gain: {stage}"))
-    print(describe_gain(found, colours=sys.stdout.isatty()))
-    _write_outputs(options, "page", lambda: gain_page_of(found), found.to_dict)
+    if options.html:
+        write_text(Path(options.html), page_of(result), force=options.force)
+        print(f"\nthe report: {options.html}")
+    if options.json:
+        write_json(result.to_dict(), options.json, force=options.force)
     return 0
 
 
@@ -98,13 +71,10 @@ def _gain(options: argparse.Namespace) -> int:
 
 
 def _curve(options: argparse.Namespace) -> int:
-    from .accesses import once_a_batch
-    from .curves import describe_curves
+    from .accesses import once_a_batch, read_accesses
+    from .curves import by_table, curve, describe_curves
     from .json_file import write_json
-    from .traces import read_accesses
 
-    if options.by_table and options.windows is not None:
-        raise ValueError("--by-table and --windows: choose one")
     _require_writable(options.json, [options.trace], force=options.force)
     policies = _policies(options.policy)
     accesses = read_accesses(options.trace)
@@ -115,7 +85,10 @@ def _curve(options: argparse.Namespace) -> int:
         with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
             asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
             asked["prefetch_depth"] = options.prefetch_depth
-            found[policy] = _curves(options, accesses, policy, asked)
+            if options.by_table:
+                found[policy] = by_table(accesses, policy, **asked)
+            else:
+                found[policy] = {"all": curve(accesses, policy, **asked)}
     _say(options.trace, accesses, options.once_a_batch)
     groups: dict[str, dict[str, MissRatioCurve]] = {f"{policy}:\n": curves for policy, curves in found.items()}
     if all(len(curves) == 1 for curves in found.values()):  # all policies side by side
@@ -164,22 +137,6 @@ def _size(text: str, num_rows: float) -> int:
     if not 1 <= size < MAX_ROWS:
         raise ValueError(f"--sizes {text}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%")
     return size
-
-
-def _curves(
-    options: argparse.Namespace, accesses: "Accesses", policy: str, asked: "CurveOptions"
-) -> "dict[str, MissRatioCurve]":
-    """By table, by window, or the one of all."""
-    from .curves import by_table, curve, windows
-
-    if options.by_table:
-        return by_table(accesses, policy, **asked)
-    if options.windows is not None:
-        if not 1 <= options.windows <= len(accesses.keys):
-            raise ValueError(f"--windows {options.windows}: expected from 1 to the {len(accesses.keys):,} accesses")
-        parts = windows(accesses, policy, options.windows, **asked)
-        return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
-    return {"all": curve(accesses, policy, **asked)}
 
 
 def _say(path: str, accesses: "Accesses", once: bool) -> None:
@@ -282,9 +239,8 @@ def _presets(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     from ..trace import write_trace
-    from .accesses import accesses_of
     from .presets import load_workload, scaled
-    from .traces import generate, write_accesses
+    from .traces import generate
 
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected 1 or more")
@@ -293,54 +249,26 @@ def _generate(options: argparse.Namespace) -> int:
     if options.scale != 1:
         workload = scaled(workload, options.scale)
     trace = generate(workload, samples=options.samples, seed=options.seed)
-    if options.out.endswith(".npz") and options.format in (None, "npz"):
-        write_trace(trace, options.out, force=options.force)
-    else:
-        write_accesses(accesses_of(trace), options.out, format=options.format, force=options.force)
+    write_trace(trace, options.out, force=options.force)
     print(
         f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
     )
     return 0
 
 
-def _read(options: argparse.Namespace, out: str | None) -> "Accesses":
-    """The trace, once it is known that ``out`` can be written."""
-    from .traces import read_accesses
-
-    _require_writable(out, [options.source], force=options.force)
-    return read_accesses(options.source, format=options.source_format, batch_accesses=options.batch_accesses)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from .traces import write_accesses
-
-    accesses = _read(options, options.out)
-    write_accesses(accesses, options.out, format=options.format, force=options.force)
-    print(f"{options.out}: {len(accesses.keys):,} accesses in {accesses.num_batches:,} batches")
-    return 0
-
-
 def _describe(options: argparse.Namespace) -> int:
+    from ..trace import read_trace
     from .json_file import write_json
     from .traces import describe
 
-    summary = describe(_read(options, options.json))
+    _require_writable(options.json, [options.source], force=options.force)
+    summary = describe(read_trace(options.source))
     print(summary.text())
     if options.json:
         write_json(summary.to_dict(), options.json, force=options.force)
     return 0
 
 
-_SOURCE: Final = (
-    _arg("source", metavar="IN", help="the trace to read"),
-    _arg("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)"),
-    _arg("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches"),
-)
-_WRITTEN: Final = (
-    _arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
-    _arg("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)"),
-    _arg("--force", help="replace OUT if it exists"),
-)
 _FORCED_BOTH: Final = _arg("--force", help="replace these files if they exist")
 _SET: Final = _arg(
     "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
@@ -352,28 +280,25 @@ _TRACE_COMMANDS: Final[Mapping[str, Command]] = {
         _generate,
         (
             _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML"),
-            _WRITTEN[0],
+            _arg("out", metavar="OUT.npz", help="file to write; it appears when it is complete"),
             _arg("--samples", type=int, required=True, metavar="N", help="samples to draw"),
             _arg("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)"),
             _arg("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)"),
-            *_WRITTEN[1:],
+            _arg("--force", help="replace OUT.npz if it exists"),
         ),
         "draw a trace of a workload",
         "Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.",
         "example:\n  tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01",
     ),
-    "convert": _part(
-        _convert,
-        (_SOURCE[0], _WRITTEN[0], *_SOURCE[1:], *_WRITTEN[1:]),
-        "write a trace in another format",
-        "Read a trace in one format and write it in another, as for simulators of caches.",
-        "example:\n  tierstore plan trace convert run.npz run.oracleGeneral",
-    ),
     "describe": _part(
         _describe,
-        (*_SOURCE, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
+        (
+            _arg("source", metavar="TRACE", help="the trace to read"),
+            _arg("--json", metavar="PATH", help="write it to a file"),
+            _FORCED,
+        ),
         "say what is in a trace",
-        "Count accesses and rows by table, and how often rows are used again.",
+        "Count accesses and rows by table, and say how uneven they are.",
         "example:\n  tierstore plan trace describe run.npz",
     ),
 }
@@ -396,31 +321,15 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
-    "gain": _part(
-        _gain,
-        (
-            _arg("plan_file", metavar="FILE.toml", help="a plan file with a target, and without setup.ddr"),
-            _arg("--html", metavar="OUT.html", help="write it as one page that needs no network"),
-            _arg("--json", metavar="OUT.json", help="write all figures"),
-            _FORCED_BOTH,
-            _SET,
-        ),
-        "say what tiers would save",
-        "Compare the cheapest fleet with all rows in memory and the cheapest of all, with 1, 2 and 10 times the rows.",
-        "examples:\n"
-        "  tierstore plan gain plan.toml --html gain.html\n"
-        "  tierstore plan gain plan.toml --set pricing.spread=0.3",
-    ),
     "curve": _part(
         _curve,
         (
-            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or another that can be read"),
+            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or a recording"),
             _arg(
                 "--policy",
                 default="lru",
                 metavar="NAMES",
-                help="some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
-                "perfect-lfu and opt are bounds that no store reaches",
+                help="some of auto, lru, lfu, tinylfu, with commas between (default: lru)",
             ),
             _arg("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%"),
             _arg(
@@ -439,13 +348,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 help="batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
             ),
             _arg("--by-table", help="a cache for each table, not one for all"),
-            _arg("--windows", type=int, metavar="N", help="N parts of the trace, to see drift"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),
             _FORCED,
         ),
         "say how often memory of any size misses",
         "Miss-ratio curves of a trace, exactly or from a sample of its rows.",
-        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu,opt --by-table",
+        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu --by-table",
     ),
     "measure": _part(
         _measure,
@@ -518,5 +426,5 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "List published models by name, or print one as a workload file.",
         "examples:\n  tierstore plan presets\n  tierstore plan presets rmc1 > mine.toml",
     ),
-    "trace": group(lambda: _TRACE_COMMANDS, "make, convert and describe traces", "Make, convert and describe traces."),
+    "trace": group(lambda: _TRACE_COMMANDS, "make and describe traces", "Make and describe traces."),
 }
