@@ -1,9 +1,9 @@
 """Is what the planner says true of runs that are measured, and what does finding it out take?
 
-Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
+Parts, each for itself with ``--only``: "curves" (beside stores, from samples), "machine" (this machine, measured),
 "steps" (hit rates and step times, predicted and measured), "known" (the same of whole models), "unseen" (of workloads
 that nothing was fitted to),
-"record" (what recording costs), "examples" (two plans on paper). The figures of parts that are not run again stay.
+"record" (what recording costs), "examples" (plans on paper). The figures of parts that are not run again stay.
 
 On few cores run "steps", "known" and "unseen" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two
 kernels, which is no work that a planner could know of. The report keeps what was set.

@@ -1,4 +1,4 @@
-"""Part "curves": are miss-ratio curves right, how far is a sample's from them, and what do they take?"""
+"""Part "curves": are miss-ratio curves those of stores, and how far is a sample's from them?"""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from ..data import criteo_keys, find_criteo
 from ..parts import Part, Told
 from .beside_stores import POLICIES as STORE_POLICIES
 from .beside_stores import errors_of, traces
-from .curves import curve_speeds, exact_hit_rates, one_by_one, sampled_errors
+from .curves import one_by_one, sampled_errors
 
 __all__ = ["PART"]
 
@@ -30,9 +30,8 @@ def _workloads(request: Run) -> Iterator[tuple[str, Accesses]]:
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    config, criteo = request.config, find_criteo()
-    exact = [] if criteo is None or request.quick else exact_hit_rates(criteo_keys(criteo))
-    stores, sampled, speeds = [], [], []
+    config = request.config
+    stores, sampled = [], []
     for workload in traces(config):
         for policy, depth in itertools.product(STORE_POLICIES, config["store_depths"]):
             found = errors_of(workload, policy, depth, config["store_sizes"])
@@ -45,21 +44,11 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         for error in sampled_errors(name, accesses, rate=rate, num_seeds=seeds):
             print(f"  {name}, {error.policy}: {error.mean_points:.2f} points off from a sample", flush=True)
             sampled.append(dataclasses.asdict(error) | {"mean_points": error.mean_points})
-        for speed in curve_speeds(name, accesses.keys, peer_rows=config["peer_rows"]):
-            print(f"  {name}, {speed.policy}: {speed.curve_per_s / 1e6:.1f} M accesses/s", flush=True)
-            speeds.append(dataclasses.asdict(speed))
-    equal = [dataclasses.asdict(each) | {"is_equal": each.is_equal} for each in exact]
-    return {"exact": equal, "stores": stores, "sampled": sampled, "speeds": speeds}
+    return {"stores": stores, "sampled": sampled}
 
 
 def _tell(figures: dict[str, Any]) -> Told:
-    goals = [
-        Goal(
-            name="hit rates on Criteo's lookups that are those of independent programs, to four places",
-            value=sum(each["is_equal"] for each in figures["exact"]),
-            exactly=len(figures["exact"]),
-        )
-    ]
+    goals = []
     for name, (mean, worst) in _off_stores(figures).items():
         goals += [
             Goal(name=f"{name}: points that exact curves are off stores, on average", value=mean, at_most=0.5),
@@ -73,29 +62,7 @@ def _tell(figures: dict[str, Any]) -> Told:
         )
         for each in figures["sampled"]
     ]
-    goals += [
-        Goal(
-            name=f"{each['workload']}: millions of accesses/s of the whole LRU curve, one thread",
-            value=round(each["curve_per_s"] / 1e6, 2),
-            at_least=10,
-        )
-        for each in figures["speeds"]
-        if each["policy"] == "lru"
-    ]
-    return Told(
-        tables=[_exact_table(figures), _store_table(figures), _sampled_table(figures), _speed_table(figures)],
-        goals=goals,
-        notes=[_NOTE],
-    )
-
-
-def _exact_table(figures: dict[str, Any]) -> Table:
-    rows = [
-        [each["policy"], f"{each['rows']:,}", f"{each['hit_rate']:.4f}", f"{each['expected']:.4f}"]
-        for each in figures["exact"]
-    ]
-    columns = ["policy", "rows", "hit rate", "independent"]
-    return Table(title="Criteo's lookups, 26 tables in one cache", columns=columns, rows=rows)
+    return Told(tables=[_store_table(figures), _sampled_table(figures)], goals=goals, notes=[_NOTE])
 
 
 class _Off(NamedTuple):
@@ -141,24 +108,11 @@ def _sampled_table(figures: dict[str, Any]) -> Table:
     return Table(title="curves from 1 % of the rows, over 20 sizes", columns=columns, rows=rows)
 
 
-def _speed_table(figures: dict[str, Any]) -> Table:
-    rows = [
-        [
-            f"{each['workload']}, {each['policy']}", str(each["num_sizes"]), f"{each['curve_per_s'] / 1e6:.2f}",
-            f"{each['replay_per_s'] / 1e6:.1f}", each["peer"], f"{each['peer_per_s'] / 1e6:.2f}",
-        ]
-        for each in figures["speeds"]
-    ]  # fmt: skip
-    columns = ["of", "sizes", "curve, M accesses/s", "one size", "peer", "one size of it"]
-    return Table(title="accesses a second of one thread", columns=columns, rows=rows)
-
-
 _NOTE: Final = (
     "Curves beside stores: of rows once a batch, by the stores' own counters, from the largest batch "
     "on. Curves of samples: every lookup an access. Points off: of the hit rate; of samples mean "
     "over 20 sizes from 0.1 % of the rows to all, "
-    "and over seeds that choose other rows; by hash alone: as SHARDS with its correction. Times are of the processor. "
-    "A whole curve is one pass for LRU; for the others a replay for each size, each access counted once."
+    "and over seeds that choose other rows; by hash alone: as SHARDS with its correction. Times are of the processor."
 )
 
 PART: Final = Part(_measure, _tell)

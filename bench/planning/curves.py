@@ -1,31 +1,23 @@
-"""Miss-ratio curves: are they right, how far is a sample's from them, and what do they take?"""
+"""Miss-ratio curves from samples: how far are they from the exact ones, and what do they take?"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.reference_tinylfu import TinyLFU
 from tierstore.kernels.hashing import mix64
 from tierstore.plan import Accesses
 from tierstore.plan.curves import POLICIES, MissRatioCurve, curve
-from tierstore.plan.curves.build import curves_of
+from tierstore.plan.curves.build import curve_of
 from tierstore.plan.curves.sampled import Sample, part_of, sample_of
 from tierstore.trace.sampling import is_sampled
 
-from ..oracles import belady_hits, perfect_count_hits
-
 __all__ = [
     "CRITEO_HIT_RATES",
-    "CurveSpeed",
-    "HitRate",
     "SampledError",
-    "curve_speeds",
-    "exact_hit_rates",
     "one_by_one",
     "sampled_errors",
 ]
@@ -39,31 +31,11 @@ CRITEO_HIT_RATES: Final = {
     ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
     ("lfu", 20_000): 0.8349,
-    ("perfect-lfu", 2_000): 0.6931,
-    ("perfect-lfu", 10_000): 0.8076,
-    ("perfect-lfu", 20_000): 0.8452,
-    ("opt", 2_000): 0.7378,
-    ("opt", 10_000): 0.8423,
-    ("opt", 20_000): 0.8734,
 }
-"""Of the 26 tables in one cache, each lookup an access, by policy and rows."""
+"""Of the 26 tables in one cache, each lookup an access, by policy and rows, as independent programs found them."""
 _NUM_SIZES: Final = 20
 _SMALLEST: Final = 0.001
 """Size of the smallest cache that is compared, as a share of the distinct rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HitRate:
-    """Of a curve at one size; ``expected`` is what an independent program found."""
-
-    policy: str
-    rows: int
-    hit_rate: float
-    expected: float
-
-    @property
-    def is_equal(self) -> bool:
-        return round(self.hit_rate, 4) == self.expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +66,6 @@ class SampledError:
         return float(np.mean(self.points))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CurveSpeed:
-    """Accesses a second of processor time on one thread: of a curve of ``num_sizes`` sizes, each access counted once
-    however many replays it takes; of one replay; and of a cache in plain Python of one size."""
-
-    workload: str
-    policy: str
-    accesses: int
-    num_sizes: int
-    curve_per_s: float
-    replay_per_s: float
-    peer: str
-    peer_per_s: float
-
-
 class _Timed(NamedTuple):
     result: Any
     seconds: float
@@ -125,19 +82,6 @@ def one_by_one(keys: Int64s) -> Accesses:
     return Accesses(keys, np.arange(len(keys) + 1), ("all",))
 
 
-def exact_hit_rates(keys: Int64s) -> list[HitRate]:
-    """Of Criteo's lookups (``bench.data.criteo_keys``), at the sizes whose hit rates are known."""
-    accesses, found = one_by_one(keys), []
-    for policy in dict.fromkeys(policy for policy, _ in CRITEO_HIT_RATES):
-        sizes = [rows for name, rows in CRITEO_HIT_RATES if name == policy]
-        made = curve(accesses, policy, sizes=sizes)
-        found += [
-            HitRate(policy=policy, rows=rows, hit_rate=made.hit_rate(rows), expected=CRITEO_HIT_RATES[policy, rows])
-            for rows in sizes
-        ]
-    return found
-
-
 def sampled_errors(
     workload: str, accesses: Accesses, policies: Sequence[str] = POLICIES, *, rate: float = 0.01, num_seeds: int = 8
 ) -> Iterator[SampledError]:
@@ -151,15 +95,13 @@ def sampled_errors(
 def _sampled_error(
     workload: str, accesses: Accesses, policy: str, rate: float, num_seeds: int, sizes: Int64s
 ) -> SampledError:
-    bounds = [0, len(accesses.keys)]
-
     def estimate(sample: Sample) -> MissRatioCurve:
-        return curves_of(accesses, policy, bounds, sizes, sample)[0]
+        return curve_of(accesses, policy, sample, sizes=sizes)
 
     curve(one_by_one(accesses.keys[:1000]), policy, sampling_rate=0.5)  # compiles
     exact = _timed(lambda: curve(accesses, policy, sizes=sizes))
     ours = [
-        _timed(lambda seed=seed: estimate(sample_of(accesses, bounds, rate, seed)))  # type: ignore[misc]
+        _timed(lambda seed=seed: estimate(sample_of(accesses, rate, seed)))  # type: ignore[misc]
         for seed in range(num_seeds)
     ]
     plain = [estimate(hashed(accesses, rate, seed)) for seed in range(num_seeds)]
@@ -186,51 +128,4 @@ def hashed(accesses: Accesses, rate: float, seed: int) -> Sample:
     """The rows that a recording of this rate would have; other seeds are other hashes."""
     salt = int(mix64(np.uint64(seed))) >> 1 if seed else 0
     positions = np.flatnonzero(is_sampled(accesses.keys ^ salt, rate))
-    return part_of(accesses, positions, [0, len(accesses.keys)], rate)
-
-
-def curve_speeds(workload: str, keys: Int64s, *, peer_rows: int, peer_accesses: int = 300_000) -> Iterator[CurveSpeed]:
-    """Of each policy, its default sizes; the peer's cache has ``peer_rows``, and sees the first ``peer_accesses``."""
-    accesses = one_by_one(keys)
-    for policy in POLICIES:
-        curve(one_by_one(keys[:1000]), policy)
-        whole = _timed(lambda policy=policy: curve(accesses, policy))  # type: ignore[misc]
-        single = _timed(lambda policy=policy: curve(accesses, policy, sizes=[peer_rows]))  # type: ignore[misc]
-        name, replay_peer = _PEERS[policy]
-        peer = _timed(lambda replay_peer=replay_peer: replay_peer(keys[:peer_accesses], peer_rows))  # type: ignore[misc]
-        yield CurveSpeed(
-            workload=workload,
-            policy=policy,
-            accesses=len(keys),
-            num_sizes=len(whole.result.sizes),
-            curve_per_s=len(keys) / whole.seconds,
-            replay_per_s=len(keys) / single.seconds,
-            peer=name,
-            peer_per_s=min(peer_accesses, len(keys)) / peer.seconds,
-        )
-
-
-def _replay_plain(kind: Callable[[int], Any]) -> Callable[[Int64s, int], int]:
-    def replay(keys: Int64s, rows: int) -> int:
-        cache, hits = kind(rows), 0
-        settle = getattr(cache, "settle", None)
-        for key in keys.tolist():
-            if key in cache:
-                cache[key]
-                hits += 1
-            else:
-                cache[key] = None
-            if settle:
-                settle([key])
-        return hits
-
-    return replay
-
-
-_PEERS: Final[dict[str, tuple[str, Callable[[Int64s, int], int]]]] = {
-    "lru": ("cachetools.LRUCache", _replay_plain(cachetools.LRUCache)),
-    "lfu": ("cachetools.LFUCache", _replay_plain(cachetools.LFUCache)),
-    "tinylfu": ("reference_tinylfu.TinyLFU", _replay_plain(TinyLFU)),
-    "perfect-lfu": ("a heap in plain Python", perfect_count_hits),
-    "opt": ("a heap in plain Python", belady_hits),
-}
+    return part_of(accesses, positions, rate)

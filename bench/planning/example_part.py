@@ -1,20 +1,19 @@
-"""Part "examples": two questions on paper. Nothing is run: the planner's answers, with what they assume.
+"""Part "examples": a question on paper. Nothing is run: the planner's answers, with what they assume.
 
-Does it save power to serve from SSD-backed memory? And what would it take to train twelve trillion parameters?
+Does it save power to serve from SSD-backed memory?
 """
 
 import statistics
 from dataclasses import replace
 from typing import Any, Final
 
-from tierstore.plan import Host, Prediction, Setup, TableShape, Workload
+from tierstore.plan import Host, Prediction, TableShape, Workload
 from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.demand import Demand
-from tierstore.plan.model import predict
 from tierstore.plan.parts import load_host
 from tierstore.plan.prediction import in_words
 from tierstore.plan.price import Pricing
-from tierstore.plan.search import SearchSpace, Target, search, with_parts
+from tierstore.plan.search import SearchSpace, Target, search
 
 from ..common import Run, Table
 from ..parts import Part, Told
@@ -105,83 +104,12 @@ def _power(config: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _trillions(config: dict[str, Any]) -> dict[str, Any]:
-    asked = config["trillions"]
-    tables = tuple(
-        TableShape(
-            name=f"t{number}",
-            num_embeddings=asked["rows"],
-            embedding_dim=asked["dim"],
-            pooling_factor=asked["pooling_factor"],
-            exponent=config["exponent"],
-        )
-        for number in range(asked["tables"])
-    )
-    workload = Workload(
-        name="twelve trillion parameters",
-        tables=tables,
-        batch_samples=asked["batch"],
-        optimizer="rowwise_adagrad",
-        dtype="float16",
-        dense_flops=asked["dense_flops"],
-    )
-    host = _share_of(load_host(asked["host"]), asked["stores_a_host"])
-    demand = Demand.analytic(workload)
-    setup = Setup(
-        workload=workload,
-        host=host,
-        ddr_bytes=asked["ddr_share"] * host.ddr.capacity_bytes,
-        hbm_bytes=asked["hbm_share"] * host.accelerators[0].hbm.capacity_bytes,
-        page_cache_bytes=asked["page_cache_share"] * host.ddr.capacity_bytes,
-        hosts=asked["hosts"] * asked["stores_a_host"],
-        threads=host.processor.cores,
-    )
-    found = predict(setup, demand)
-    return {
-        "parameters": sum(table.num_embeddings * table.embedding_dim for table in tables),
-        "table_bytes": workload.table_bytes,
-        "step_s": found.step_s,
-        "samples_per_s": found.samples_per_s,
-        "bottleneck": found.bottleneck,
-        "ids": workload.lookups,
-        "distinct_rows": demand.unique,
-        "tiers": [tier._asdict() for tier in found.tiers],
-        "loads": [load._asdict() for load in found.loads],
-        "drive_writes_a_day": found.drive_writes_a_day,
-        "watts": found.price.watts,
-        "usd": found.price.usd,
-    }
-
-
-def _share_of(host: Host, count: int) -> Host:
-    """What each of so many processes has of it."""
-    less = with_parts(
-        host,
-        memory_bytes=host.ddr.capacity_bytes / count,
-        drives=len(host.storage) // count,
-        accelerators=len(host.accelerators) // count,
-    )
-    processor = replace(less.processor, cores=less.processor.cores // count)
-    less = replace(
-        less,
-        processor=_divided(processor, count, "flops", "watts", "usd"),
-        ddr=_divided(less.ddr, count, "bytes_per_s", "row_bytes_per_s"),
-        network=_divided(less.network, count, "bytes_per_s"),
-    )
-    found: Host = _divided(less, count, "watts", "usd")
-    return found
-
-
-def _divided(part: Any, count: int, *names: str) -> Any:
-    return replace(part, **{name: getattr(part, name) / count for name in names})
-
-
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    return {"power": _power(request.config), "trillions": _trillions(request.config), "config": request.config}
+    return {"power": _power(request.config), "config": request.config}
 
 
 def _tell(figures: dict[str, Any]) -> Told:
-    return Told(tables=[_power_table(figures), _tier_table(figures), _load_table(figures)], notes=[_NOTE])
+    return Told(tables=[_power_table(figures)], notes=[_NOTE])
 
 
 def _power_table(figures: dict[str, Any]) -> Table:
@@ -199,33 +127,6 @@ def _power_table(figures: dict[str, Any]) -> Table:
             )  # fmt: skip
     columns = ["model", "hosts", "GiB DDR each", "SSDs each", "hits", "watts", "saved", "bottleneck"]
     return Table(title="power to serve a model at a rate, by the planner", columns=columns, rows=rows)
-
-
-def _tier_table(figures: dict[str, Any]) -> Table:
-    rows = [
-        [
-            tier["tier"], f"{tier['capacity_bytes'] / 1e12:.2f}", f"{tier['rows'] / 1e9:.2f}",
-            f"{tier['lookups'] / 1e6:.1f}", f"{tier['hit_rate']:.1%}",
-        ]
-        for tier in figures["trillions"]["tiers"]
-    ]  # fmt: skip
-    columns = ["tier", "TB", "rows, billions", "rows asked for, millions a step", "had"]
-    title = "twelve trillion parameters on sixteen hosts of eight GPUs, each with a store of its own: tiers of one"
-    return Table(title=title, columns=columns, rows=rows)
-
-
-def _load_table(figures: dict[str, Any]) -> Table:
-    found = figures["trillions"]
-    rows = [
-        [in_words(load["resource"]), f"{1e3 * load['seconds']:.1f}", f"{load['amount']:,.3g} {load['unit']}"]
-        for load in sorted(found["loads"], key=lambda load: -load["seconds"])
-        if load["seconds"]
-    ]
-    title = (
-        f"the same: what a step of {1e3 * found['step_s']:.0f} ms keeps busy of what it has "
-        f"({found['samples_per_s'] / 1e3:,.0f} thousand samples/s; the bottleneck: {in_words(found['bottleneck'])})"
-    )
-    return Table(title=title, columns=["resource", "ms", "amount"], rows=rows)
 
 
 _NOTE: Final = (

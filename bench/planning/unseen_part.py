@@ -33,7 +33,17 @@ from ..parts import Part, Told
 from ..sharded.ranks import run_ranks
 from ..steps import StepWorkload, fill, jagged
 from ..workload import CHUNK, ids_of
-from .validation import ROWS_FILE, Measured, hit_rate_of, measured, newest_half, trace_of, warm_pages, workload_of
+from .validation import (
+    ROWS_FILE,
+    Measured,
+    hit_rate_of,
+    measured,
+    newest_half,
+    steps_before,
+    trace_of,
+    warm_pages,
+    workload_of,
+)
 
 __all__ = ["KNOWN", "UNSEEN"]
 
@@ -194,6 +204,7 @@ def _predicted(
         prefetch_depth=config["depth"],
         threads=config["threads"],
         is_deferred=subject.case.deferred,
+        steps=steps_before(subject.case.steps),
         rank_costs=rank_costs,
     )
     return predict(setup, subject.demand)

@@ -12,7 +12,7 @@ import numpy as np
 
 import tierstore
 from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
-from tierstore.plan.curves import windows
+from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork
 from tierstore.plan.model import predict
@@ -30,6 +30,7 @@ __all__ = [
     "measured",
     "newest_half",
     "points_of",
+    "steps_before",
     "trace_of",
     "warm_pages",
     "workload_of",
@@ -130,7 +131,12 @@ def workload_of(
 
 def newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> MissRatioCurve:
     """The curve of the second half, the cache being warm from the first: what is measured too."""
-    return windows(accesses, policy, 2, sampling_rate=sampling_rate)[-1].curve
+    return curve(accesses, policy, sampling_rate=sampling_rate, skip=accesses.num_batches // 2)
+
+
+def steps_before(batches: int) -> int:
+    """The middle one of those that are measured; the store was filled before the first."""
+    return batches * 3 // 4
 
 
 def fully_measured(path: Path, workload: StepWorkload, percent: float, config: dict[str, Any]) -> Measured:
@@ -213,6 +219,7 @@ def points_of(
                 policy=config["policy"],
                 prefetch_depth=config["depth"],
                 threads=config["threads"],
+                steps=steps_before(len(workload.batches)),
             )
             for host in hosts
         ]

@@ -92,9 +92,6 @@ def test_a_gpu_without_rows_is_a_warning(folder: Path) -> None:
     for size, number in (("0", 1), ("1GiB", 0)):
         found = plan(asked(folder, "setup.ddr=1MiB", f"setup.hbm={size}"))
         assert sum("GPUs are not used" in text for text in found.warnings) == number
-    for optimizer, number in (("sgd", 0), ("none", 1)):
-        found = plan(asked(folder, "setup.ddr=1MiB", "setup.hbm=1GiB", f"workload.optimizer={optimizer}"))
-        assert sum("tierstore serve has rows in DDR alone" in text for text in found.warnings) == number
 
 
 def test_the_first_question_of_the_page_is_answered_as_the_page_says(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
         ["curve", "shop.npz", "--json", "shop.npz"],
         ["run", "plan.toml", "--json", "plan.toml"],
         ["run", "plan.toml", "--html", "shop.toml"],
-        ["gain", "plan.toml", "--json", "box.json"],
+        ["run", "plan.toml", "--json", "box.json"],
     ):
         before = Path(words[-1]).read_bytes()
         for force in ([], ["--force"]):
@@ -145,5 +145,5 @@ def test_parts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_plan_of_a_generated_trace(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trace", "generate", "shop.toml", "shop.npz", "--samples", "5000"]) == 0
-    assert cli.main(["plan", "plan.toml", "--set", "trace.path=shop.npz", "--set", "curves.windows=2"]) == 0
+    assert cli.main(["plan", "plan.toml", "--set", "trace.path=shop.npz"]) == 0
     assert "accesses: shop.npz, 40,000 in 20 batches" in " ".join(capsys.readouterr().out.split())

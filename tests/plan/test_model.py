@@ -59,10 +59,10 @@ def test_a_batch_that_does_not_fit_cannot_be_brought_in_ahead() -> None:
 
 
 def test_tiers_from_device_memory_down() -> None:
-    found = plan(make_setup(TRAINED, host=make_host(gpus=2), hbm_bytes=8 * MIB))
+    found = plan(make_setup(TRAINED, host=make_host(gpus=1), hbm_bytes=8 * MIB))
     hbm, ddr, ssd = found.tiers
     assert (hbm.tier, ddr.tier, ssd.tier) == ("hbm", "ddr", "ssd")
-    assert hbm.capacity_bytes == 16 * MIB
+    assert hbm.capacity_bytes == 8 * MIB
     assert hbm.lookups * (1 - hbm.hit_rate) == pytest.approx(ddr.lookups)
     assert ddr.lookups * (1 - ddr.hit_rate) == pytest.approx(ssd.lookups)
 
@@ -105,7 +105,9 @@ def test_query_sizes() -> None:
     [
         ({"ddr_bytes": 65 * GIB}, r"memory: 65.0 ?GiB of a host are wanted, 64.0 ?GiB are there"),
         ({"page_cache_bytes": 64 * GIB}, r"memory: 64.1 ?GiB"),
-        ({"hbm_bytes": GIB}, "host 'box' has no accelerator"),
+        ({"hbm_bytes": GIB}, "a store uses one GPU, host 'box' has 0; leave it out"),
+        ({"hbm_bytes": GIB, "host": make_host(gpus=2)}, "host 'box' has 2; give host.accelerators = 1"),
+        ({"hbm_bytes": GIB, "host": make_host(gpus=1), "hosts": 2}, "tables over 2 hosts or ranks are in DDR"),
         ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
         ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
         ({"hosts": 0}, "hosts=0: expected a whole number from 1"),
@@ -262,11 +264,14 @@ def test_more_memory_never_lowers_a_hit_rate(setup: Setup, by: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(setups, st.floats(2, 200), st.floats(1.01, 4.0))
 def test_more_device_memory_never_lowers_its_hit_rate(setup: Setup, hbm: float, by: float) -> None:
-    """Its staging is in host memory; where that holds every row, a step is no slower."""
-    fast = replace(setup, host=replace(setup.host, accelerators=(GPU,)), hbm_bytes=hbm * MIB, ddr_bytes=2 * GIB)
+    """Its staging is in host memory; where that holds every row, a step is no slower, but for what it takes to bring
+    batches in ahead, if there is room for two of them now."""
+    host = replace(setup.host, accelerators=(GPU,))
+    fast = replace(setup, workload=TRAINED, host=host, hosts=1, hbm_bytes=hbm * MIB, ddr_bytes=2 * GIB)
     before, more = plan(fast), plan(replace(fast, hbm_bytes=by * fast.hbm_bytes))
     assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
-    assert more.step_s <= before.step_s * ROUNDING
+    ahead_s = 1e-6 * (setup.host.costs.hand_over_us + setup.host.costs.ahead_us)
+    assert more.step_s <= (before.step_s + ahead_s) * ROUNDING
 
 
 @settings(max_examples=60, deadline=None)

@@ -38,12 +38,12 @@ def test_keys_reach_their_fields(write: Write) -> None:
     found = load(
         write(
             '[setup]\nddr = "64GiB"\nhbm = 1024\nhosts = 2\n[target]\nsamples_per_s = 5\n[pricing]\npue = 2\n'
-            '[search]\ndtypes = ["float16"]\nhosts = [1, 2]\n[curves]\npolicies = ["opt"]\n'
+            '[search]\ndtypes = ["float16"]\nhosts = [1, 2]\n'
         )
     )
     assert (found.setup.ddr, found.setup.hbm, found.setup.hosts) == ("64GiB", 1024, 2)
     assert (found.target.samples_per_s, found.pricing.pue) == (5.0, 2.0)
-    assert (found.search.dtypes, found.search.hosts, found.curves.policies) == (("float16",), (1, 2), ("opt",))
+    assert (found.search.dtypes, found.search.hosts) == (("float16",), (1, 2))
     assert found.is_fixed
     assert not load(write("[setup]\nhosts = 2\n")).is_fixed
 
@@ -71,7 +71,6 @@ def test_overrides_win(write: Write) -> None:
         ("[setup]\nhosts = -1", [], r"plan\.toml: setup\.hosts=-1: expected a whole number from 0 to 65,536"),
         ("[setup]\npolicy = 'lur'", [], r"setup\.policy = 'lur': expected \"auto\" or \"lru\""),
         ("[setup]\npolicy = 'opt'", [], r"setup\.policy = 'opt': expected .* or \"tinylfu\"$"),
-        ("[curves]\npolicies = ['perfect']", [], r"curves\.policies\[0\] = 'perfect': .* \"perfect-lfu\" or \"opt\"$"),
         ("[pricing]\npue = 0.5", [], r"plan\.toml: pricing\.pue=0\.5: expected a number from 1 to "),
         ("[pricing]\nyears = nan", [], r"pricing\.years=nan: expected a number"),
         ("[trace]\nsampling_rate = 0", [], r"trace\.sampling_rate=0\.0: expected a number from 1e-09 to 1"),

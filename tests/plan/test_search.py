@@ -124,17 +124,25 @@ def test_rows_that_one_host_has_on_a_slow_drive_are_in_memory_of_two(rate: float
         assert (best.setup.hosts, best.setup.num_hosts, best.is_in_memory) == (2, 2, True)
 
 
-def test_no_rows_of_few_bits_in_device_memory() -> None:
-    space = replace(SPACE, dtypes=("int8",), accelerators=(0, 1))
-    found = find(
-        Target(samples_per_s=1.0), SERVED, (replace(HOST, accelerators=make_host(gpus=1).accelerators),), space=space
-    )
-    assert all(not each.setup.hbm_bytes for each in (found.best, *found.runners_up))
-    space = replace(space, dtypes=("float16",), accelerators=(1,))
-    found = find(
-        Target(samples_per_s=1.0), SERVED, (replace(HOST, accelerators=make_host(gpus=1).accelerators),), space=space
-    )
-    assert found.best.setup.hbm_bytes == 0.8 * 8 * GIB
+def test_a_gpu_is_to_train_on_one_host() -> None:
+    hosts, space = (replace(HOST, accelerators=make_host(gpus=2).accelerators),), replace(SPACE, accelerators=(1,))
+    found = find(Target(samples_per_s=1.0), hosts=hosts, space=space)
+    for setup in (found.best.setup, *(each.setup for each in (*found.runners_up, *found.failures))):
+        assert (setup.hbm_bytes, setup.hosts, len(setup.host.accelerators)) == (0.8 * 8 * GIB, 1, 1)
+    for workload, other in ((SERVED, space), (TRAINED, replace(space, hosts=(2, 3)))):
+        with pytest.raises(ValueError, match="a GPU is to train on one host"):
+            find(Target(samples_per_s=1.0), workload, hosts, space=other)
+
+
+@pytest.mark.parametrize("target", [Target(samples_per_s=60_000.0), Target(usd=9000.0)])
+def test_no_setup_that_is_told_is_worse_in_all_than_one_before(target: Target) -> None:
+    found = find(target)
+    told = [found.best, *found.runners_up]
+    for place, each in enumerate(told):
+        for before in told[:place]:
+            is_cheaper = each.price.usd < before.price.usd or each.price.usd_a_month < before.price.usd_a_month
+            is_less = is_cheaper or each.price.watts < before.price.watts
+            assert is_less or each.samples_per_s > before.samples_per_s or each.setup.workload != before.setup.workload
 
 
 def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> None:
@@ -192,6 +200,6 @@ def test_parts_of_a_host_and_its_line() -> None:
     assert (host.ddr.capacity_bytes, host.ddr.watts, host.ddr.usd) == (16 * GIB, 5.0, 160.0)
     assert (len(host.storage), len(host.accelerators)) == (3, 1)
     setup = Setup(workload=SERVED, host=host, ddr_bytes=8 * GIB, hbm_bytes=GIB, replicas=2, workers=4)
-    memory, gpus = "16.0 GiB DDR, 8.0 GiB of it for float32 rows", "1 GPU, 1.0 GiB HBM of each for rows"
+    memory, gpus = "16.0 GiB DDR, 8.0 GiB of it for float32 rows", "1 GPU, 1.0 GiB of its HBM for rows"
     line = f"2 x box with 1 of 2 GPUs ({memory}; {gpus}; 3 SSDs; 4 workers)"
     assert describe_setup(setup) == line

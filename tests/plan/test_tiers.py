@@ -250,7 +250,7 @@ def test_two_tiers_are_as_one() -> None:
 
 def test_a_tier_in_device_memory_takes_what_the_curve_gives_it() -> None:
     workload = make_workload(rows=1_000_000)
-    setup = make_setup(workload, host=make_host(gpus=2), hbm_bytes=16 * MIB, ddr_bytes=64 * MIB)
+    setup = make_setup(workload, host=make_host(gpus=1), hbm_bytes=16 * MIB, ddr_bytes=64 * MIB)
     demand = Demand.analytic(workload)
     (load,) = pool_loads(setup, demand)
     curve = demand.pools[0].curve
@@ -259,7 +259,7 @@ def test_a_tier_in_device_memory_takes_what_the_curve_gives_it() -> None:
     assert load.misses == pytest.approx(load.unique * curve.miss_ratio(together))
     (whole,) = pool_loads(replace(setup, hbm_bytes=2 * GIB), demand)
     assert whole.hbm_misses == whole.misses == 0
-    assert whole.hbm_rows == whole.num_rows, "two accelerators have no more slots than there are rows"
+    assert whole.hbm_rows == whole.num_rows, "a GPU has no more slots than there are rows"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])

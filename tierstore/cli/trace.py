@@ -45,14 +45,13 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _describe(options: argparse.Namespace) -> int:
-    from ..plan.accesses import accesses_of
     from ..plan.json_file import write_json
     from ..plan.traces import describe
 
     if options.json is not None:
         require_other(Path(options.json), [options.source])
         require_new(Path(options.json), force=options.force)
-    summary = describe(accesses_of(read_trace(options.source)))
+    summary = describe(read_trace(options.source))
     print(summary.text())
     if options.json is not None:
         write_json(summary.to_dict(), options.json, force=options.force)

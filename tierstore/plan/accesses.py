@@ -1,6 +1,8 @@
 """Accesses: which rows are asked for, one after another, as a cache sees them. What miss-ratio curves are made of."""
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ from ..kernels import unique_in_order
 from ..kernels.arrays import Int64s
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
-from ..trace import Trace
+from ..trace import Trace, read_trace
 
 
 class Accesses(NamedTuple):
@@ -84,6 +86,20 @@ def accesses_of(trace: Trace) -> Accesses:
     ends = np.append(0, np.cumsum(lengths.sum(1)))
     starts, names = ends[trace.batch_bounds], tuple(trace.tables)
     return Accesses(keys, starts, names, trace.sampling_rate, _unlisted(trace), trace.all_lookups)
+
+
+def read_accesses(path: str | os.PathLike[str]) -> Accesses:
+    """Those of a trace's file, as ``tierstore trace`` and recordings write it.
+
+    Raises:
+        ValueError: it is no trace, or has no access; names it. FileNotFoundError.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path}: there is no such trace; a run or a server with --record writes one")
+    found = accesses_of(read_trace(path))
+    if not len(found.keys):
+        raise ValueError(f"{path} has no access")
+    return found
 
 
 def _unlisted(trace: Trace) -> int:

@@ -148,7 +148,7 @@ def _absent(rates: Float64s, windows: Float64s) -> Float64s:
     return absent
 
 
-def frequency_curve(found: Popularity, *, policy: str = "perfect-lfu") -> MissRatioCurve:
+def frequency_curve(found: Popularity, policy: str = "tinylfu") -> MissRatioCurve:
     """Of a cache of the rows that are accessed most: what counting every row's accesses for ever leads to."""
     order = np.argsort(-found.chances, kind="stable")
     rows, chances = found.rows[order], found.chances[order]

@@ -88,7 +88,7 @@ def machines_of(setup: Setup) -> str:
     """Hosts and their parts."""
     host = setup.host
     parts = [f"{format_size(host.ddr.capacity_bytes)} DDR", some(len(host.storage), "SSD")]
-    parts += [some(len(host.accelerators), "GPU")] if setup.hbm_bytes else []
+    parts += ["1 GPU"] if setup.hbm_bytes else []
     return f"{setup.num_hosts} x {host.name} ({', '.join(parts)})"
 
 
@@ -99,7 +99,7 @@ def describe_setup(setup: Setup) -> str:
     of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
     parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
     if setup.hbm_bytes:
-        parts.append(f"{some(len(host.accelerators), 'GPU')}, {format_size(setup.hbm_bytes)} HBM of each for rows")
+        parts.append(f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows")
     parts += [some(len(host.storage), "SSD")] if host.storage else []
     parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
     return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"

@@ -1,9 +1,9 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..system.terminal import Command, progress_bar
 from ..system.terminal import arg as _arg
@@ -34,20 +34,6 @@ def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
-def _write_outputs(
-    options: argparse.Namespace, name: str, page: Callable[[], str], figures: Callable[[], dict[str, Any]]
-) -> None:
-    """Write those that are asked for; ``name`` is what the page is called."""
-    from ..system.output import write_text
-    from .json_file import write_json
-
-    if options.html:
-        write_text(Path(options.html), page(), force=options.force)
-        print(f"\nthe {name}: {options.html}")
-    if options.json:
-        write_json(figures(), options.json, force=options.force)
-
-
 def _run(options: argparse.Namespace) -> int:
     import sys
 
@@ -61,32 +47,19 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
     _require_outputs(options, asked)
-    from .report import describe, page_of, plotly_source
-
-    if options.html:
-        plotly_source()
+    from ..system.output import write_text
+    from .json_file import write_json
     from .planning import plan
+    from .report import describe, page_of
 
     with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
     print(describe(result, colours=sys.stdout.isatty()))
-    _write_outputs(options, "report", lambda: page_of(result), result.to_dict)
-    return 0
-
-
-def _gain(options: argparse.Namespace) -> int:
-    import sys
-
-    from .gain import gain
-    from .plan_file import load, parse_override
-    from .report import describe_gain, gain_page_of
-
-    asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_outputs(options, asked)
-    with progress_bar("gain", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
-        found = gain(asked, progress=lambda stage, done, total: show(done, total, f"gain: {stage}"))
-    print(describe_gain(found, colours=sys.stdout.isatty()))
-    _write_outputs(options, "page", lambda: gain_page_of(found), found.to_dict)
+    if options.html:
+        write_text(Path(options.html), page_of(result), force=options.force)
+        print(f"\nthe report: {options.html}")
+    if options.json:
+        write_json(result.to_dict(), options.json, force=options.force)
     return 0
 
 
@@ -94,13 +67,10 @@ def _gain(options: argparse.Namespace) -> int:
 
 
 def _curve(options: argparse.Namespace) -> int:
-    from .accesses import once_a_batch
-    from .curves import describe_curves
+    from .accesses import once_a_batch, read_accesses
+    from .curves import by_table, curve, describe_curves
     from .json_file import write_json
-    from .traces import read_accesses
 
-    if options.by_table and options.windows is not None:
-        raise ValueError("--by-table and --windows: choose one")
     _require_writable(options.json, [options.trace], force=options.force)
     policies = _policies(options.policy)
     accesses = read_accesses(options.trace)
@@ -111,7 +81,10 @@ def _curve(options: argparse.Namespace) -> int:
         with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
             asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
             asked["prefetch_depth"] = options.prefetch_depth
-            found[policy] = _curves(options, accesses, policy, asked)
+            if options.by_table:
+                found[policy] = by_table(accesses, policy, **asked)
+            else:
+                found[policy] = {"all": curve(accesses, policy, **asked)}
     _say(options.trace, accesses, options.once_a_batch)
     groups: dict[str, dict[str, MissRatioCurve]] = {f"{policy}:\n": curves for policy, curves in found.items()}
     if all(len(curves) == 1 for curves in found.values()):  # all policies side by side
@@ -162,22 +135,6 @@ def _size(text: str, num_rows: float) -> int:
     return size
 
 
-def _curves(
-    options: argparse.Namespace, accesses: "Accesses", policy: str, asked: "CurveOptions"
-) -> "dict[str, MissRatioCurve]":
-    """By table, by window, or the one of all."""
-    from .curves import by_table, curve, windows
-
-    if options.by_table:
-        return by_table(accesses, policy, **asked)
-    if options.windows is not None:
-        if not 1 <= options.windows <= len(accesses.keys):
-            raise ValueError(f"--windows {options.windows}: expected from 1 to the {len(accesses.keys):,} accesses")
-        parts = windows(accesses, policy, options.windows, **asked)
-        return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
-    return {"all": curve(accesses, policy, **asked)}
-
-
 def _say(path: str, accesses: "Accesses", once: bool) -> None:
     what = "distinct rows of batches" if once else "lookups"
     sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
@@ -190,7 +147,7 @@ def _say(path: str, accesses: "Accesses", once: bool) -> None:
         )
 
 
-# Machines and places
+# Machines
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -256,21 +213,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
         "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
-    "gain": _part(
-        _gain,
-        (
-            _arg("plan_file", metavar="FILE.toml", help="a plan file with a target, and without setup.ddr"),
-            _arg("--html", metavar="OUT.html", help="write it as one page that needs no network"),
-            _arg("--json", metavar="OUT.json", help="write all figures"),
-            _FORCED_BOTH,
-            _SET,
-        ),
-        "say what tiers would save",
-        "Compare the cheapest fleet with all rows in memory and the cheapest of all, with 1, 2 and 10 times the rows.",
-        "examples:\n"
-        "  tierstore plan gain plan.toml --html gain.html\n"
-        "  tierstore plan gain plan.toml --set pricing.spread=0.3",
-    ),
     "curve": _part(
         _curve,
         (
@@ -279,8 +221,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 "--policy",
                 default="lru",
                 metavar="NAMES",
-                help="some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
-                "perfect-lfu and opt are bounds that no store reaches",
+                help="some of auto, lru, lfu, tinylfu, with commas between (default: lru)",
             ),
             _arg("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%"),
             _arg(
@@ -299,13 +240,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 help="batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
             ),
             _arg("--by-table", help="a cache for each table, not one for all"),
-            _arg("--windows", type=int, metavar="N", help="N parts of the trace, to see drift"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),
             _FORCED,
         ),
         "say how often memory of any size misses",
         "Miss-ratio curves of a trace, exactly or from a sample of its rows.",
-        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu,opt --by-table",
+        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu --by-table",
     ),
     "measure": _part(
         _measure,

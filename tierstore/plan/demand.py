@@ -13,13 +13,12 @@ from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from .accesses import Accesses, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
-from .cold_log import ColdLog, cold_log_of
-from .curves import MissRatioCurve, curve
+from .curves import POLICIES, MissRatioCurve, curve
 from .workload import TableShape, Workload
 
 RowsOf = Callable[[int], float]
-ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
-"""Of all but the first the curve is that of perfect-lfu."""
+ANALYTIC_POLICIES: Final = POLICIES
+"""Of all but the first the curve is that of a cache of the rows that are accessed most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,6 @@ class PoolDemand:
         unique: distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
         rows_of: distinct rows of one of so many equal parts of a batch, on average; None where that is not known.
-        cold_log: what is read and moved below a cache of rows, which keeps the trace; None where no whole trace says
-            it.
     """
 
     layout: RowLayout
@@ -44,7 +41,6 @@ class PoolDemand:
     unique: float
     curve: MissRatioCurve
     rows_of: RowsOf | None = field(default=None, compare=False)
-    cold_log: ColdLog | None = None
 
     def rows_of_a_part(self, parts: int) -> float:
         """Of ``rows_of``; where that is not known, the most that there can be."""
@@ -141,31 +137,10 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(resolve_policy(policy)),
                 rows_of=lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
-                cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
-
-    def stretched(self, factor: int) -> "Demand":
-        """As if the tables had so many times the rows, and each row's uses were divided among as many rows.
-
-        Caches of so many times the rows hit as often. A batch's distinct rows stay, so there are somewhat too few of
-        them. What is read and moved on SSD is by formula, as no trace is of such rows.
-
-        Args:
-            factor: 1 or more.
-        """
-        pools = tuple(
-            replace(
-                pool,
-                num_rows=factor * pool.num_rows,
-                curve=replace(pool.curve, sizes=factor * pool.curve.sizes, num_rows=factor * pool.curve.num_rows),
-                cold_log=None,
-            )
-            for pool in self.pools
-        )
-        return replace(self, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
         """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
@@ -211,7 +186,7 @@ def split(accesses: Accesses, parts: int) -> Accesses:
 
 
 def _analytic_curve(found: Popularity, policy: str) -> MissRatioCurve:
-    return lru_curve(found) if policy == "lru" else frequency_curve(found, policy=policy)
+    return lru_curve(found) if policy == "lru" else frequency_curve(found, policy)
 
 
 def _unused(policy: str) -> MissRatioCurve:

@@ -80,7 +80,7 @@ def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     work = _Work(setup, pools, is_ahead=False)
     latencies = work.read_latency_s() + work.latency_s(work.exchanges)
-    return work.batch_s() + latencies + (work.pcie_latency_s() if setup.hbm_bytes else 0.0)
+    return work.batch_s() + latencies
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
@@ -167,19 +167,20 @@ class _Work(NamedTuple):
         return min(self.setup.threads, self.setup.host.processor.cores, enough)
 
     def hbm(self) -> ResourceLoad:
-        """Rows that are read to be pooled, each id's; in training distinct ones are read and written again."""
-        again, pools = 2 if self.is_training else 0, self.pools if self.setup.hbm_bytes else ()
-        moved = sum((pool.lookups + again * pool.unique) * pool.layout.row_bytes for pool in pools)
-        speed = sum(each.hbm.row_bytes_per_s or each.hbm.bytes_per_s for each in self.setup.host.accelerators)
-        return ResourceLoad("hbm", moved / speed if moved else 0.0, moved, "bytes")
+        """Rows that are read to be pooled, each id's; distinct ones are read and written again."""
+        if not self.setup.hbm_bytes:
+            return ResourceLoad("hbm", 0.0, 0.0, "bytes")
+        moved = sum((pool.lookups + 2 * pool.unique) * pool.layout.row_bytes for pool in self.pools)
+        memory = self.setup.gpu.hbm
+        return ResourceLoad("hbm", moved / (memory.row_bytes_per_s or memory.bytes_per_s), moved, "bytes")
 
     def model(self) -> ResourceLoad:
-        """The dense part: on the accelerators where rows are there, else on the cores, with what its products take
+        """The dense part: on the GPU where rows are there, else on the cores, with what its products take
         beside their flops."""
         workload, host = self.setup.workload, self.setup.host
         flops = workload.dense_flops * workload.batch_samples / self.setup.hosts
         flops *= TRAINING_FLOPS if self.is_training else 1
-        speed = sum(each.flops for each in host.accelerators) if self.setup.hbm_bytes else host.processor.flops
+        speed = self.setup.gpu.flops if self.setup.hbm_bytes else host.processor.flops
         beside = 0.0 if self.setup.hbm_bytes else host.costs.ns_of(self._dense_work()) * 1e-9
         return ResourceLoad("model", flops / speed + beside, flops, "flops")
 
@@ -289,15 +290,12 @@ class _Work(NamedTuple):
         return appending + moving + 1e3 * pool.transactions * costs.transaction_us
 
     def pcie(self) -> ResourceLoad:
-        """The fuller direction: rows and ids up; as many rows down, in training. Accelerators share it equally."""
+        """The fuller direction: rows and ids up; as many rows down, in training."""
         if not self.setup.hbm_bytes:
             return ResourceLoad("pcie", 0.0, 0.0, "bytes")
         moved = sum(pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES for pool in self.pools)
-        speed = sum(each.pcie.bytes_per_s for each in self.setup.host.accelerators)
-        return ResourceLoad("pcie", moved / speed + self.pcie_latency_s(), moved, "bytes")
-
-    def pcie_latency_s(self) -> float:
-        return max(each.pcie.latency_us for each in self.setup.host.accelerators) * 1e-6
+        link = self.setup.gpu.pcie
+        return ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us, moved, "bytes")
 
     # Drives
 

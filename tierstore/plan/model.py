@@ -87,11 +87,12 @@ def misfit(setup: Setup, demand: Demand) -> str:
     """Why the setup does not fit its host; empty if it does. Bytes of rows that no budget can hold are told by
     ``pool_loads``."""
     host = setup.host
-    if setup.hbm_bytes and not host.accelerators:
-        return f"hbm_bytes is {format_size(int(setup.hbm_bytes))}, and host {excerpt(host.name)} has no accelerator"
-    least = min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
-    if setup.hbm_bytes > least:
-        return _too_little("memory of an accelerator", setup.hbm_bytes, least)
+    if setup.hbm_bytes:
+        reason = _unsupported(setup)
+        if reason:
+            return f"rows in device memory (setup.hbm): {reason}"
+        if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
+            return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
     files = [file_of(pool.layout, -(-pool.num_rows // setup.hosts), setup.workload) for pool in demand.pools]
     wide = max((file.place_bytes for file in files), default=0)
     maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
@@ -105,6 +106,21 @@ def misfit(setup: Setup, demand: Demand) -> str:
         return _too_little("SSD", stored, capacity)
     if any(not drive.capacity_bytes for drive in host.storage):
         return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
+    return ""
+
+
+def _unsupported(setup: Setup) -> str:
+    """Why tierstore has no such rows in device memory; "" if it has."""
+    gpus = len(setup.host.accelerators)
+    if not setup.workload.is_training:
+        return "tierstore serve has rows in DDR and computes on cores; leave it out"
+    if setup.hosts > 1:
+        return f"tables over {setup.hosts} hosts or ranks are in DDR, as they are not sharded over GPUs; leave it out"
+    if gpus != 1:
+        host = excerpt(setup.host.name)
+        return (
+            f"a store uses one GPU, host {host} has {gpus}; {'give host.accelerators = 1' if gpus else 'leave it out'}"
+        )
     return ""
 
 
@@ -140,8 +156,7 @@ def _busy_s(setup: Setup, seconds: dict[str, float], step_s: float) -> float:
     """For which a query keeps its worker busy while all workers are, and wait for drives and cores that they share."""
     drives = sum(seconds[name] for name in DRIVES)
     shared = [drives, *(seconds[name] for name in SHARED)]
-    device = seconds["hbm"] + seconds["model"] if setup.hbm_bytes else 0.0
-    return max(step_s, setup.workers * max(*shared, device))
+    return max(step_s, setup.workers * max(shared))
 
 
 def _latency(setup: Setup, queue: Queue | None, queries_per_s: float | None) -> Latency | None:
@@ -153,12 +168,11 @@ def _latency(setup: Setup, queue: Queue | None, queries_per_s: float | None) -> 
 
 def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
     """From the highest down."""
-    accelerators = len(setup.host.accelerators)
     asked, hbm_missed = sum(pool.asked for pool in pools), sum(pool.hbm_misses for pool in pools)
     missed, from_device = sum(pool.misses for pool in pools), sum(pool.device_misses for pool in pools)
     hbm_rows, ddr_rows = sum(pool.hbm_rows for pool in pools), sum(pool.ddr_rows for pool in pools)
     stored = sum(drive.capacity_bytes for drive in setup.host.storage)
-    hbm = TierLoad("hbm", setup.hbm_bytes * accelerators, hbm_rows, asked, _hit_rate(asked, hbm_missed))
+    hbm = TierLoad("hbm", setup.hbm_bytes, hbm_rows, asked, _hit_rate(asked, hbm_missed))
     ddr_lookups = hbm_missed if setup.hbm_bytes else asked
     return (
         *((hbm,) if setup.hbm_bytes else ()),

@@ -22,7 +22,6 @@ from .workload import TableSpec
 _MAX_SCALE: Final = 1e6
 _MAX_HOSTS: Final = 1 << 16
 _MAX_PARTS: Final = 1 << 10
-CurvePolicy = Literal["auto", "lru", "lfu", "tinylfu", "perfect-lfu", "opt"]
 
 
 def _require_size(section: str, key: str, value: int | str) -> None:
@@ -68,7 +67,7 @@ class WorkloadSection(Checked):
 class TraceSection(Checked):
     """[trace]: which rows are asked for. Without one the tables' exponents say it."""
 
-    path: str = option("", "a trace: .npz of tierstore trace, .npy, .oracleGeneral")
+    path: str = option("", "a trace, of tierstore trace or a recording")
     sampling_rate: float = option(
         1.0, "share of its rows that are looked at; 0.01 is enough for long traces", low=1e-9, high=1
     )
@@ -97,7 +96,9 @@ class SetupSection(Checked):
     """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
 
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
-    hbm: int | str = option("", 'memory for rows, of a GPU; written as ddr is; "": none, or what the search finds')
+    hbm: int | str = option(
+        "", 'memory for rows, of the GPU that trains; written as ddr is; "": none, or what the search finds'
+    )
     page_cache: int | str = option(0, "memory that the system has left for pages of the stores' files")
     hosts: int = option(
         0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
@@ -133,15 +134,6 @@ class TargetSection(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurvesSection(Checked):
-    """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
-
-    policies: tuple[CurvePolicy, ...] = option((), "others to compare with: auto, lru, lfu, tinylfu, perfect-lfu, opt")
-    by_table: bool = option(False, "a curve for each table")
-    windows: int = option(0, "parts of the trace, each with its own curve, to see drift; 0: none", low=0, high=100)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A whole plan's input. ``load`` reads it from TOML."""
 
@@ -152,7 +144,6 @@ class PlanFile:
     target: TargetSection = field(default_factory=TargetSection)
     pricing: Pricing = field(default_factory=Pricing)
     search: SearchSpace = field(default_factory=SearchSpace)
-    curves: CurvesSection = field(default_factory=CurvesSection)
 
     @property
     def is_fixed(self) -> bool:

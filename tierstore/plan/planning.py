@@ -1,20 +1,21 @@
 """``plan``: from a plan file to what it names, to its answer, and to all that a report shows of it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from ..cache import resolve_policy
 from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
-from .accesses import Accesses, once_a_batch
-from .assumptions import assumed_words, assumptions_of
-from .curves import CurveOptions, by_table, curve, windows
+from .accesses import Accesses, read_accesses
+from .assumptions import Assumption, Fleet, assumed_words, assumptions_of, fleet_of
+from .curves import curve
 from .demand import Demand
+from .gain import Gain, Prices, gain_of
 from .host import Host, with_accelerators
-from .marginal import batch_line, ddr_line, exponent_line, grid_of, marginal_values
+from .marginal import marginal_values, of_memory
 from .model import predict
 from .parts import host_names, load_host
 from .plan_file import PlanFile, SetupSection
@@ -23,19 +24,18 @@ from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
 from .result import (
     Alternative,
-    Line,
     PlanResult,
     ShownCurve,
+    marks_of,
     price_parts_of,
     sources_of,
     warnings_of,
 )
 from .search import SearchResult, SearchSpace, search, with_memory
 from .tiers import pool_loads
-from .traces import read_accesses
 from .workload import Workload, specified
 
-_STAGES: Final = ("accesses", "setup", "assumptions", "curves", "what would change it")
+_STAGES: Final = ("accesses", "setup", "assumptions", "all rows in memory", "what would change it")
 _Part = TypeVar("_Part")
 _SEARCHED: Final = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
@@ -63,47 +63,70 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
 
     tell(0)
     question, workload = question_of(asked)
-    accesses = question.accesses
     demand = question.demand(workload)
     tell(1)
     found = question.answer(workload, demand)
-    setup = found.best.setup
-    demand = demand.laid_out(setup.workload)
+    best, demands = found.best, {workload.tables: demand}
+
+    def answer(other: Workload, own: Question = question) -> Prediction:
+        if other.tables not in demands:
+            demands[other.tables] = question.demand(other)
+        return own.answer(other, demands[other.tables]).best
+
     tell(2)
-
-    def answer(other: Workload) -> Prediction:
-        own = demand if other.tables == workload.tables else question.demand(other)
-        return question.answer(other, own).best
-
     assumptions = assumptions_of(workload, answer)
     tell(3)
-    curves = _curves(asked, setup, demand, accesses)
+    gain = _gain(question, workload, best, assumptions, answer)
     tell(4)
-    gains = marginal_values(setup, demand)
-    lines = _lines(setup, demand, has_trace=accesses is not None)
-    grid = grid_of(setup, demand)
+    setup = best.setup
+    demand = demand.laid_out(setup.workload)
+    curves = _curves(setup, demand)
     result = PlanResult(
         assumptions=assumptions,
         asked=asked,
-        prediction=found.best,
+        prediction=best,
         hosts=tuple(host.name for host in question.hosts),
         searched=not asked.is_fixed,
         num_setups=found.num_setups,
+        gain=gain,
         curves=curves,
-        gains=gains,
-        lines=lines,
-        grid=grid,
+        marginals=marginal_values(setup, demand),
+        memory=of_memory(setup, demand),
         alternatives=_alternatives(found, asked.search.runners_up),
         price_parts=price_parts_of(setup),
+        marks=marks_of(asked, best),
         warnings=(
-            *warnings_of(asked, found.best),
+            *warnings_of(asked, best),
             *dict.fromkeys(each.curve.warning for each in curves if each.curve.warning),
             *(() if asked.is_fixed else _unused(asked)),
         ),
-        sources=sources_of(asked, setup, accesses),
+        sources=sources_of(asked, setup, question.accesses),
     )
     tell(len(_STAGES))
     return result
+
+
+def _gain(
+    question: "Question",
+    workload: Workload,
+    best: Prediction,
+    assumptions: tuple[Assumption, ...],
+    answer: Callable[[Workload, "Question"], Prediction],
+) -> Gain | None:
+    """Of a fleet that was searched for at a rate, and may be a tiered one."""
+    asked = question.asked
+    if asked.is_fixed or not asked.target.has_rate or asked.search.in_memory:
+        return None
+
+    def cheapest(workload: Workload, *, in_memory: bool, prices: Prices | None = None) -> tuple[Fleet | None, str]:
+        hosts, pricing = prices or (question.hosts, asked.pricing)
+        changed = replace(asked, pricing=pricing, search=replace(asked.search, in_memory=in_memory))
+        try:
+            return fleet_of(answer(workload, question._replace(asked=changed, hosts=hosts))), ""
+        except ValueError as error:
+            return None, str(error)
+
+    return gain_of(workload, fleet_of(best), assumptions, Prices(question.hosts, asked.pricing), cheapest)
 
 
 class Question(NamedTuple):
@@ -177,48 +200,19 @@ def _unused(asked: PlanFile) -> list[str]:
     return [f"the search does not heed setup.{name}; give setup.ddr too to predict one setup" for name in ignored]
 
 
-def _curves(asked: PlanFile, setup: Setup, demand: Demand, accesses: Accesses | None) -> tuple[ShownCurve, ...]:
-    """Those of the pools with what the plan holds of them, then what the section asks for."""
+def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
+    """Those of the pools, with what the plan holds of them."""
     shown = []
     for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
         policy = pool.curve.policy
         name = policy if len(demand.pools) == 1 else f"{policy}, {len(pool.tables)} tables of {pool.layout.dim}"
-        shown.append(ShownCurve("pool", name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows))))
-    if accesses is None:
-        return tuple(shown)
-    section = asked.curves
-    options = CurveOptions(
-        sampling_rate=asked.trace.sampling_rate, prefetch_depth=_ahead(setup.prefetch_depth, setup.workload)
-    )
-    distinct = once_a_batch(accesses)
-    chosen = sum(each.chosen_rows or 0.0 for each in shown)
-    shown += [
-        ShownCurve("policy", policy, curve(distinct, policy, **options))
-        for policy in dict.fromkeys(map(resolve_policy, section.policies))
-        if policy != resolve_policy(demand.policy)
-    ]
-    if section.by_table:
-        found = by_table(distinct, demand.policy, **options)
-        shown += [ShownCurve("table", name, each) for name, each in found.items()]
-    if section.windows:
-        parts = windows(distinct, demand.policy, section.windows, **options)
-        shown += [
-            ShownCurve("window", f"part {number} of {section.windows}", part.curve, chosen)
-            for number, part in enumerate(parts, 1)
-        ]
+        shown.append(ShownCurve(name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows))))
     return tuple(shown)
 
 
 def _ahead(prefetch_depth: int, workload: Workload) -> int:
     """Batches brought in ahead: serving knows of none."""
     return prefetch_depth if workload.is_training else 0
-
-
-def _lines(setup: Setup, demand: Demand, *, has_trace: bool) -> tuple[Line, ...]:
-    memory = ddr_line(setup, demand)
-    if has_trace:
-        return (memory,)
-    return memory, batch_line(setup, demand.policy), exponent_line(setup, demand.policy)
 
 
 # What the file names
@@ -302,7 +296,10 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     from ..dist.placement import RankCosts
 
     section = asked.setup
-    memory, hbm = int(host.ddr.capacity_bytes), int(min((a.hbm.capacity_bytes for a in host.accelerators), default=0))
+    memory, hbm = (
+        int(host.ddr.capacity_bytes),
+        int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0)),
+    )
 
     def size(value: int | str, key: str, of_bytes: int) -> int:
         given = 0 if value == "" else value

@@ -7,7 +7,7 @@ from ..cache import POLICIES
 from ..config import require_choice
 from ..dist.wire import Precision
 from ..settings.options import option
-from .host import Checked, Host, shared_by
+from .host import Accelerator, Checked, Host, shared_by
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Setup(Checked):
     workload: Workload
     host: Host
     ddr_bytes: float = option(0.0, "budget for rows, of one host, as ``tierstore.open`` takes it", low=0, high=_MOST)
-    hbm_bytes: float = option(0.0, "the same, of one accelerator", low=0, high=_MOST)
+    hbm_bytes: float = option(0.0, "the same, of the host's one GPU; of training on one host", low=0, high=_MOST)
     page_cache_bytes: float = option(0.0, "of a host's memory: left for pages of the stores' files", low=0, high=_MOST)
     hosts: int = option(1, "each holds an equal part of the rows; 1: no network", low=1)
     policy: str = "lru"
@@ -79,6 +79,7 @@ class Setup(Checked):
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
     replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+    steps: int = option(0, "trained since all rows lay in order on SSD; 0: for long, so that cleaning is steady", low=0)
     is_deferred: bool = False
     """Of training: backward collects gradients, and ``step`` of ``store.optimizer()`` applies them."""
     wire: Precision = "fp32"
@@ -120,6 +121,11 @@ class Setup(Checked):
         )
 
     @property
+    def gpu(self) -> Accelerator:
+        """The one that has rows: a store uses one."""
+        return self.host.accelerators[0]
+
+    @property
     def gradient_bytes(self) -> float:
         """Of a host's pooled rows, and of their gradient."""
         columns = sum(table.embedding_dim for table in self.workload.tables)
@@ -132,7 +138,7 @@ class Setup(Checked):
 
 
 class TierLoad(NamedTuple):
-    """One tier of one host, in one step or query; of all of its accelerators, workers or drives together.
+    """One tier of one host, in one step or query; of all of its workers or drives together.
 
     Attributes:
         rows: capacity, in rows.

@@ -4,15 +4,17 @@ figures: warnings, where figures come from, and the parts of the price."""
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..cache import resolve_policy
 from ..system.sizes import format_size
 from .accesses import Accesses
 from .assumptions import Assumption, describe_setup
 from .curves import MissRatioCurve
+from .gain import Gain
 from .host import parts_of
 from .json_file import plain
+from .marginal import Marginal, OfMemory
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup, rate
 from .price import years_of_life
@@ -20,65 +22,15 @@ from .search import lacks
 
 
 class ShownCurve(NamedTuple):
-    """A miss-ratio curve with what it is of.
+    """A miss-ratio curve of tables that share a cache.
 
     Attributes:
-        group: what the name is of: all tables of a "pool", a "policy" to compare with, a "table", a "window" of time.
-        chosen_rows: of it that the plan's memory holds, of all hosts; None where that is not known.
+        chosen_rows: of it that the plan's memory holds, of all hosts.
     """
 
-    group: Literal["pool", "policy", "table", "window"]
     name: str
     curve: MissRatioCurve
-    chosen_rows: float | None = None
-
-
-class Marginal(NamedTuple):
-    """Attributes:
-    resource: "ddr", "hbm", "page cache", "ssd reads", "cores", ...
-    change: of each host's, as "+10 %" or "+1 GiB".
-    samples_per_s: more than without, of all hosts.
-    usd: price of the change at all hosts; None where the parts' prices do not say it.
-    """
-
-    resource: str
-    change: str
-    samples_per_s: float
-    usd: float | None
-
-
-class Line(NamedTuple):
-    """The step as one quantity varies and all else stays.
-
-    Attributes:
-        unit: "bytes", "reads/s", "samples" or "".
-        step_s: seconds, of each value.
-        bounds: seconds that each lane takes, of each value; the longest is the step.
-        chosen: the plan's own value.
-    """
-
-    quantity: str
-    unit: str
-    values: tuple[float, ...]
-    step_s: tuple[float, ...]
-    samples_per_s: tuple[float, ...]
-    bounds: dict[str, tuple[float, ...]]
-    chosen: float
-
-
-class Grid(NamedTuple):
-    """Samples a second by memory and by drives.
-
-    Attributes:
-        samples_per_s: of each reads_per_s, of each ddr_bytes.
-        chosen_ddr_bytes, chosen_reads_per_s: the plan's own.
-    """
-
-    ddr_bytes: tuple[float, ...]
-    reads_per_s: tuple[float, ...]
-    samples_per_s: tuple[tuple[float, ...], ...]
-    chosen_ddr_bytes: float
-    chosen_reads_per_s: float
+    chosen_rows: float
 
 
 class Alternative(NamedTuple):
@@ -111,10 +63,12 @@ class PlanResult:
         hosts: names of those that were asked about.
         searched: whether the setup was chosen among others, rather than given.
         num_setups: looked at, hosts counted once.
-        curves: first those of the pools that the prediction is made of.
-        lines: first that over DDR.
-        grid: None where there is no drive to vary.
+        gain: None where the setup is given, no rate is asked for, or rows are in memory by the file's wish.
+        curves: of the pools that the prediction is made of.
+        marginals: the best first.
+        memory: over the budget of host memory.
         alternatives: the next best first, then those that fail.
+        marks: clauses that belong to the answer: what wears out, and what tierstore has no server for.
         warnings: sentences.
         assumptions: what nobody gave, and what the answer becomes if it is off.
         sources: sentences that say where figures come from.
@@ -127,11 +81,12 @@ class PlanResult:
     searched: bool
     num_setups: int = 1
     curves: tuple[ShownCurve, ...] = ()
-    gains: tuple[Marginal, ...] = ()
-    lines: tuple[Line, ...] = ()
-    grid: Grid | None = None
+    gain: Gain | None = None
+    marginals: tuple[Marginal, ...] = ()
+    memory: tuple[OfMemory, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     price_parts: tuple[PricePart, ...] = ()
+    marks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -151,7 +106,20 @@ _LONG_TRACE: Final = 20
 
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
     """What a buyer must not overlook."""
-    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction), *_unheeded(asked))
+    return (*_missed(asked, prediction), *_tight(prediction), *_unheeded(asked))
+
+
+def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
+    """What belongs to the answer itself."""
+    setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
+    if setup.hosts > 1 and not setup.workload.is_training:
+        found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
+    if setup.host.storage and written > (rated := min(drive.drive_writes_a_day for drive in setup.host.storage)):
+        life = years_of_life(prediction, asked.pricing)
+        found.append(
+            f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {12 * life:.3g} months"
+        )
+    return tuple(found)
 
 
 def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
@@ -161,16 +129,6 @@ def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
     if latency is not None and math.isinf(latency.p99_s):
         found.append(f"{rate(latency.queries_per_s)} queries/s come faster than they are answered")
     return [f"the target is missed: {text}" for text in found]
-
-
-def _worn(asked: PlanFile, prediction: Prediction) -> list[str]:
-    life = years_of_life(prediction, asked.pricing)
-    if life >= asked.pricing.years:
-        return []
-    return [
-        f"drives wear out: the most written one lasts {12 * life:.3g} months of the {asked.pricing.years:g} years that "
-        "the plan counts on"
-    ]
 
 
 def _tight(prediction: Prediction) -> list[str]:
@@ -189,12 +147,7 @@ def _tight(prediction: Prediction) -> list[str]:
             "a batch, and none are fetched ahead"
         )
     if setup.host.accelerators and not setup.hbm_bytes:
-        found.append("the host's GPUs are not used: give them memory for rows with setup.hbm, or host.accelerators = 0")
-    if setup.hbm_bytes and not setup.workload.is_training:
-        found.append(
-            "tierstore serve has rows in DDR alone and computes on cores: with GPUs, rows and model are served by a "
-            "program of yours; search.accelerators = [0] plans without"
-        )
+        found.append("the host's GPUs are not used: set host.accelerators = 0, or 1 and setup.hbm to train on it")
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
     return found
@@ -202,12 +155,10 @@ def _tight(prediction: Prediction) -> list[str]:
 
 def _unheeded(asked: PlanFile) -> list[str]:
     """What the file asks for and lacks something for."""
-    target, curves = asked.target, asked.curves
+    target = asked.target
     found = []
     if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
         found.append("no latency is told: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
-    if (curves.policies or curves.by_table or curves.windows) and not asked.trace.path:
-        found.append("no curve of [curves] is shown: they are made of a trace, trace.path")
     return found
 
 

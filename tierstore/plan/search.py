@@ -25,7 +25,6 @@ _MAX_SETUPS: Final = 100_000
 _MAX_FAILURES: Final = 200
 """That are told: the nearest to the target."""
 _RUNNERS_UP: Final = 10
-_QUANTIZED: Final = ("int8", "int4")
 _OVERLOAD: Final = 1.000001
 """So that a rate which is just what could be answered counts as too high."""
 _MEMORY_SHARES: Final = tuple(eighths / 8 for eighths in range(1, 9))
@@ -88,7 +87,7 @@ class SearchSpace(Checked):
     row_shares: tuple[float, ...] = option((), "of that memory, the budget for rows; []: 0.5 and 0.8")
     dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")
     drives: tuple[int, ...] = option((), "of a host, of those it has; []: 1, 2, 4, ... and all")
-    accelerators: tuple[int, ...] = option((), "of a host, of those it has; []: none, 1, 2, 4, ... and all")
+    accelerators: tuple[int, ...] = option((), "GPUs of a host: 0, or 1 to train on one host; []: both")
     workers: tuple[int, ...] = option((), "of serving; []: 1, 2, 4 and 8")
     in_memory: bool = option(False, "only setups that have every row in DDR or HBM")
     runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
@@ -98,9 +97,11 @@ class SearchSpace(Checked):
         for name, most in (("memory_shares", 1.0), ("row_shares", _USED_SHARE)):
             if not all(0 < share <= most for share in getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)}: expected numbers above 0, up to {most:g}")
-        for name, least in (("hosts", 1), ("workers", 1), ("drives", 0), ("accelerators", 0)):
+        for name, least in (("hosts", 1), ("workers", 1), ("drives", 0)):
             if min(getattr(self, name), default=least) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: expected counts from {least} on")
+        if not set(self.accelerators) <= {0, 1}:
+            raise ValueError(f"accelerators={self.accelerators}: expected 0 or 1, as a store uses one GPU")
         if list(self.hosts) != sorted(set(self.hosts)):
             raise ValueError(f"hosts={self.hosts}: expected counts, ascending")
 
@@ -130,7 +131,8 @@ class Attempt(NamedTuple):
 class SearchResult(NamedTuple):
     """Attributes:
     best: the cheapest that meets the target; the fastest if it names no rate.
-    runners_up: the next ones, each of another host, memory, drives, accelerators or dtype.
+    runners_up: the next ones, each of another host, memory, drives, accelerators or dtype: all that are cheaper,
+        faster or take less power than every one before.
     failures: nearest to the target first.
     num_setups: of the grid; those that must cost more than all runners-up were passed over.
     """
@@ -171,7 +173,10 @@ def search(
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
     size = len(grid) * len(finder.space.counts)
     if not grid:
-        raise ValueError("the search space allows no setup of these hosts: ask for drives and GPUs that they have")
+        raise ValueError(
+            "the search space allows no setup of these hosts: ask for drives and GPUs that they have; a GPU is to "
+            "train on one host"
+        )
     if size > _MAX_SETUPS:
         raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
@@ -183,7 +188,7 @@ def search(
         if found.prediction is None or found.reason:
             failed.append(found)
         else:
-            met = _first_of_parts(sorted([*met, found.prediction], key=finder.rank))
+            met = _undominated(sorted([*met, found.prediction], key=finder.rank))
     failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
         raise ValueError(_impossible(failed))
@@ -218,17 +223,20 @@ class _Finder(NamedTuple):
         for dtype in space.dtypes or _dtypes(workload):
             own = replace(workload, dtype=dtype)
             for drives in _asked(space.drives, _counts(len(host.storage))):
-                for accelerators in _asked(space.accelerators, (0, *_counts(len(host.accelerators)))):
-                    if accelerators and dtype in _QUANTIZED:
-                        continue  # the tier in device memory has no such rows
+                for accelerators in self._gpus(own, host):
                     for share in space.memory_shares or _MEMORY_SHARES:
                         memory_bytes = share * host.ddr.capacity_bytes
                         parts = with_parts(host, memory_bytes=memory_bytes, drives=drives, accelerators=accelerators)
                         yield from self._budgets(own, parts)
 
+    def _gpus(self, workload: Workload, host: Host) -> list[int]:
+        """Counts that tierstore uses: to train, on one host."""
+        has_one = host.accelerators and workload.is_training and self.space.counts[0] == 1
+        return [count for count in self.space.accelerators or (0, 1) if count <= bool(has_one)]
+
     def _budgets(self, workload: Workload, host: Host) -> Iterator[Setup]:
         space, cores = self.space, host.processor.cores
-        hbm = _HBM_SHARE * min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
+        hbm = _HBM_SHARE * sum(each.hbm.capacity_bytes for each in host.accelerators)
         workers = (1,) if workload.is_training else [each for each in space.workers or _WORKERS if each <= cores]
         for rows in space.row_shares or _ROW_SHARES:
             for count in workers:
@@ -266,7 +274,8 @@ class _Finder(NamedTuple):
     def best_count(self, setup: Setup) -> Attempt:
         """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
         if setup.workload.is_training:
-            return self._best(replace(setup, hosts=count) for count in self.space.counts)
+            counts = (1,) if setup.hbm_bytes else self.space.counts
+            return self._best(replace(setup, hosts=count) for count in counts)
         return self._nearest([self._replicated(group) for group in self._groups(setup)])
 
     def _replicated(self, group: Attempt) -> Attempt:
@@ -421,7 +430,7 @@ def _unfit(setup: Setup, error: ValueError) -> Attempt:
 
 
 def _for_rows(setup: Setup) -> str:
-    hbm = f" and {format_size(setup.hbm_bytes)} of each GPU" if setup.hbm_bytes else ""
+    hbm = f" and {format_size(setup.hbm_bytes)} of its GPU" if setup.hbm_bytes else ""
     return f"{format_size(setup.ddr_bytes / setup.workers)}{hbm}"
 
 
@@ -439,12 +448,25 @@ def _asked(counts: tuple[int, ...], default: tuple[int, ...]) -> list[int]:
     return [count for count in counts or default if count <= max(default, default=0)]
 
 
-def _first_of_parts(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Of those built of the same parts the first; as many as are told."""
-    chosen: dict[tuple[object, ...], Prediction] = {}
+def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """Of those built of the same parts the first, without those that one before is better than or as good as in price,
+    power and speed; as many as are told."""
+    chosen: list[Prediction] = []
     for each in ranked:
-        chosen.setdefault(_parts(each), each)
-    return list(chosen.values())[: _RUNNERS_UP + 1]
+        if not any(_parts(other) == _parts(each) or _is_no_worse(other, each) for other in chosen):
+            chosen.append(each)
+    return chosen[: _RUNNERS_UP + 1]
+
+
+def _is_no_worse(one: Prediction, other: Prediction) -> bool:
+    is_alike = one.setup.workload.dtype == other.setup.workload.dtype
+    return is_alike and all(own <= its for own, its in zip(_merits(one), _merits(other), strict=True))
+
+
+def _merits(found: Prediction) -> tuple[float, ...]:
+    """Less is better."""
+    speed = -found.samples_per_s if found.latency is None else found.latency.p99_s
+    return found.price.usd_a_month, found.price.usd, found.price.watts, speed
 
 
 def _parts(found: Prediction) -> tuple[object, ...]:

@@ -18,9 +18,9 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
-from ..rows import RowLayout
+from ..pool.writeback import rows_a_write
+from ..rows import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
 from ..store.budget import Division, divide, divide_hbm
-from .cold_log import LogShares, Writing, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
@@ -45,11 +45,11 @@ class PoolLoad(NamedTuple):
         sent_rows: distinct rows of a host's own part of the batch: those that it asks their owners for, itself among
             them; of one host ``unique``.
         asked: rows asked of the highest tier: ``unique``, twice where backward has to bring them in again.
-        hbm_rows, ddr_rows: slots, of all accelerators and of host memory.
+        hbm_rows, ddr_rows: slots, of device memory and of host memory.
         hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
         misses: rows asked of the SSD.
         is_full: every row has a slot in host memory, and stays there.
-        is_in_memory: the same, or in memory of accelerators.
+        is_in_memory: the same, or in device memory.
         keeps_two: the rows of two batches can stay pinned, so that one is brought in while the other is in use.
         device_misses: of ``misses``, those whose page the system has not in memory.
         pages_read: by the device, for missing rows.
@@ -94,17 +94,15 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
         ValueError: a budget cannot hold the fewest rows that a store must have in memory; names what is enough.
     """
     rows = tuple((pool.layout, math.ceil(pool.num_rows / setup.hosts)) for pool in demand.pools)
-    accelerators = len(setup.host.accelerators) if setup.hbm_bytes else 0
-    device_rows = tuple((layout, math.ceil(count / max(accelerators, 1))) for layout, count in rows)
-    hot = _hbm_sizes(int(setup.hbm_bytes), device_rows, setup.policy) if accelerators else {}
-    staging = accelerators * sum(size.host_bytes(layout) for layout, size in hot.items())
+    hot = _hbm_sizes(int(setup.hbm_bytes), rows, setup.policy) if setup.hbm_bytes else {}
+    staging = sum(size.host_bytes(layout) for layout, size in hot.items())
     budget = int(setup.ddr_bytes / setup.workers)
     division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging)
     share = _page_cache_share(setup, rows)
     loads = []
     for pool, (layout, count) in zip(demand.pools, rows, strict=True):
         size = division.pools[layout]
-        hbm_rows = accelerators * hot[layout].cached_rows if accelerators else 0
+        hbm_rows = hot[layout].cached_rows if hot else 0
         own = _Share(
             pool=pool,
             setup=setup,
@@ -203,10 +201,9 @@ class _Share(NamedTuple):
         return self.num_rows / self.layout.rows_per_block * self.layout.pages_per_block
 
     @property
-    def row_pages(self) -> float:
-        """That one row is on, on average."""
-        pages = pages_of_rows(self.layout)
-        return float(np.mean(pages.last - pages.first + 1))
+    def transaction_rows(self) -> int:
+        """At most."""
+        return rows_a_write(self.layout, self.transaction_bytes, self.ddr_rows)
 
     def missed(self, rows: float) -> float:
         """Of a batch's distinct rows, those that a cache of so many has not; all hosts' caches together are as one."""
@@ -229,10 +226,9 @@ def _load(own: _Share) -> PoolLoad:
         misses += read_again
         from_device += read_again if own.cached_share * own.num_pages < unique else 0.0
     keeps_two = stays or 2 * unique <= HELD_SHARE * top
-    writing = Writing(own.layout, own.transaction_bytes)
-    written = _written(own, writing, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
-    log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
-    pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
+    written = _written(own, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
+    live = _live(own, both, written) if written.rows else 0.0
+    cleaning = _cleaning(own, written.rows)
     elsewhere = 1 - _found_by_chance(own.cached_share, own.layout)
     return PoolLoad(
         layout=own.layout,
@@ -250,10 +246,10 @@ def _load(own: _Share) -> PoolLoad:
         is_full=own.is_full,
         is_in_memory=own.is_full or stays,
         keeps_two=keeps_two,
-        pages_read=from_device * elsewhere * pages,
+        pages_read=from_device * elsewhere * _pages_a_row(own, from_device),
         rows_written=written.rows,
-        rows_moved=written.rows * log.moved,
-        segments_cleaned=written.rows * log.cleaned * (1 - own.cached_share),
+        rows_moved=written.rows * cleaning * live / (1 - live),
+        segments_cleaned=written.rows * cleaning / (1 - live) / own.layout.rows_per_segment * (1 - own.cached_share),
         transactions=written.transactions,
     )
 
@@ -270,7 +266,7 @@ class _Written(NamedTuple):
         return max(1, round(self.rows / self.transactions)) if self.transactions else 0
 
 
-def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Written:
+def _written(own: _Share, rows: float, misses: float) -> _Written:
     """Rows that leave, and rows that change once more after they were written: the next victims are written together,
     half a transaction before they leave on average. By count each batch has those of the one before written, and behind
     these are clean ones. A row that is brought in twice has changed once.
@@ -278,7 +274,7 @@ def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Writ
     Args:
         rows: that all tiers in memory hold.
     """
-    together = writing.transaction_rows(own.ddr_rows)
+    together = own.transaction_rows
     if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
         return _Written(min(misses, own.unique), max(1.0, misses / together))
     written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
@@ -301,21 +297,42 @@ def _found_by_chance(share: float, layout: RowLayout) -> float:
     return 1.0 if share >= 1 else 1 - (1 - share) ** others
 
 
-def _log_shares(own: _Share, writing: Writing, rows: float, read: float, together: int) -> LogShares:
-    """Of the rows that miss a cache of so many: by a whole trace; else they lie anywhere, and are overwritten alike.
+@lru_cache(maxsize=256)
+def row_pages(layout: RowLayout) -> float:
+    """That one row is on, on average over a full segment, as ``io.gather`` reads it."""
+    geo, index = geometry(layout, 0), np.arange(layout.rows_per_segment)
+    block_words = geo.pages_per_block * geo.page_words
+    at = index // geo.rows_per_block * block_words + BLOCK_HEADER_WORDS + index % geo.rows_per_block * geo.pair_stride
+    length = 1 if geo.pages_per_block == 1 else geo.row_words + PAIR_WORDS
+    return float(np.mean((at + length - 1) // geo.page_words - at // geo.page_words + 1))
+
+
+def _pages_a_row(own: _Share, read: float) -> float:
+    """For each of so many rows that a batch reads from the device, which lie anywhere: some of them on one page."""
+    pages = row_pages(own.layout)
+    crowding = read * pages / own.num_pages
+    shared = -math.expm1(-crowding) / crowding if crowding else 1.0
+    return min(pages * shared, pages / own.setup.rows_per_read)
+
+
+def _live(own: _Share, rows: float, written: _Written) -> float:
+    """See ``_live_in_victims``; ``rows``: that all tiers in memory hold."""
+    return _live_in_victims(min(rows / own.num_rows, _MOST_CACHED), own.layout, written.together)
+
+
+def _cleaning(own: _Share, written: float) -> float:
+    """How much of its lasting work cleaning does: all after long, nothing while the slack has room for what
+    ``Setup.steps`` have superseded, and then ever more.
 
     Args:
-        read: of them, from the device.
-        together: that a transaction has on average; 0 if nothing is written.
+        written: rows, a step.
     """
-    log = own.pool.cold_log
-    by_trace = log.shares(rows * own.setup.hosts, writing) if log is not None else None
-    if by_trace is not None:
-        return by_trace
-    crowding = read * own.row_pages / own.num_pages
-    pages = own.row_pages * (-math.expm1(-crowding) / crowding if crowding else 1.0)
-    live = _live_in_victims(min(rows / own.num_rows, _MOST_CACHED), own.layout, together) if together else 0.0
-    return LogShares(pages, live / (1 - live), 1 / (1 - live) / own.layout.rows_per_segment)
+    if not own.setup.steps or not written:
+        return 1.0
+    appended, used = own.setup.steps * written, min(own.num_rows, own.pool.curve.num_rows / own.setup.hosts)
+    changed = -math.expm1(-appended / used) * used
+    allowed = DEFAULT_SLACK * changed + (DEFAULT_SLACK - 1) * own.num_rows
+    return -math.expm1(-max(0.0, appended / allowed - 1))
 
 
 @lru_cache(maxsize=4096)

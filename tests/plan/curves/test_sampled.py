@@ -19,20 +19,19 @@ from tierstore.plan.curves.sampled import sample_of, sample_warning
     keys=st.lists(st.integers(0, 60), min_size=1, max_size=200),
     rate=st.floats(0.02, 0.99),
     seed=st.integers(0, 2**32),
-    cut=st.integers(0, 200),
 )
-def test_rows_are_in_a_sample_with_all_their_accesses(keys: list[int], rate: float, seed: int, cut: int) -> None:
-    array, bounds = np.array(keys, np.int64) << 35, [0, min(cut, len(keys)), len(keys)]
+def test_rows_are_in_a_sample_with_all_their_accesses(keys: list[int], rate: float, seed: int) -> None:
+    array = np.array(keys, np.int64) << 35
     num_rows = len(set(keys))
     try:
-        sample = sample_of(one_by_one(array), bounds, rate, seed)
+        sample = sample_of(one_by_one(array), rate, seed)
     except ValueError:
         assert num_rows * rate < 1
         return
     chosen = set(sample.keys.tolist())
     assert abs(len(chosen) - num_rows * rate) < 1
     assert sample.keys.tolist() == [key for key in array.tolist() if key in chosen]
-    assert sample.bounds == [0, sum(key in chosen for key in array[: bounds[1]].tolist()), len(sample.keys)]
+    assert sample.starts.tolist() == [0, *np.cumsum([key in chosen for key in array.tolist()]).tolist()]
     assert sample.rate == rate
 
 
@@ -42,7 +41,7 @@ def test_one_of_ten_is_taken_of_the_hot_the_warm_and_the_cold() -> None:
     keys = np.concatenate([np.repeat(np.arange(60) + 60 * i, 4**i) for i in range(3)])
     taken = []
     for seed in range(8):
-        chosen = np.unique(sample_of(one_by_one(keys), [0, len(keys)], 0.1, seed).keys)
+        chosen = np.unique(sample_of(one_by_one(keys), 0.1, seed).keys)
         assert np.bincount(chosen // 60).tolist() == [6, 6, 6]
         taken.append(tuple(chosen.tolist()))
     assert len(set(taken)) == 8
@@ -52,20 +51,20 @@ def test_every_row_is_in_a_sample_with_the_same_probability() -> None:
     keys = np.repeat(np.arange(40), np.arange(1, 41))
     counts = np.zeros(40)
     for seed in range(2000):
-        counts[np.unique(sample_of(one_by_one(keys), [0, len(keys)], 0.25, seed).keys)] += 1
+        counts[np.unique(sample_of(one_by_one(keys), 0.25, seed).keys)] += 1
     # 500 expected; the standard deviation is below 19.4.
     assert abs(counts - 500).max() < 4 * 19.4
 
 
 def test_popular_rows_whose_counts_have_more_than_sixteen_bits() -> None:
     keys = np.repeat(np.arange(4), [200_000, 100_000, 3, 2])
-    chosen = {tuple(np.unique(sample_of(one_by_one(keys), [0, len(keys)], 0.5, seed).keys)) for seed in range(50)}
+    chosen = {tuple(np.unique(sample_of(one_by_one(keys), 0.5, seed).keys)) for seed in range(50)}
     assert chosen <= {(0, 2), (0, 3), (1, 2), (1, 3)}
 
 
 def test_all_rows_are_no_sample() -> None:
     accesses = one_by_one(np.arange(5))
-    assert sample_of(accesses, [0, 2, 5], 1.0) == (accesses.keys, accesses.starts, [0, 2, 5], 1.0)
+    assert sample_of(accesses, 1.0) == (accesses.keys, accesses.starts, 1.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,7 +13,7 @@ from bench.planning.beside_stores import errors_of, looked_up, one_table
 from bench.planning.validation import trace_of
 from tierstore.cache import Admission, ReferenceCache
 from tierstore.plan import Accesses, accesses_of, once_a_batch
-from tierstore.plan.curves import by_table, curve, windows
+from tierstore.plan.curves import by_table, curve
 from tierstore.pool import HELD_SHARE
 
 POLICIES = ("lru", "lfu", "tinylfu")
@@ -124,13 +124,10 @@ def test_lookups_miss_as_rows_once_a_batch_do(policy: str) -> None:
     assert (each.miss_ratios < once.miss_ratios).all()
 
 
-def test_windows_and_tables_have_the_batches_of_the_whole() -> None:
+def test_tables_have_the_batches_of_the_whole() -> None:
     generator = np.random.default_rng(3)
     batches = [(generator.zipf(1.2, 80) % 300 | (generator.integers(0, 2, 80) << 40)).tolist() for _ in range(30)]
     accesses = once_a_batch(of_batches(batches))._replace(tables=("a", "b"))
-    parts = windows(accesses, "lfu", 7, sizes=[90])
-    total = sum(part.curve.miss_ratios[0] * part.curve.num_accesses for part in parts)
-    assert total == pytest.approx(misses(accesses, "lfu", 90))
     for index, found in enumerate(by_table(accesses, "lfu", sizes=[50]).values()):
         own = once_a_batch(of_batches([[key for key in batch if key >> 40 == index] for batch in batches]))
         assert found.miss_ratios[0] * found.num_accesses == pytest.approx(slow_misses(own, "lfu", 50))

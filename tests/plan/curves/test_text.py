@@ -15,9 +15,9 @@ def straight(num_rows: int) -> MissRatioCurve:
 
 
 def test_a_table_of_hit_rates_and_bars() -> None:
-    text = describe_curves({"lru": straight(10_000_000), "opt": straight(10_000)}, [100, 10_000_000])
+    text = describe_curves({"lru": straight(10_000_000), "lfu": straight(10_000)}, [100, 10_000_000])
     lines = text.splitlines()
-    assert lines[0].split() == ["rows", "cached", "lru", "opt", "(hit", "rates)"]
+    assert lines[0].split() == ["rows", "cached", "lru", "lfu", "(hit", "rates)"]
     assert [line.split() for line in lines[1:3]] == [
         ["100", "0.2857", "0.2857"],
         ["10,000,000", "1.0000", "0.5714"],

@@ -68,19 +68,12 @@ def skip_without_direct_reads(error: OSError) -> None:
 
 def test_an_ssd(tmp_path: Path) -> None:
     try:
-        found = storage.measure_storage(tmp_path, seconds=0.5, file_bytes=8 << 20)
+        ssd = storage.measure_storage(tmp_path, seconds=0.5, file_bytes=8 << 20)
     except OSError as error:
         skip_without_direct_reads(error)
     assert not list(tmp_path.iterdir())
-    ssd = found.storage
-    assert {(read.block_bytes, read.depth) for read in found.reads} == {
-        (size * KIB, depth) for size in (4, 16, 64) for depth in (1, 4, 16, 64)
-    }
-    small = {read.depth: read for read in found.reads if read.block_bytes == 4 * KIB}
-    assert ssd.reads_per_s == max(read.reads_per_s for read in small.values())
-    assert ssd.read_latency_us == pytest.approx(1e6 / small[1].reads_per_s)
-    assert small[16].latency_us == pytest.approx(16e6 / small[16].reads_per_s)
     assert 1 < ssd.read_latency_us < 1e6
+    assert ssd.reads_per_s >= 1e6 / ssd.read_latency_us * (1 - 1e-9), "one under way is one of the depths"
     assert ssd.capacity_bytes >= os.statvfs(tmp_path).f_bavail
     for rate in (ssd.read_bytes_per_s, ssd.write_bytes_per_s):
         assert 1e5 < rate < 1e12
@@ -90,7 +83,7 @@ def test_the_file_is_removed_whatever_happens(tmp_path: Path, monkeypatch: pytes
     def fail(*_: object) -> float:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(storage, "_reads", fail)
+    monkeypatch.setattr(storage, "_reads_per_s", fail)
     with pytest.raises(OSError, match=r"broken|directly"):
         storage.measure_storage(tmp_path, seconds=0.1, file_bytes=8 << 20)
     assert not list(tmp_path.iterdir())

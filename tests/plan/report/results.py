@@ -8,9 +8,11 @@ import numpy as np
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
 from tierstore.plan.assumptions import Assumption, Fleet, WhatIf
+from tierstore.plan.gain import Gain, Span
+from tierstore.plan.marginal import Marginal, OfMemory
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Lane, Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
-from tierstore.plan.result import Alternative, Grid, Line, Marginal, PlanResult, PricePart, ShownCurve
+from tierstore.plan.result import Alternative, PlanResult, PricePart, ShownCurve
 
 __all__ = ["HOSTILE", "made_curve", "made_result", "served_result"]
 
@@ -70,8 +72,6 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
         threads=4,
     )
     prediction = _prediction(setup)
-    sizes = tuple(2.0**power for power in range(20, 27))
-    speeds = tuple(64_000.0 * min(2.0, size / 2**23) for size in sizes)
     found = PlanResult(
         assumptions=(_assumption(name),),
         asked=PlanFile(target=TargetSection(samples_per_s=50_000.0)),
@@ -79,36 +79,19 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
         hosts=(name,),
         searched=True,
         num_setups=120,
-        curves=(
-            ShownCurve("pool", "lru", made_curve(), 125_000.0),
-            ShownCurve("policy", "opt", made_curve("opt", power=0.3)),
-            ShownCurve("table", name, made_curve(top=400_000)),
-            ShownCurve("table", "user", made_curve(top=100_000)),
-            ShownCurve("window", "part 1 of 2", made_curve(), 125_000.0),
-            ShownCurve("window", "part 2 of 2", made_curve(power=0.4), 125_000.0),
+        gain=Gain(
+            Fleet(f"2 x {name}", 2, 4800.0, 97.0, 380.0, 51_000.0, None, "model"),
+            "",
+            Span(0.0, 48.5, 60.0),
+            Span(190.0, 190.0, 190.0),
         ),
-        gains=(
+        curves=(ShownCurve(f"lru of {name}", made_curve(), 125_000.0),),
+        marginals=(
             Marginal("ssd reads", "+10 %", 6_400.0, 40.0),
             Marginal("ddr", "+10 %", 1_280.0, 0.5),
-            Marginal("ddr", "+1 GiB", 32_000.0, 6.25),
             Marginal("flops", "+10 %", 0.0, None),
         ),
-        lines=(
-            Line(
-                "DDR for rows",
-                "bytes",
-                sizes,
-                tuple(256 / speed for speed in speeds),
-                speeds,
-                {"model": (0.002,) * 7, "ssd reads": tuple(0.004 * 2**23 / size for size in sizes)},
-                2.0**23,
-            ),
-            Line("batch", "samples", (128.0, 256.0, 512.0), (0.003, 0.004, 0.006), (42e3, 64e3, 85e3), {}, 256.0),
-            Line("change of all exponents", "", (-0.1, 0.0, 0.1), (0.005, 0.004, 0.003), (51e3, 64e3, 85e3), {}, 0.0),
-        ),
-        grid=Grid(
-            sizes, (1e5, 2e5, 4e5), tuple(tuple(speed * k for speed in speeds) for k in (0.5, 1, 2)), 2.0**23, 2e5
-        ),
+        memory=tuple(OfMemory(2.0**power, 2.0 ** (12 - power), 2.0 ** (power - 4)) for power in range(18, 26)),
         alternatives=(
             Alternative(setup, replace(prediction, price=Price(250.0, 2600.0, 97.0), samples_per_s=90e3), ""),
             Alternative(setup, replace(prediction, samples_per_s=20e3), f"too slow by 2.5 on {name}"),
@@ -120,7 +103,8 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
             PricePart("SSD", 2, 400.0, 20.0),
             PricePart("board, case, power supply", 1, 300.0, 50.0),
         ),
-        warnings=("drives wear out: the most written one lasts 7 months",),
+        marks=("its drives are written 2 times a day",),
+        warnings=("the target is missed: 7 of 9",),
         sources=(f"host: {name}",),
     )
     return replace(found, **changes)
@@ -134,5 +118,13 @@ def served_result() -> PlanResult:
     prediction = replace(found.prediction, setup=setup, latency=latency, drive_writes_a_day=0.0)
     asked = PlanFile(target=TargetSection(queries_per_s=500.0, p99_ms=10.0))
     return replace(
-        found, assumptions=(), asked=asked, prediction=prediction, lines=(), grid=None, alternatives=(), warnings=()
+        found,
+        assumptions=(),
+        asked=asked,
+        prediction=prediction,
+        gain=None,
+        memory=(),
+        alternatives=(),
+        marks=(),
+        warnings=(),
     )

@@ -4,7 +4,11 @@ import re
 from dataclasses import replace
 
 from tests.plan.report.results import made_result, served_result
+from tierstore.plan.assumptions import Fleet
+from tierstore.plan.gain import Gain, Span
 from tierstore.plan.report import describe
+
+FLEET = Fleet("1 x box", 1, 1.0, 1.0, 1.0, 1.0, None, "model")
 
 
 def section(text: str, title: str) -> list[str]:
@@ -19,7 +23,7 @@ def test_the_answer_is_one_line_of_what_was_found() -> None:
     answer = " ".join(" ".join(section(describe(made_result()), "Answer")).split())
     assert answer == (
         "1 x shop (16.0 GiB DDR, 8.0 MiB of it for float32 rows; 2 SSDs): 64,000 samples/s, 4.00 ms a step; bound by "
-        "SSD reads; $1,300 to buy, $48.50 a month"
+        "SSD reads; $1,300 to buy, $48.50 a month; its drives are written 2 times a day"
     )
 
 
@@ -64,14 +68,20 @@ def test_the_last_tier_has_no_hit_rate_and_the_page_cache_is_a_line() -> None:
 
 
 def test_gains_are_ranked_and_what_brings_nothing_is_named() -> None:
-    lines = section(describe(made_result()), "What more would bring")
-    assert [line.split()[0:3] for line in lines[1:4]] == [
-        ["DDR", "+1", "GiB"],
-        ["SSD", "reads", "+10"],
-        ["DDR", "+10", "%"],
-    ]
-    assert lines[1].split()[-5:] == ["+32,000", "+50.00", "%", "$6.25", "5,120"]
+    lines = section(describe(made_result()), "What more of one resource would bring")
+    assert [line.split()[0] for line in lines[1:3]] == ["SSD", "DDR"]
+    assert lines[1].split()[-5:] == ["+6,400", "+10.00", "%", "$40.00", "160"]
     assert lines[-1] == "  nothing: flops"
+
+
+def test_what_tiers_save_has_its_range() -> None:
+    memory, saved = section(describe(made_result()), "Beside all rows in memory")
+    assert memory == "  all rows in DDR or HBM: 2 x shop: $97.00 a month, 380 W; bound by dense model"
+    assert saved == "  this plan saves $48.50 a month (50 %; $0.00 to $60.00 if an input is off) and 190 W (50 %)"
+    nothing = made_result(gain=Gain(FLEET, "", Span(0.0, 0.0, 0.0), Span(0.0, 0.0, 0.0)))
+    assert "this plan saves nothing beside it" in describe(nothing)
+    assert "all rows in DDR or HBM: too small" in describe(made_result(gain=Gain(None, "too small", None, None)))
+    assert "Beside all rows" not in describe(served_result())
 
 
 def test_prices_add_up_and_terms_are_told() -> None:

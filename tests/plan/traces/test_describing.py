@@ -3,15 +3,16 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
 
 from bench.data import criteo_keys
 from tests.packed import random_trace
-from tierstore.plan import Accesses, accesses_of
 from tierstore.plan.traces import describe
+from tierstore.trace import TableTrace, Trace
 
 TRACE = random_trace({"item": 300, "user": 40}, seed=5)
 
@@ -23,22 +24,21 @@ def counted(ids: list[int]) -> tuple[int, int, float, int]:
     return len(ids), len(uses), top / len(ids), sum(count == 1 for count in uses.values())
 
 
-@pytest.mark.parametrize("is_trace", [True, False])
-def test_each_table_is_counted(is_trace: bool) -> None:
-    found = describe(TRACE if is_trace else accesses_of(TRACE))
+def traced(tables: dict[str, list[int]], **more: Any) -> Trace:
+    """All of a table's ids in one sample."""
+    found = {name: TableTrace(np.array(ids, np.int64), np.array([0, len(ids)])) for name, ids in tables.items()}
+    return Trace(tables=found, batch_samples=1, **more)
+
+
+def test_each_table_is_counted() -> None:
+    found = describe(TRACE)
     for table, name in zip(found.tables, TRACE.tables, strict=True):
         ids = TRACE.tables[name].ids.tolist()
         assert table.name == name
         assert (table.accesses, table.rows, table.top_share, table.used_once) == counted(ids)
-        assert table.ids_a_sample == (len(ids) / TRACE.num_samples if is_trace else None)
-        assert table.ids_a_batch == len(ids) / found.batches
-        uses = list(Counter(ids).values())
-        for low, high, rows, accesses in table.reuse:
-            own = [count for count in uses if low < count <= (high or math.inf)]
-            assert rows == len(own) / len(uses)
-            assert accesses == sum(own) / len(ids)
+        assert table.ids_a_sample == len(ids) / TRACE.num_samples
     assert found.batches == math.ceil(TRACE.num_samples / TRACE.batch_samples)
-    assert found.samples == (TRACE.num_samples if is_trace else None)
+    assert found.samples == TRACE.num_samples
 
 
 def test_the_whole() -> None:
@@ -50,44 +50,39 @@ def test_the_whole() -> None:
 def test_real_lookups(criteo_path: Path) -> None:
     """The figures that come with the data."""
     keys = criteo_keys(criteo_path)
-    total = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"C{n}" for n in range(26)))).total
+    total = describe(traced({f"C{n}": (keys[keys >> 40 == n] & ((1 << 40) - 1)).tolist() for n in range(26)})).total
     assert (total.accesses, total.rows) == (1_852_505, 200_012)
     assert round(total.top_share, 2) == 0.70
 
 
 def test_no_access() -> None:
-    found = describe(Accesses(np.empty(0, np.int64), np.zeros(1, np.int64), ("a", "b")))
+    found = describe(traced({"a": [], "b": []}))
     assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
-    assert "0 accesses of 0 rows in 2 tables, 0 batches" in found.text()
+    assert "0 accesses of 0 rows in 2 tables, 1 batch, 1 samples" in found.text()
 
 
 def test_text() -> None:
-    keys = np.array([0, 0, 0, 1, 1 << 40])
-    lines = describe(Accesses(keys, np.array([0, 3, 5]), ("item", "\x1b[31muser"))).text().splitlines()
-    assert lines[0] == "5 accesses of 3 rows in 2 tables, 2 batches"
+    lines = describe(traced({"item": [0, 0, 0, 1], "\x1b[31muser": [0]})).text().splitlines()
+    assert lines[0] == "5 accesses of 3 rows in 2 tables, 1 batch, 1 samples"
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:] if line}
-    assert rows["table"] == ["accesses", "rows", "ids/batch", "top", "1", "%", "used", "once"]
-    assert rows["item"] == ["4", "2", "2", "75.0", "%", "50.0", "%"]
-    assert rows["all"] == ["5", "3", "2.5", "60.0", "%", "66.7", "%"]
-    assert rows["1"] == ["66.7", "%", "40.0", "%"]
-    assert rows["3"] == ["to", "4", "33.3", "%", "60.0", "%"]
+    assert rows["table"] == ["accesses", "rows", "ids/sample", "top", "1", "%", "used", "once"]
+    assert rows["item"] == ["4", "2", "4", "75.0", "%", "50.0", "%"]
+    assert rows["all"] == ["5", "3", "5", "60.0", "%", "66.7", "%"]
     assert not any("\x1b" in line for line in lines)
     assert max(map(len, lines)) <= 100
 
 
-def test_text_of_a_trace_and_of_a_sample() -> None:
-    assert f"{TRACE.num_samples} samples" in describe(TRACE).text()
-    assert "ids/sample" in describe(TRACE).text()
-    sampled = accesses_of(TRACE)._replace(sampling_rate=0.1)
+def test_text_of_a_sample() -> None:
+    sampled = replace(TRACE, sampling_rate=0.1)
     rows = describe(sampled).total.rows
     assert f"a sample: 10 % of the rows; all have about {10 * rows:,}" in describe(sampled).text()
 
 
 def test_a_sample_that_says_how_much_was_looked_up_in_all() -> None:
-    sampled = accesses_of(TRACE)._replace(sampling_rate=0.1, all_lookups=(1_234_567_890, 400))
+    sampled = replace(TRACE, sampling_rate=0.1, all_lookups=(1_234_567_890, 400))
     found = describe(sampled)
     assert [each.all_accesses for each in (*found.tables, found.total)] == [1_234_567_890, 400, 1_234_568_290]
-    assert found.total.accesses == len(sampled.keys)
+    assert found.total.accesses == sampled.num_lookups
     lines = found.text().splitlines()
     assert lines[1].endswith(", and 1,234,568,290 accesses")
     rows = {line.split()[0]: line.split() for line in lines[2:] if line}
@@ -95,26 +90,20 @@ def test_a_sample_that_says_how_much_was_looked_up_in_all() -> None:
     assert (rows["user"][1], rows["user"][-1]) == (f"{len(TRACE.tables['user'].ids):,}", "400")
     assert max(map(len, lines)) <= 100
     assert describe(TRACE).total.all_accesses == TRACE.num_lookups
-    assert describe(sampled._replace(all_lookups=None)).total.all_accesses is None
+    assert describe(replace(sampled, all_lookups=None)).total.all_accesses is None
 
 
 def test_text_of_many_tables() -> None:
-    keys = np.repeat(np.arange(60) << 40, np.arange(1, 61))
-    lines = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"t{n}" for n in range(60)))).text().splitlines()
+    lines = describe(traced({f"t{n}": [0] * (n + 1) for n in range(60)})).text().splitlines()
     assert any(line.startswith("all") and "1,830" in line.split()[1:4:2] for line in lines)
     assert sum(line.startswith("t") and line[1].isdigit() for line in lines) == 40
     assert "... and 20 tables with fewer accesses" in lines
 
 
 def test_one_is_not_many() -> None:
-    assert (
-        describe(Accesses(np.arange(3), np.array([0, 3]), ("t",)))
-        .text()
-        .startswith("3 accesses of 3 rows in 1 table, 1 batch\n")
-    )
+    assert describe(traced({"t": [0, 1, 2]})).text().startswith("3 accesses of 3 rows in 1 table, 1 batch, ")
 
 
 def test_json() -> None:
     found = json.loads(json.dumps(describe(TRACE).to_dict()))
     assert found["tables"][1]["name"] == "user"
-    assert found["total"]["reuse"][0]["low"] == 0

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu", "opt")
-"""The first three are the store's own; perfect-lfu counts rows whether cached or not; opt knows the future (Belady)."""
+POLICIES: Final = ("lru", "lfu", "tinylfu")
+"""The store's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

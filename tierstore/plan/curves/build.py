@@ -1,20 +1,20 @@
-"""Curves of accesses: of all of them, window by window, and table by table."""
+"""Curves of accesses: of all of them, and table by table."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypedDict, Unpack
+from typing import Final, TypedDict, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...cache import resolve_policy
 from ...config import require_int
 from ...kernels.arrays import Int64s
 from ...rows import KEY_ROW_BITS
+from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
-from .base import MissRatioCurve
-from .replays import Progress, replay_of
+from .base import POLICIES, MissRatioCurve
+from .replays import Progress, Replay
 from .sampled import Sample, sample_of, sample_warning, sampled_sizes
 
 _EVERY_SIZE: Final = 4096
@@ -37,23 +37,16 @@ class CurveOptions(TypedDict, total=False):
         sampling_rate: the share of the rows of the accesses that stands for all (``sampled``); 1, the default: every
             row.
         prefetch_depth: batches whose rows are brought in ahead of the one in use, as ``tierstore.prefetch`` has them
-            if it is never waited for; 0, the default: a plain loop, or serving. Of lfu and tinylfu: of no other policy
-            do curves depend on it.
+            if it is never waited for; 0, the default: a plain loop, or serving. LRU does not depend on it.
+        skip: batches at the start that fill the cache and do not count; default: 0.
         progress: told of accesses done, each once a replay.
     """
 
     sizes: Sequence[int] | Int64s | None
     sampling_rate: float
     prefetch_depth: int
+    skip: int
     progress: Progress | None
-
-
-class Window(NamedTuple):
-    """Accesses ``[start, stop)``, in a cache that those before have filled."""
-
-    start: int
-    stop: int
-    curve: MissRatioCurve
 
 
 def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> MissRatioCurve:
@@ -69,20 +62,9 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     Raises:
         ValueError: there is no access, or no row in the sample; no such policy; a size or the rate is out of range.
     """
-    return _between(accesses, policy, [0, len(accesses.keys)], **options)[0]
-
-
-def windows(accesses: Accesses, policy: str, num_windows: int, **options: Unpack[CurveOptions]) -> list[Window]:
-    """Equal parts of the accesses, one after another, each with its curve: they differ where popularity drifts.
-
-    A cache stays as the window before has left it. So the curves' misses add up to those of ``curve``, and the first
-    window alone begins with an empty cache. Arguments and errors are as of ``curve``.
-    """
-    if not 1 <= num_windows <= len(accesses.keys):
-        raise ValueError(f"num_windows={excerpt(num_windows)}: expected from 1 to the {len(accesses.keys):,} accesses")
-    bounds = [len(accesses.keys) * index // num_windows for index in range(num_windows + 1)]
-    found = _between(accesses, policy, bounds, **options)
-    return [Window(*ends, each) for ends, each in zip(itertools.pairwise(bounds), found, strict=True)]
+    rate = options.get("sampling_rate", 1.0)
+    _check(accesses, rate)
+    return curve_of(accesses, resolve_policy(policy), sample_of(accesses, rate), **options)
 
 
 def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
@@ -109,69 +91,43 @@ def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -
     return found
 
 
-def _between(
-    accesses: Accesses,
-    policy: str,
-    bounds: Sequence[int],
-    *,
-    sizes: Sequence[int] | Int64s | None = None,
-    sampling_rate: float = 1.0,
-    prefetch_depth: int = 0,
-    progress: Progress | None = None,
-) -> list[MissRatioCurve]:
-    """One curve for each window between ``bounds``."""
-    _check(accesses, sampling_rate)
-    require_int(prefetch_depth, "prefetch_depth", 0, _DEEPEST)
-    sample = sample_of(accesses, bounds, sampling_rate)
-    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, prefetch_depth, progress)
-
-
-def curves_of(
-    accesses: Accesses,
-    policy: str,
-    bounds: Sequence[int],
-    sizes: Sequence[int] | Int64s | None,
-    sample: Sample,
-    prefetch_depth: int = 0,
-    progress: Progress | None = None,
-) -> list[MissRatioCurve]:
-    """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
-    lengths = _shares(accesses, bounds)
-    if not np.diff(sample.bounds).all():
-        raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
-    replay = replay_of(policy, sample, prefetch_depth=prefetch_depth, progress=progress)
-    rate = accesses.sampling_rate * sample.rate
+def curve_of(accesses: Accesses, policy: str, sample: Sample, **options: Unpack[CurveOptions]) -> MissRatioCurve:
+    """That of ``accesses``, by a sample of them; see ``curve``."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
+    depth, skip = options.get("prefetch_depth", 0), options.get("skip", 0)
+    require_int(depth, "prefetch_depth", 0, _DEEPEST)
+    require_int(skip, "skip", 0, accesses.num_batches - 1)
+    rows, rate, sizes = numbered(sample.keys), accesses.sampling_rate * sample.rate, options.get("sizes")
     if sizes is None:
-        bends = np.rint(np.array(replay.bends) / rate).astype(np.int64)
-        asked = np.union1d(default_sizes(policy, replay.num_rows, rate), bends)
+        largest = [round(int(np.diff(sample.starts).max()) / rate)] if policy != "lru" else []
+        asked = np.union1d(default_sizes(policy, rows.num_rows, rate), largest).astype(np.int64)
     else:
         asked = _checked(sizes)
-    # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
-    # SHARDS-adj does: the rows that make the difference are those that any cache has.
-    shares = replay.misses(sampled_sizes(policy, asked, rate)) / (lengths * sample.rate)[:, None]
-    return [
-        MissRatioCurve(
-            policy=policy,
-            sizes=asked,
-            # The estimate of a sample may be a little more.
-            miss_ratios=np.minimum(ratios, 1.0),
-            num_accesses=round(length / accesses.sampling_rate),
-            num_rows=round(num_rows / rate),
-            sampling_rate=rate,
-            warning=sample_warning(replay.num_rows, rate, accesses.sampling_rate),
-        )
-        for ratios, length, num_rows in zip(shares, lengths.tolist(), _rows(sample, replay.num_rows), strict=True)
-    ]
+    counted = _counted(accesses, skip)
+    missed = Replay(policy, sample, rows, skip, depth, options.get("progress")).misses(
+        sampled_sizes(policy, asked, rate)
+    )
+    return MissRatioCurve(
+        policy=policy,
+        sizes=asked,
+        # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
+        # SHARDS-adj does: the rows that make the difference are those that any cache has. The estimate of a sample may
+        # be a little more than all.
+        miss_ratios=np.minimum(missed / (counted * sample.rate), 1.0),
+        num_accesses=round(counted / accesses.sampling_rate),
+        num_rows=round(rows.num_rows / rate),
+        sampling_rate=rate,
+        warning=sample_warning(rows.num_rows, rate, accesses.sampling_rate),
+    )
 
 
-def _shares(accesses: Accesses, bounds: Sequence[int]) -> NDArray[Any]:
-    """Of the accesses to all rows, what the sampling rate makes of those of each window, [windows]. Where it is not
+def _counted(accesses: Accesses, skip: int) -> float:
+    """Of the accesses to all rows behind the skipped batches, what the sampling rate makes of them. Where it is not
     known how many there are, those that the sample has; else each batch is taken to have as many as another."""
     if accesses.all_lookups is None:
-        return np.diff(bounds)
-    batches = np.diff(np.interp(bounds, accesses.starts, np.arange(len(accesses.starts))))
-    shares: NDArray[Any] = sum(accesses.all_lookups) * accesses.sampling_rate * batches / batches.sum()
-    return shares
+        return float(len(accesses.keys) - accesses.starts[skip])
+    return sum(accesses.all_lookups) * accesses.sampling_rate * (1 - skip / accesses.num_batches)
 
 
 def default_sizes(policy: str, num_rows: int, rate: float) -> Int64s:
@@ -191,13 +147,6 @@ def _check(accesses: Accesses, rate: float) -> None:
         raise ValueError("there is no access: a curve needs one at least")
     if not 0 < rate <= 1:
         raise ValueError(f"sampling_rate={excerpt(rate)}: expected a number above 0, and at most 1")
-
-
-def _rows(sample: Sample, num_rows: int) -> list[int]:
-    """Distinct rows of each window; the whole's are known."""
-    if len(sample.bounds) == 2:
-        return [num_rows]
-    return [numbered(sample.keys[begin:end]).num_rows for begin, end in itertools.pairwise(sample.bounds)]
 
 
 def _checked(sizes: Sequence[int] | Int64s) -> Int64s:

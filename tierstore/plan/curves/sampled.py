@@ -8,7 +8,6 @@ population (W. Cochran, Sampling Techniques, chapter 8). Each row is in the samp
 """
 
 import math
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,22 +23,19 @@ class Sample(NamedTuple):
     Attributes:
         keys: int64 [m].
         starts: int64 [batches + 1]: where each batch begins in ``keys``, those without a chosen row included.
-        bounds: of the windows, in ``keys``.
         rate: the share of the rows that they are, by probability.
     """
 
     keys: Int64s
     starts: Int64s
-    bounds: Sequence[int]
     rate: float
 
 
-def sample_of(accesses: Accesses, bounds: Sequence[int], rate: float, seed: int = 0) -> Sample:
+def sample_of(accesses: Accesses, rate: float, seed: int = 0) -> Sample:
     """All accesses to a share of the rows.
 
     Args:
         accesses: at least one.
-        bounds: of windows, ascending from 0 to n.
         rate: above 0, and at most 1.
         seed: of the chance.
 
@@ -47,7 +43,7 @@ def sample_of(accesses: Accesses, bounds: Sequence[int], rate: float, seed: int 
         ValueError: no row would be in it.
     """
     if rate == 1:
-        return Sample(accesses.keys, accesses.starts, bounds, 1.0)
+        return Sample(accesses.keys, accesses.starts, 1.0)
     numbers, num_rows = numbered(accesses.keys)
     generator = np.random.default_rng(seed)
     places = ((generator.random() + np.arange(int(num_rows * rate) + 1)) / rate).astype(np.int64)
@@ -61,13 +57,12 @@ def sample_of(accesses: Accesses, bounds: Sequence[int], rate: float, seed: int 
     is_chosen = np.zeros(num_rows, np.bool_)
     is_chosen[chosen] = True
     positions = np.flatnonzero(is_chosen[numbers])
-    return part_of(accesses, positions, bounds, rate)
+    return part_of(accesses, positions, rate)
 
 
-def part_of(accesses: Accesses, positions: Int64s, bounds: Sequence[int], rate: float) -> Sample:
+def part_of(accesses: Accesses, positions: Int64s, rate: float) -> Sample:
     """The accesses at these positions, which ascend: all those to a share of the rows."""
-    starts, ends = (np.searchsorted(positions, places) for places in (accesses.starts, bounds))
-    return Sample(accesses.keys[positions], starts, ends.tolist(), rate)
+    return Sample(accesses.keys[positions], np.searchsorted(positions, accesses.starts), rate)
 
 
 def sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
@@ -94,7 +89,7 @@ class _Error(NamedTuple):
 
 _BALANCED: Final = _Error(mean=15, worst=50)
 _BY_HASH: Final = _Error(mean=70, worst=170)
-"""Measured: python -m bench.planning.small_samples."""
+"""Measured of the curves of eight traces, from samples of 100 to 5,000 rows."""
 _MOST_POINTS: Final = 2.0
 """That a curve may be off without a warning, at worst."""
 

@@ -16,7 +16,7 @@ from .dense import measure_dense
 from .fit import Loop, fit_costs
 from .loops import LoopSizes, measure_loops
 from .machine import measure_accelerators, measure_memory, measure_processor
-from .storage import ReadRate, measure_storage, require_device
+from .storage import measure_storage, require_device
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and which share of all is done, from 0 to 1."""
@@ -42,13 +42,11 @@ class Measurement:
     """What was found.
 
     Attributes:
-        reads: of the SSD, by block size and by how many were under way.
         loops: over stores, as they were timed.
         fitted_ns: what the costs in the host say of each loop.
     """
 
     host: Host
-    reads: tuple[ReadRate, ...]
     loops: tuple[Loop, ...]
     fitted_ns: tuple[float, ...]
 
@@ -86,13 +84,13 @@ def measure(
         scratch = Path(name)
         say("SSD", 0.2)
         file_bytes = max(_LEAST_FILE_BYTES, int(_FILE_BYTES * min(1.0, seconds / _DEFAULT_SECONDS)))
-        found = measure_storage(scratch, seconds=seconds * _SHARES["SSD"], file_bytes=file_bytes)
+        drive = measure_storage(scratch, seconds=seconds * _SHARES["SSD"], file_bytes=file_bytes)
 
         def say_share(share: float) -> None:
             say("tierstore's own work", _LOOPS_BEGIN + (_LOOPS_END - _LOOPS_BEGIN) * share)
 
         say_share(0.0)
-        loops = measure_loops(scratch, sizes=sizes_for(seconds, found.storage.reads_per_s), progress=say_share)
+        loops = measure_loops(scratch, sizes=sizes_for(seconds, drive.reads_per_s), progress=say_share)
     loops += measure_dense(processor, seconds=seconds * _SHARES["dense models"])
     fitted = fit_costs(loops)
     say("done", 1.0)
@@ -102,11 +100,11 @@ def measure(
         ddr=memory,
         network=Link(bytes_per_s=_NETWORK_BYTES_PER_S, latency_us=_NETWORK_LATENCY_US),
         costs=fitted.costs,
-        storage=(found.storage,),
+        storage=(drive,),
         accelerators=accelerators,
         source=_source(folder, threads),
     )
-    return Measurement(host=host, reads=found.reads, loops=tuple(loops), fitted_ns=fitted.fitted_ns)
+    return Measurement(host=host, loops=tuple(loops), fitted_ns=fitted.fitted_ns)
 
 
 def sizes_for(seconds: float, reads_per_s: float) -> LoopSizes:
@@ -164,7 +162,7 @@ def describe(found: Measurement) -> str:
     lines = [host.source]
     for title, section in sections.items():
         lines += ["", title, *(f"  {each.what:{_COLUMN}}{each.figure:>14}   {each.meaning}" for each in section)]
-    return "\n".join([*lines, "", *_reads(found), "", *_loops(found)])
+    return "\n".join([*lines, "", *_loops(found)])
 
 
 def _giga(bytes_per_s: float) -> str:
@@ -200,15 +198,6 @@ def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
 def _costs(host: Host) -> Iterator[_Line]:
     for each in fields(SoftwareCosts):
         yield _Line(each.name, f"{getattr(host.costs, each.name):,.3g}", each.metadata["help"])
-
-
-def _reads(found: Measurement) -> Iterator[str]:
-    depths = sorted({read.depth for read in found.reads})
-    yield "Reads a second at random, by how many are under way"
-    yield "  " + "block".ljust(10) + "".join(f"{depth:>12,}" for depth in depths)
-    for size in sorted({read.block_bytes for read in found.reads}):
-        own = {read.depth: read.reads_per_s for read in found.reads if read.block_bytes == size}
-        yield "  " + format_size(size).ljust(10) + "".join(f"{own[depth]:>12,.0f}" for depth in depths)
 
 
 def _loops(found: Measurement) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The SSD under a folder, past the page cache: reads by size and by how many are under way, and writes that last.
+"""The SSD under a folder, past the page cache: reads by how many are under way, and writes that last.
 
 Reads and writes are many at a time: one thread for each, in its own system call. They are also the limit that the
 device sets, which tierstore's own reads are measured against.
@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,7 +27,6 @@ READ_BYTES: Final = 4096
 _PAGE_WORDS: Final = 512
 """A word in each 4 KiB that is written says where it lies, so that no device stores two pages as one."""
 _DEPTHS: Final = (1, 4, 16, 64)
-_BLOCK_BYTES: Final = (READ_BYTES, 4 * READ_BYTES, 16 * READ_BYTES)
 _LARGE_BYTES: Final = 1 << 20
 _LARGE_DEPTH: Final = 8
 _FILE_PARTS: Final = 8
@@ -164,24 +163,6 @@ def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> "
     return closing(DirectReader(path, depth, block_bytes=block_bytes))
 
 
-class ReadRate(NamedTuple):
-    """Reads at random, so many under way."""
-
-    block_bytes: int
-    depth: int
-    reads_per_s: float
-
-    @property
-    def latency_us(self) -> float:
-        """Mean time of a read, waiting for others included (Little's law: reads under way over reads a second)."""
-        return self.depth / self.reads_per_s * 1e6
-
-
-class StorageFigures(NamedTuple):
-    storage: Storage
-    reads: tuple[ReadRate, ...]
-
-
 def require_device(folder: Path) -> None:
     """ValueError if ``folder`` is none, or is on a file system that lives in memory."""
     if not folder.is_dir():
@@ -202,7 +183,7 @@ def _file_system(folder: Path) -> str:
     return ""
 
 
-def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> StorageFigures:
+def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
     """Write a file in ``folder``, read it, and remove it.
 
     Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file,
@@ -226,20 +207,18 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
     path = folder / "blocks"
     try:
         large_writes = _write_file(path, size_bytes)
-        each = seconds / (len(_DEPTHS) * len(_BLOCK_BYTES) + 1)
-        reads = tuple(_reads(path, size, depth, each) for size in _BLOCK_BYTES for depth in _DEPTHS)
-        large_reads = _reads(path, _LARGE_BYTES, _LARGE_DEPTH, each)
+        each = seconds / (len(_DEPTHS) + 1)
+        rates = [_reads_per_s(path, READ_BYTES, depth, each) for depth in _DEPTHS]
+        large_reads = _reads_per_s(path, _LARGE_BYTES, _LARGE_DEPTH, each)
     finally:
         path.unlink(missing_ok=True)
-    small = [read for read in reads if read.block_bytes == READ_BYTES]
-    found = Storage(
+    return Storage(
         capacity_bytes=float(stat.f_blocks * stat.f_frsize),
-        read_latency_us=small[0].latency_us,
-        reads_per_s=max(read.reads_per_s for read in small),
-        read_bytes_per_s=large_reads.reads_per_s * _LARGE_BYTES,
+        read_latency_us=1e6 * _DEPTHS[0] / rates[0],
+        reads_per_s=max(rates),
+        read_bytes_per_s=large_reads * _LARGE_BYTES,
         write_bytes_per_s=large_writes * _LARGE_BYTES,
     )
-    return StorageFigures(found, reads)
 
 
 def _write_file(path: Path, size_bytes: int) -> float:
@@ -260,10 +239,9 @@ def _write_file(path: Path, size_bytes: int) -> float:
     return statistics.median(rates)
 
 
-def _reads(path: Path, block_bytes: int, depth: int, seconds: float) -> ReadRate:
+def _reads_per_s(path: Path, block_bytes: int, depth: int, seconds: float) -> float:
     generator = np.random.default_rng((block_bytes, depth))
     with direct_reader(path, depth, block_bytes=block_bytes) as reader:
-        rate = rate_of(
+        return rate_of(
             lambda count: reader.read(reader.random_offsets(generator, count)), seconds=seconds, first=4 * depth
         )
-    return ReadRate(block_bytes, depth, rate)

@@ -1,12 +1,24 @@
-"""The result's tables, which the terminal shows and the page has beneath its plots: a tuple of texts for each row."""
+"""The result's tables, which the terminal and the page show: a tuple of texts for each row."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...system.sizes import format_size
 from ..prediction import in_words
-from ..result import Marginal, PlanResult
-from .figure import Table
-from .words import count, duration, money, named, quantity, resource, share, significant, watts
+from ..result import Alternative, PlanResult
+from .words import (
+    count,
+    duration,
+    money,
+    named,
+    named_words,
+    quantity,
+    resource,
+    share,
+    significant,
+    summary_of,
+    watts,
+)
 
 RULE: Final = (
     "Bars run side by side, the parts of one bar one after another; so the longest bar is the time taken, and its "
@@ -15,6 +27,25 @@ RULE: Final = (
 _INDENT: Final = "  "
 NEGLIGIBLE: Final = 1e-4
 """Of the samples a second: a gain of less is nothing."""
+
+
+class Table(NamedTuple):
+    """Text, as people read it; not escaped yet. ``is_wide``: it takes the page's width."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    is_wide: bool = False
+
+
+def tables_of(result: PlanResult) -> dict[str, Table]:
+    """Those of the page, by title, beside the bars of a step."""
+    step = "step" if result.prediction.setup.workload.is_training else "query"
+    return {
+        f"Tiers of a host, in one {step}": tiers_table(result),
+        "What more of one resource would bring": marginals_table(result),
+        "Price": price_table(result),
+        "Next best, and what fails": alternatives_table(result),
+    }
 
 
 def tiers_table(result: PlanResult) -> Table:
@@ -37,7 +68,7 @@ class LoadLine(NamedTuple):
     """A lane, or a resource of it.
 
     Attributes:
-        text: its name; of a resource beside others of its lane indented.
+        text: its name.
         work: "" of a lane of several.
         is_part: it is one of several of its lane, whose line is above.
         is_bottleneck: it is the longest part of the longest lane.
@@ -75,7 +106,8 @@ def loads_table(result: PlanResult) -> Table:
     return Table(("resource", "time", "work"), rows)
 
 
-def gains_table(result: PlanResult, gains: list[Marginal]) -> Table:
+def marginals_table(result: PlanResult) -> Table:
+    """Of those that bring something."""
     now = result.prediction.samples_per_s
     rows = [
         (
@@ -86,9 +118,26 @@ def gains_table(result: PlanResult, gains: list[Marginal]) -> Table:
             "-" if gain.usd is None else money(gain.usd),
             significant(gain.samples_per_s / gain.usd) if gain.usd else "-",
         )
-        for gain in gains
+        for gain in result.marginals
+        if gain.samples_per_s > NEGLIGIBLE * now
     ]
     return Table(("resource", "change", "samples/s", "of now", "USD", "samples/s a USD"), rows)
+
+
+def alternatives_table(result: PlanResult) -> Table:
+    """The plan first."""
+    own = Alternative(result.prediction.setup, result.prediction, "this plan")
+    shown = (own, *result.alternatives) if result.alternatives else ()
+    columns = ("setup", "samples", "USD a month", "bound by", "verdict")
+    return Table(columns, [_alternative_row(each) for each in shown], is_wide=True)
+
+
+def _alternative_row(each: Alternative) -> tuple[str, ...]:
+    found = each.prediction
+    known = ("-", "-", "-")
+    if found is not None:
+        known = (f"{count(found.samples_per_s)}/s", money(found.price.usd_a_month), in_words(found.bottleneck))
+    return summary_of(each.setup), *known, named_words(each.reason) or "reaches it"
 
 
 def price_table(result: PlanResult) -> Table:

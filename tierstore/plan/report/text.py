@@ -1,13 +1,24 @@
 """A plan for the terminal: plain text, 100 columns."""
 
 import textwrap
-from collections.abc import Sequence
 from typing import Final
 
 from ...system.terminal import columns_of
 from ..result import PlanResult
-from .tables import NEGLIGIBLE, RULE, gains_table, load_lines, loads_table, price_table, tiers_table
-from .words import answer, asked, if_off, money, named_words, resource, significant, speed, summary_of, targets
+from .tables import RULE, load_lines, loads_table, marginals_table, price_table, tiers_table
+from .words import (
+    answer,
+    asked,
+    gain_lines,
+    if_off,
+    money,
+    named_words,
+    resource,
+    significant,
+    speed,
+    summary_of,
+    targets,
+)
 
 _WIDTH: Final = 100
 _BAR: Final = 20
@@ -31,18 +42,14 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
         ("Warnings", [f"! {named_words(text)}" for text in result.warnings]),
         (f"Tiers of a host, in one {step}", columns_of([tiers.columns, *tiers.rows], is_last_text=False)),
         (f"Time of a {step}", _loads(result)),
-        ("What more would bring", _gains(result)),
+        ("Beside all rows in memory", gain_lines(result)),
+        ("What more of one resource would bring", _marginals(result)),
         ("Next best, and what fails", _alternatives(result)),
         ("Price", _price(result)),
         ("Drives", _wear(result)),
         ("Figures come from", [f"- {named_words(text)}" for text in result.sources]),
         ("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
     ]
-    return laid_out(sections, colours=colours)
-
-
-def laid_out(sections: Sequence[tuple[str, list[str]]], *, colours: bool) -> str:
-    """Those that have lines, each under its heading."""
     lines: list[str] = []
     for title, body in sections:
         if body:
@@ -78,13 +85,11 @@ def _assumed(result: PlanResult) -> list[str]:
     return lines
 
 
-def _gains(result: PlanResult) -> list[str]:
+def _marginals(result: PlanResult) -> list[str]:
     """Those that bring something, the most first; of the others the names."""
-    ranked = sorted(result.gains, key=lambda gain: -gain.samples_per_s)
-    useful = [gain for gain in ranked if gain.samples_per_s > NEGLIGIBLE * result.prediction.samples_per_s]
-    table, known = gains_table(result, useful), {gain.resource for gain in useful}
-    rest = [resource(name) for name in dict.fromkeys(gain.resource for gain in ranked) if name not in known]
-    lines = columns_of([table.columns, *table.rows], is_last_text=False) if useful else []
+    table = marginals_table(result)
+    rest = [resource(gain.resource) for gain in result.marginals[len(table.rows) :]]
+    lines = columns_of([table.columns, *table.rows], is_last_text=False) if table.rows else []
     return [*lines, f"nothing: {', '.join(rest)}"] if rest else lines
 
 
@@ -92,7 +97,7 @@ def _alternatives(result: PlanResult) -> list[str]:
     lines = []
     for each in result.alternatives[:_SHOWN]:
         found = each.prediction
-        known = "" if found is None else f": {speed(found)}; {money(found.price.usd)}"
+        known = "" if found is None else f": {speed(found)}; {money(found.price.usd_a_month)} a month"
         reason = f"; fails: {named_words(each.reason)}" if each.reason else ""
         lines.append(f"- {summary_of(each.setup)}{known}{reason}")
     more = len(result.alternatives) - _SHOWN

@@ -1,10 +1,12 @@
 """Figures as people read them, and the plan in sentences: what was asked, and the answer."""
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from ...system.sizes import format_size
-from ..assumptions import WhatIf, describe_setup, machines_of
+from ..assumptions import Fleet, WhatIf, describe_setup, machines_of
+from ..gain import Span
 from ..plan_file import PlanFile
 from ..prediction import Prediction, Setup, in_words, some
 from ..result import PlanResult
@@ -15,6 +17,7 @@ __all__ = [
     "asked",
     "count",
     "duration",
+    "gain_lines",
     "if_off",
     "in_words",
     "money",
@@ -160,6 +163,7 @@ def answer(result: PlanResult) -> str:
     return (
         f"{summary_of(prediction.setup)}: {speed(prediction)}; bound by {in_words(prediction.bottleneck)}; "
         f"{money(prediction.price.usd)} to buy, {money(prediction.price.usd_a_month)} a month"
+        + "".join(f"; {text}" for text in result.marks)
     )
 
 
@@ -175,6 +179,33 @@ def if_off(result: PlanResult, found: WhatIf) -> str:
     machines = "the same machines" if is_same else named_words(fleet.machines)
     price = "" if is_same else f"; {money(fleet.usd)} to buy, {money(fleet.usd_a_month)} a month"
     return f"{machines}: {speed_then}; bound by {in_words(fleet.bottleneck)}{price}"
+
+
+def gain_lines(result: PlanResult) -> list[str]:
+    """What the answer saves beside the cheapest fleet that has every row in memory; none where that is not asked."""
+    gain = result.gain
+    if gain is None:
+        return []
+    if gain.memory is None:
+        return [f"all rows in DDR or HBM: {named_words(gain.reason)}"]
+    memory, month, power = gain.memory, gain.usd_a_month, gain.watts
+    assert month is not None
+    assert power is not None
+    if not month.high and not month.low:
+        return [f"all rows in DDR or HBM: {_fleet(memory)}", "this plan saves nothing beside it"]
+    saved = f"{_saved(month, memory.usd_a_month, money, ' a month')} and {_saved(power, memory.watts, watts)}"
+    return [f"all rows in DDR or HBM: {_fleet(memory)}", f"this plan saves {saved}"]
+
+
+def _fleet(fleet: Fleet) -> str:
+    price = f"{money(fleet.usd_a_month)} a month, {watts(fleet.watts)}"
+    return f"{named_words(fleet.machines)}: {price}; bound by {in_words(fleet.bottleneck)}"
+
+
+def _saved(span: Span, whole: float, shown: Callable[[float], str], unit: str = "") -> str:
+    low, own, high = map(shown, span)
+    off = "" if low == high else f"; {low} to {high} if an input is off"
+    return f"{own}{unit} ({share(span.own / (whole or 1.0), 0)}{off})"
 
 
 def within(result: PlanResult) -> str:

@@ -1,19 +1,7 @@
-"""Accesses from files and from laws: formats of traces, generators, and what is in a trace."""
+"""Traces: what is in one, and drawing one by Zipf's law."""
 
-from .describing import ReuseBin, TableSummary, TraceSummary, describe, reuse_histogram
-from .files import FORMATS, FormatName, read_accesses, write_accesses
+from ..accesses import read_accesses
+from .describing import TableSummary, TraceSummary, describe
 from .zipf import draw_zipf, generate
 
-__all__ = [
-    "FORMATS",
-    "FormatName",
-    "ReuseBin",
-    "TableSummary",
-    "TraceSummary",
-    "describe",
-    "draw_zipf",
-    "generate",
-    "read_accesses",
-    "reuse_histogram",
-    "write_accesses",
-]
+__all__ = ["TableSummary", "TraceSummary", "describe", "draw_zipf", "generate", "read_accesses"]
