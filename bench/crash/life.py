@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import time
 import zlib
 from collections import Counter
@@ -20,14 +19,13 @@ from tierstore.system import killpoints
 
 from .dense import Dense
 from .plan import Action, configs, make_batch, stretch
-from .twin import RATE_DECAY
+from .state import State
 
-__all__ = ["FILE_CALL", "Report", "Settings", "live", "other_boot", "train"]
+__all__ = ["Report", "Settings", "expected_states", "live", "other_boot", "train", "watch_names"]
 
-FILE_CALL: Final = "a call on a file"
-"""A point that is not named: the process is about to ask the system for a change of files, or to open one."""
-_FILE_EVENTS: Final = frozenset({"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.truncate"})
 _POINTS_A_STALL: Final = 4
+_RATE_DECAY: Final = 0.995
+"""Each step multiplies the tables' learning rates by it."""
 Report = Callable[..., None]
 """``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
 
@@ -86,6 +84,24 @@ def train(directory: Path, plan: Sequence[Action], settings: Settings, report: R
         report("closing")
 
 
+def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]:
+    """Of each version by its position, what it holds in a run that nobody kills: all rows in memory, each commit waited
+    for. At 0, what there is before the first."""
+    with tierstore.open(directory, ddr="8MiB", keep=2, threads=1) as store:
+        life = _Life(store, plan, 0, lambda *_, **__: None)
+        states = {0: State.of(store)}
+
+        def commit(position: int) -> None:
+            _Life._commit(life, position)
+            assert life._last is not None
+            life._last.result()
+            states[position] = State.of(store)
+
+        life._commit = commit  # type: ignore[method-assign]
+        life.run()
+    return states
+
+
 def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
     """Count the points, and end the process at one of them."""
     reached: Counter[str] = Counter()
@@ -100,24 +116,7 @@ def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
 
     killpoints.hook = hook
     watch_names(hook)
-    if point == FILE_CALL:
-        _watch_calls(hook)
     return reached
-
-
-def _watch_calls(hook: Callable[[str], None]) -> None:
-    """Have the hook called before each of Python's own calls that make, name, write or sync a file."""
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            hook(FILE_CALL)
-            return call(*arguments)
-
-        return counted
-
-    for name in ("pwrite", "fsync", "fdatasync"):
-        setattr(os, name, watched(getattr(os, name)))
-    sys.addaudithook(lambda event, _: hook(FILE_CALL) if event in _FILE_EVENTS else None)
 
 
 def watch_names(hook: Callable[[str], None]) -> None:
@@ -177,7 +176,7 @@ class _Life:
                     batch = next(ready)
                     self._dense.step(self._collection(batch.sparse).values(), batch.target)
                     for table in self._store.tables.values():
-                        table.learning_rate *= RATE_DECAY
+                        table.learning_rate *= _RATE_DECAY
                 self._position += 1
                 if action.kind == "commit":
                     self._commit(self._position)
