@@ -88,17 +88,12 @@ def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]
     """Of each version by its position, what it holds in a run that nobody kills: all rows in memory, each commit waited
     for. At 0, what there is before the first."""
     with tierstore.open(directory, ddr="8MiB", keep=2, threads=1) as store:
-        life = _Life(store, plan, 0, lambda *_, **__: None)
-        states = {0: State.of(store)}
+        states: dict[int, State] = {}
 
-        def commit(position: int) -> None:
-            _Life._commit(life, position)
-            assert life._last is not None
-            life._last.result()
+        def look(position: int) -> None:
             states[position] = State.of(store)
 
-        life._commit = commit  # type: ignore[method-assign]
-        life.run()
+        _Life(store, plan, 0, lambda *_, **__: None, look).run()
     return states
 
 
@@ -142,17 +137,31 @@ def watch_names(hook: Callable[[str], None]) -> None:
 
 
 class _Life:
-    def __init__(self, store: "tierstore.Store", plan: Sequence[Action], depth: int, report: Report) -> None:
+    """Args:
+    look: given each position that was committed, and the first, while nothing else goes on.
+    """
+
+    def __init__(
+        self,
+        store: "tierstore.Store",
+        plan: Sequence[Action],
+        depth: int,
+        report: Report,
+        look: Callable[[int], None] | None = None,
+    ) -> None:
         self._store = store
         self._plan = plan
         self._depth = depth
         self._report = report
+        self._look = look
         for config in configs():
             store.create_table(config)
         self._collection = tierstore.TieredEmbeddingBagCollection(store)
         self._dense = Dense(sum(c.embedding_dim * len(c.feature_names) for c in configs()))
         self._position = self._committed = self._take_up()
         self._last: Future[int] | None = None
+        if look is not None:
+            look(self._position)
         report("opened", version=store.version, position=self._position, numbers=list(store.versions))
 
     def _take_up(self) -> int:
@@ -186,6 +195,9 @@ class _Life:
         self._last = self._store.commit_async(extra={"position": position}, tensors=self._dense.tensors())
         self._last.add_done_callback(lambda done: self._tell(done, position))
         self._committed = position
+        if self._look is not None:
+            self._last.result()
+            self._look(position)
 
     def _tell(self, done: "Future[Any]", position: int) -> None:
         error = done.exception()
