@@ -2,15 +2,11 @@
 
 Samples have the shape of MLPerf's DLRM-v2: 13 dense columns, 26 tables, 214 ids a sample in bags of 1 to 100. They are
 read from Parquet and npy, alone and by a training run; the limit is that run over batches that lie in memory. Then one
-id a column, as in Criteo's own data, in every format. Last a large file of Parquet, each time by a process of its own:
-rows/s beside pyarrow's datasets, and the memory that it takes.
+id a column, as in Criteo's own data, in every format.
 """
 
 import contextlib
-import json
 import shutil
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +26,6 @@ from tierstore.train.readers import Batch
 from tierstore.train.steps import feed, train_step
 
 from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
-from .data import ROOT
 from .workload import ids_of
 
 __all__ = ["run"]
@@ -162,79 +157,6 @@ def _trained(data: _Data, paths: dict[str, Path], config: dict[str, Any], dim: i
     return {name: per_second(data.count, values) for name, values in seconds.items()}
 
 
-_WHOLE: Final = """
-import json, sys, time
-from pathlib import Path
-import pyarrow.dataset
-from tierstore.train.readers import Schema, open_reader
-path, columns, reader = sys.argv[1], tuple(f"C{i}" for i in range(1, int(sys.argv[2]) + 1)), sys.argv[3]
-began = time.perf_counter()
-if reader == "tierstore":
-    chunks = open_reader(path, schema=Schema(label="label", dense=(), sparse=columns)).read_chunks(0, None, 8192)
-    rows = sum(len(chunk.labels) for chunk in chunks)
-else:
-    rows = sum(len(batch) for batch in pyarrow.dataset.dataset(path).to_batches(columns=["label", *columns]))
-speed = rows / (time.perf_counter() - began)
-status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-print(json.dumps([speed, int(status["VmHWM"].split()[0]) << 10]))  # of getrusage the parent's peak would be part
-"""
-"""Rows/s and peak memory of a process that reads a file."""
-_WHOLE_COLUMNS: Final = 10
-
-
-def _write_whole(path: Path, rows: int, groups: int) -> Path:
-    counted = np.arange(rows)
-    columns = {f"C{i}": counted * (2 * i + 1) % 1_000_003 for i in range(1, _WHOLE_COLUMNS + 1)}
-    table = pa.table({"label": (counted % 2).astype(np.int8)} | columns)
-    pyarrow.parquet.write_table(
-        table, path, row_group_size=-(-rows // groups), compression="none", use_dictionary=False
-    )
-    return path
-
-
-def _whole(folder: Path, config: dict[str, Any]) -> tuple[Table, list[dict[str, Any]], list[Goal]]:
-    """A large file in one row group and in many, and a small one, by us and by pyarrow in turns."""
-    rows, groups = config["whole_rows"], config["whole_groups"]
-    files = {"small": (rows // 100, 1), "one row group": (rows, 1), f"{groups} row groups": (rows, groups)}
-    results, by_us = [], {}
-    for name, (count, parts) in files.items():
-        path = _write_whole(folder / "whole.parquet", count, parts)
-        found: dict[str, list[list[float]]] = {"pyarrow.dataset": [], "tierstore": []}
-        for reader in (*found,) * config["whole_repetitions"]:
-            command = [sys.executable, "-c", _WHOLE, str(path), str(_WHOLE_COLUMNS), reader]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-            found[reader].append(json.loads(done.stdout))
-        for reader, runs in found.items():
-            speed, peak = (statistics.median(values) for values in zip(*runs, strict=True))
-            result = {"file": name, "bytes": path.stat().st_size, "reader": reader, "rows_per_s": speed, "peak": peak}
-            results.append(result)
-        by_us[name] = (speed, peak, statistics.median(run[0] for run in found["pyarrow.dataset"]))
-        path.unlink()
-    goals = []
-    for name in [*files][1:]:
-        speed, peak, peer = by_us[name]
-        more = (peak - by_us["small"][1]) / 2**20
-        goals += [
-            Goal(name=f"rows/s of a file in {name}, of pyarrow.dataset", value=round(speed / peer, 3), at_least=0.9),
-            Goal(name=f"MiB of memory for a file in {name}, more than for a small one", value=round(more), at_most=128),
-        ]
-    table = Table(
-        title="a large Parquet file, each time by a new process",
-        columns=["file", "MiB", "read by", "rows/s", "peak memory, MiB"],
-        rows=[
-            [
-                each["file"],
-                f"{each['bytes'] >> 20}",
-                each["reader"],
-                f"{each['rows_per_s']:,.0f}",
-                f"{each['peak'] / 2**20:,.0f}",
-            ]
-            for each in results
-        ],
-    )
-    return table, results, goals
-
-
 def _row(cells: Sequence[str], rate: Spread, *more: str) -> list[str]:
     return [*cells, f"{rate.median:,.0f}", f"{rate.lowest:,.0f} - {rate.highest:,.0f}", *more]
 
@@ -286,7 +208,6 @@ def run(request: Run) -> Report:
         "npy, [N]": one.npy(offsets=False),
     }
     single = _alone(one, one_paths, config)
-    whole_table, whole, whole_goals = _whole(one.folder, config)
     for data in (many, one):
         shutil.rmtree(data.folder)
     by_dim = {str(dim): {name: asdict(rate) for name, rate in rates.items()} for dim, rates in trained.items()}
@@ -296,33 +217,26 @@ def run(request: Run) -> Report:
             _readers(f"{sum(_BAGS)} ids a sample over {len(_BAGS)} tables", alone),
             _runs(config["batch"], trained, alone),
             _readers("one id a column, 13 dense columns", single),
-            whole_table,
         ],
         figures={
             "alone": {name: asdict(rate) for name, rate in alone.items()},
             "one_id": {name: asdict(rate) for name, rate in single.items()},
             "trained": by_dim,
-            "whole": whole,
         },
         goals=[
-            *whole_goals,
-            *(
-                Goal(
-                    name=f"run from {name}, dim {dim}, of the run over batches in memory",
-                    value=round(rates[name].median / rates[_READY].median, 3),
-                    at_least=config["share_of_ready"],
-                )
-                for dim, rates in trained.items()
-                for name in paths
-            ),
+            Goal(
+                name=f"run from {name}, dim {dim}, of the run over batches in memory",
+                value=round(rates[name].median / rates[_READY].median, 3),
+                at_least=config["share_of_ready"],
+            )
+            for dim, rates in trained.items()
+            for name in paths
         ],
         notes=[
             f"{config['samples']:,} samples; tables of MLPerf's sizes divided by {config['scale']}, ids by Zipf's law "
             f"with exponent {config['exponent']}; the small DLRM of a run file's defaults, so that steps are short. A "
             "reader alone runs in one thread and hashes, as in training. Files are in the page cache. The run's own "
-            "kernels use all cores, so what reading takes of a core it takes of them. The large file has "
-            f"{config['whole_rows']:,} rows of a label and {_WHOLE_COLUMNS} integers, neither compressed nor in a "
-            "dictionary. pyarrow.dataset gives decoded columns, on all cores; we check them and give bags, on one."
+            "kernels use all cores, so what reading takes of a core it takes of them."
         ],
     )
 
