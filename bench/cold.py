@@ -1,8 +1,8 @@
 """Do cold reads run at the device's own random-read limit, and what do they read beside what was asked for?
 
 Batches of random rows from a store that is not in memory: the page cache is dropped before each. The limit is how many
-4 KiB pages the device gives a second to direct reads of the store's own file at queue depth 64, in turns with the
-batches. A store of several tables is read in a call for each of them, one after another.
+4 KiB pages the device gives a second to direct reads of the store's own file at queue depth 64, by fio, in turns with
+the batches. A store of several tables is read in a call for each of them, one after another.
 """
 
 import contextlib
@@ -18,12 +18,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tierstore.plan.measure import DirectReader, direct_reader, page_cache
+from tierstore.plan.measure import page_cache
 
-from . import diskio
+from . import device, diskio
 from .common import Goal, Report, Run, Spread, Table, per_second, program
 from .peers import rocksdb_rows
-from .peers.lmdb_rows import LmdbRows
 from .peers.rocksdb_rows import RocksdbRows
 from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_flat
 
@@ -34,7 +33,6 @@ LIMIT: Final = "device limit: direct reads of 4 KiB, queue depth 64"
 ROCKSDB: Final = "RocksDB MultiGet, one key a row, a thread a core"
 ROCKSDB_MANY: Final = "RocksDB MultiGet, one key a row, 32 threads"
 MANY_THREADS: Final = 32
-LIMIT_DEPTH: Final = 64
 
 
 class Contender(NamedTuple):
@@ -52,9 +50,9 @@ class Case(NamedTuple):
     dim: int
     tables: int
     store_bytes: int
-    limit: Spread
+    limit: Spread | None
     rates: dict[str, Spread]
-    share: float
+    share: float | None
     """Pages that tierstore read a second, of the limit right before each batch; the median."""
     pages_per_row: float
     amplification: dict[str, float]
@@ -78,16 +76,12 @@ def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitSta
             keyed = RocksdbRows(request.folder, rows, threads=threads)
             stack.callback(keyed.close)
             found.append(Contender(name, keyed.paths, keyed.read, batch))
-    # These take a page fault a row, one after another: a smaller batch tells as much.
+    # It takes a page fault a row, one after another: a smaller batch tells as much.
     if "numpy" in names:
         path = build_flat(request.folder, rows)
         flat = open_flat(path, rows, mmap.MADV_RANDOM)
         take = "numpy.take, flat memmap, MADV_RANDOM"
         found.append(Contender(take, [path], lambda ids: np.take(flat, ids, axis=0), batch // 4))
-    if "lmdb" in names:
-        plain = LmdbRows(request.folder, rows)
-        stack.callback(plain.close)
-        found.append(Contender("py-lmdb getmulti, one key a row", [plain.path], plain.read, batch // 4))
     return found
 
 
@@ -98,7 +92,7 @@ class _Series(NamedTuple):
     resident_share_max: float
 
 
-def _measure(contenders: list[Contender], device: DirectReader, rows: int, config: dict[str, Any]) -> _Series:
+def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> _Series:
     generator = np.random.default_rng(config["seed"])
     limit: list[float] = []
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
@@ -106,10 +100,8 @@ def _measure(contenders: list[Contender], device: DirectReader, rows: int, confi
     resident = 0.0
     for _ in range(config["repetitions"] + 1):
         page_cache.drop(contenders[0].paths[0])
-        offsets = device.random_offsets(generator, config["limit_reads"])
-        start = time.perf_counter()
-        device.read(offsets)
-        limit.append(time.perf_counter() - start)
+        if device.is_there():
+            limit.append(device.read_seconds(contenders[0].paths[0], config["limit_reads"]))
         for each in contenders:
             ids = generator.integers(0, rows, each.batch_rows)
             for path in each.paths:
@@ -135,22 +127,21 @@ def _case(request: Run, given: dict[str, Any]) -> Case:
         stack.callback(reader.close)
         own = Contender(OWN, [reader.path], reader.read_by_table, config["batch_rows"])
         contenders = [own, *_peers(request, rows, given["peers"], stack)]
-        device = stack.enter_context(direct_reader(reader.path, LIMIT_DEPTH))
-        series = _measure(contenders, device, rows.count, config)
+        series = _measure(contenders, rows.count, config)
         counted = reader.tier.counters()
         store_bytes = reader.path.stat().st_size
     pages_per_row = counted.pages_read / counted.rows_read
     shares = [
         (config["batch_rows"] * pages_per_row / own_seconds) / (config["limit_reads"] / limit_seconds)
-        for own_seconds, limit_seconds in zip(series.seconds[OWN], series.limit, strict=True)
+        for own_seconds, limit_seconds in zip(series.seconds[OWN], series.limit, strict=bool(series.limit))
     ]
     return Case(
         rows.dim,
         tables,
         store_bytes,
-        per_second(config["limit_reads"], series.limit),
+        per_second(config["limit_reads"], series.limit) if series.limit else None,
         {each.name: per_second(each.batch_rows, series.seconds[each.name]) for each in contenders},
-        statistics.median(shares),
+        statistics.median(shares) if shares else None,
         pages_per_row,
         {
             each.name: statistics.median(series.bytes_read[each.name]) / (each.batch_rows * rows.dim * 4)
@@ -163,22 +154,15 @@ def _case(request: Run, given: dict[str, Any]) -> Case:
 def _rates(cases: list[Case]) -> Table:
     rows = []
     for case in cases:
-        for name, rate in {LIMIT: case.limit, **case.rates}.items():
+        for name, rate in (({LIMIT: case.limit} if case.limit else {}) | case.rates).items():
             amplification = case.amplification.get(name)
             spread = f"{rate.lowest:,.0f} - {rate.highest:,.0f}"
-            of_limit = f"{rate.median / case.limit.median:.2f}"
+            of_limit = f"{rate.median / case.limit.median:.2f}" if case.limit else ""
             asked = "" if amplification is None else f"{amplification:.1f}"
             rows.append([case.name, name, f"{rate.median:,.0f}", spread, of_limit, asked])
     return Table(
         title="cold reads",
-        columns=[
-            "rows",
-            "read by",
-            "rows or reads/s",
-            "lowest - highest",
-            "of the limit",
-            "bytes read, of asked",
-        ],
+        columns=["rows", "read by", "rows or reads/s", "lowest - highest", "of the limit", "bytes read, of asked"],
         rows=rows,
     )
 
@@ -187,6 +171,7 @@ def _goals(cases: list[Case]) -> list[Goal]:
     goals = [
         Goal(name=f"{case.name}: pages read a second, of the limit", value=round(case.share, 3), at_least=0.95)
         for case in cases
+        if case.share is not None
     ]
     for case in cases:
         if case.over_rocksdb is not None:
@@ -209,7 +194,10 @@ def run(request: Run) -> Report:
         figures={
             "cases": [
                 case._asdict()
-                | {"limit": asdict(case.limit), "rates": {name: asdict(rate) for name, rate in case.rates.items()}}
+                | {
+                    "limit": case.limit and asdict(case.limit),
+                    "rates": {name: asdict(rate) for name, rate in case.rates.items()},
+                }
                 for case in cases
             ]
         },
@@ -225,6 +213,7 @@ def run(request: Run) -> Report:
             "keep more reads in flight; tierstore does so from one."
             if rocksdb_rows.is_there()
             else "RocksDB is not there: `make peers` brings it.",
+            *([] if device.is_there() else [device.MISSING]),
         ],
     )
 

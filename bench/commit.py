@@ -11,20 +11,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import tierstore
 
-from . import diskio
 from .common import Goal, Report, Run, Spread, Table, program
+from .workload import Batches
 
 __all__ = ["Training", "run"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+_BATCHES = 400
+"""Then the same again."""
 
 
 class Stall(NamedTuple):
@@ -82,15 +84,9 @@ class Training:
 
 def _batches(config: dict[str, Any]) -> Iterator[Batch]:
     """Bags of ``pooling_factor`` ids each, drawn by a power law and scattered over the table."""
-    generator = np.random.default_rng(config["seed"])
-    rows, count = config["rows"], config["batch"] * config["pooling_factor"]
-    weights = np.arange(1, rows + 1, dtype=np.float64) ** -config["zipf"]
-    cumulative = np.cumsum(weights)
-    place = generator.permutation(rows)
-    offsets = torch.arange(0, count, config["pooling_factor"])
-    while True:
-        ranks = np.searchsorted(cumulative, generator.random(count) * cumulative[-1])
-        yield torch.from_numpy(place[np.minimum(ranks, rows - 1)]), offsets
+    names = ("rows", "batch", "pooling_factor", "seed")
+    found = Batches(tables=1, exponent=config["zipf"], count=_BATCHES, **{name: config[name] for name in names})
+    return cycle((values, found.offsets[:-1]) for values in found.values)
 
 
 def _background(training: Training, store: tierstore.Store, steps: int, base: float) -> Stall:
@@ -167,57 +163,6 @@ def _growth(config: dict[str, Any], folder: Path, part: int) -> list[int]:
     return sizes
 
 
-def _written_beside(config: dict[str, Any], folder: Path) -> list[float]:
-    """Pages written beside each MiB of segments, by the turn: while a table is filled, then while commits rewrite an
-    eighth of its rows at random each."""
-    count, turns, beside = config["beside_rows"], config["beside_commits"], []
-    step = max(1, count // 100)
-    generator = torch.Generator().manual_seed(config["seed"])
-    with tierstore.open(folder, ddr=config["growth_ddr"]) as store:
-        rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
-        table = store.create_table(
-            tierstore.TableConfig(name="item", num_embeddings=count, embedding_dim=config["dim"], optimizer=rule)
-        )
-        for turn in range(1 + turns):
-            ids = torch.randint(0, count, (count // 8,), generator=generator) if turn else torch.arange(count)
-            before, segments = diskio.passed_to_write(), _segments_written(store)
-            for start in range(0, len(ids), step):
-                part = ids[start : start + step]
-                table.write(part, torch.rand(len(part), config["dim"]))
-            store.commit()
-            segments = _segments_written(store) - segments
-            beside.append((diskio.passed_to_write() - before - segments) / segments * 2**20 / 4096)
-    return beside
-
-
-def _steady(beside: list[float]) -> float:
-    """Of the later commits."""
-    return statistics.median(beside[1 + len(beside) // 2 :])
-
-
-def _beside_table(config: dict[str, Any], beside: list[float]) -> Table:
-    first = statistics.median(beside[1 : 1 + len(beside) // 2])
-    return Table(
-        title=f"pages that LMDB writes beside a MiB of segments, {config['beside_rows']:,} rows",
-        columns=["filled", "rewritten at random, first commits", "later commits"],
-        rows=[[f"{value:.1f}" for value in (beside[0], first, _steady(beside))]],
-    )
-
-
-def _beside_goals(beside: list[float]) -> list[Goal]:
-    return [
-        Goal(name="pages beside a MiB of segments while a table is filled", value=round(beside[0], 1), at_most=8),
-        Goal(
-            name="pages beside a MiB of segments while rows are rewritten", value=round(_steady(beside), 1), at_most=16
-        ),
-    ]
-
-
-def _segments_written(store: tierstore.Store) -> int:
-    ssd = store.stats().ssd
-    return ssd.bytes_written + ssd.bytes_moved
-
-
 def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -250,7 +195,6 @@ def run(request: Run) -> Report:
     alone, stalls, waited = _apart(request.folder / "commit", lambda folder: _measure(config, folder))
     parts = (1, config["growth_part"])
     growth = [_apart(request.folder / "growth", lambda folder: _growth(config, folder, part)) for part in parts]  # noqa: B023
-    beside = _apart(request.folder / "beside", lambda folder: _written_beside(config, folder))
     shares = [stall.total / stall.write for stall in stalls]
     times = Table(
         title="a commit and the training loop, ms",
@@ -273,14 +217,13 @@ def run(request: Run) -> Report:
     )
     return Report(
         question="How long does a commit hold up training, and does the file of a run that commits for ever level off?",
-        tables=[times, sizes, _beside_table(config, beside)],
+        tables=[times, sizes],
         figures={
             "step_seconds": alone,
             "stalls": [stall._asdict() | {"total": stall.total} for stall in stalls],
             "waited": [each._asdict() for each in waited],
             "file_bytes": growth[0],
             "file_bytes_of_parts": growth[1],
-            "pages_beside": beside,
         },
         goals=[
             Goal(
@@ -308,7 +251,6 @@ def run(request: Run) -> Report:
                 value=round(max(growth[1]) / growth[1][0], 3),
                 at_most=1.5,
             ),
-            *_beside_goals(beside),
         ],
         notes=[_note(config, stalls)],
     )

@@ -267,11 +267,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def program(
-    name: str,
-    run: Callable[[Run], Report],
-    arguments: Sequence[str] | None = None,
-    *,
-    parts: Sequence[str] = (),
+    name: str, run: Callable[[Run], Report], arguments: Sequence[str] | None = None, *, parts: Sequence[str] = ()
 ) -> int:
     """The command line of ``python -m bench.NAME``; returns the exit status.
 

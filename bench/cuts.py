@@ -75,7 +75,7 @@ def _report(cuts: int, found: Found, seconds: float) -> Report:
         notes=[
             "An instant is a call, the start of a function or a jump backwards in the package's code, in the main "
             "thread or in those of commits and prefetching. Rows are compared with a tensor of the values that they "
-            "may have.",
+            "may have."
         ],
     )
 

@@ -1,9 +1,8 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
-Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "wire" (the loss that
-fewer bits cost), "steps" (their time), "tiers" (with few rows in memory),
-"plans" (predictions of plans), "criteo" (what is learnt), "kills" (ranks that die). The figures of parts that are
-not run again stay. Needs ``make peers``.
+Parts, each for itself with ``--only``: "bytes" (on the wire), "wire" (the loss that fewer bits cost), "steps" (their
+time), "tiers" (with few rows in memory), "plans" (predictions of plans). The figures of parts that are not run again
+stay. Needs ``make peers``. Tests compare losses with TorchRec's.
 """
 
 import sys
@@ -12,28 +11,16 @@ from typing import Final
 from .common import Report, Run, program
 from .parts import Part, run_parts
 from .peers import torchrec
-from .sharded import (
-    bytes_part,
-    criteo_part,
-    kills_part,
-    loss_part,
-    plans_part,
-    step_part,
-    tier_part,
-    wire_part,
-)
+from .sharded import bytes_part, plans_part, step_part, tier_part, wire_part
 
 __all__ = ["PARTS", "run"]
 
 PARTS: Final[dict[str, Part]] = {
-    "loss": loss_part.PART,
     "bytes": bytes_part.PART,
     "wire": wire_part.PART,
     "steps": step_part.PART,
     "tiers": tier_part.PART,
     "plans": plans_part.PART,
-    "criteo": criteo_part.PART,
-    "kills": kills_part.PART,
 }
 
 

@@ -27,12 +27,6 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _lmdb_engine() -> str:
-    import lmdb
-
-    return ".".join(str(part) for part in lmdb.version())
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
@@ -64,8 +58,6 @@ def disk_of(folder: Path) -> dict[str, Any]:
         "device": disk.name,
         "model": model,
         "filesystem": _filesystem_of(device_number),
-        "scheduler": _read(disk / "queue/scheduler"),
-        "nr_requests": _read(disk / "queue/nr_requests"),
         "size_gib": round(int(sectors) * 512 / 2**30, 1) if sectors else None,
     }
 
@@ -80,7 +72,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "disk": disk_of(folder),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "lmdb_engine": _lmdb_engine(),
         "load_1min": round(os.getloadavg()[0], 2),
     }
 

@@ -11,7 +11,6 @@ import multiprocessing
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -88,19 +87,24 @@ def watched() -> Iterator[Watched]:
 
 def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``work(*args)`` in a fresh process; ``work`` is a function of a module, and all that goes over can be pickled."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *args, **kwargs).result()
 
 
 class Found(NamedTuple):
-    """What one piece of work came to."""
+    """What one piece of work came to.
+
+    Attributes:
+        held_bytes: what ``stats().ddr.bytes`` says.
+        map_bytes: of the map from rows to places, outside the budget.
+    """
 
     growth: Growth
     held_bytes: int
-    """What ``stats().ddr.bytes`` says."""
     map_bytes: int
-    """Of the map from rows to places, outside the budget."""
+
+
+Work = Callable[[tierstore.Store, Batches, int], None]
 
 
 def _batches(config: dict[str, Any], rows: int) -> Batches:
@@ -114,6 +118,14 @@ def _create(folder: Path, config: dict[str, Any], rows: int, ddr: str) -> tierst
     return make_store(folder, tables=config["tables"], rows=rows, dim=config["dim"], optimizer=rule, ddr=ddr)
 
 
+def _fill(folder: Path, config: dict[str, Any], rows: int) -> None:
+    """A committed store all of whose rows were written."""
+    with _create(folder, config, rows, "64MiB") as store:
+        for table in store.tables.values():
+            write_every_row(table)
+        store.commit()
+
+
 def _train(store: tierstore.Store, batches: Batches, steps: int) -> None:
     """Steps over prefetched batches, a commit in the background halfway and one waited for."""
     module = tierstore.TieredEmbeddingBagCollection(store)
@@ -122,36 +134,12 @@ def _train(store: tierstore.Store, batches: Batches, steps: int) -> None:
         tierstore.KeyedJaggedTensor(names, batches.values[step % batches.count], offsets=batches.offsets)
         for step in range(steps)
     )
-    ahead = tierstore.prefetch(features, module, depth=2, features=lambda batch: batch)
-    for step, feature in enumerate(ahead):
+    for step, feature in enumerate(tierstore.prefetch(features, module, depth=2, features=lambda batch: batch)):
         out = module(feature).values()
         out.backward(torch.ones_like(out))
         if step == steps // 2:
             store.commit_async()
     store.commit()
-
-
-def _found(watch: Watched, stats: Any) -> Found:
-    return Found(watch.growth, stats.ddr.bytes, stats.ssd.bytes)
-
-
-def training(folder: Path, config: dict[str, Any], ddr: str) -> Found:
-    """Growth while a store is made, trained and committed."""
-    with _create(folder, config, config["warm_up_rows"], config["warm_up_ddr"]) as store:
-        _train(store, _batches(config, config["warm_up_rows"]), 4)
-    batches = _batches(config, config["rows"])
-    with watched() as watch, _create(folder, config, config["rows"], ddr) as store:
-        _train(store, batches, config["steps"])
-        stats = store.stats()
-    return _found(watch, stats)
-
-
-def _fill(folder: Path, config: dict[str, Any], rows: int) -> None:
-    """A committed store all of whose rows were written."""
-    with _create(folder, config, rows, "64MiB") as store:
-        for table in store.tables.values():
-            write_every_row(table)
-        store.commit()
 
 
 def _look_up(store: tierstore.Store, batches: Batches, steps: int) -> None:
@@ -167,81 +155,65 @@ def _read(store: tierstore.Store, batches: Batches, steps: int) -> None:
             table.read(batches.of_table(step % batches.count, number)[0])
 
 
-def reading(folder: Path, config: dict[str, Any], ddr: str, is_pooled: bool) -> Found:
-    """Growth while a filled store is opened for reading, and its rows looked up in bags, or read one by one."""
-    work = _look_up if is_pooled else _read
-    small = folder.with_name(f"{folder.name}-small")
-    _fill(small, config, config["warm_up_rows"])
-    with tierstore.open(small, mode="r", ddr=config["warm_up_ddr"]) as store:
-        work(store, _batches(config, config["warm_up_rows"]), 2)
+def work_in(folder: Path, config: dict[str, Any], ddr: str, work: Work) -> Found:
+    """Growth while a store is made and trained, or a filled one opened for reading and its rows looked up."""
+    small, is_training = folder.with_name(f"{folder.name}-small"), work is _train
+
+    def opened(path: Path, rows: int, budget: str) -> tierstore.Store:
+        return _create(path, config, rows, budget) if is_training else tierstore.open(path, mode="r", ddr=budget)
+
+    if not is_training:
+        _fill(small, config, config["warm_up_rows"])
+    with opened(small, config["warm_up_rows"], config["warm_up_ddr"]) as store:
+        work(store, _batches(config, config["warm_up_rows"]), 4)
     shutil.rmtree(small)
-    batches = _batches(config if is_pooled else config | {"exponent": 0.0}, config["rows"])
-    with watched() as watch, tierstore.open(folder, mode="r", ddr=ddr) as store:
+    batches = _batches(config | ({"exponent": 0.0} if work is _read else {}), config["rows"])
+    with watched() as watch, opened(folder, config["rows"], ddr) as store:
         work(store, batches, config["steps"])
         stats = store.stats()
-    return _found(watch, stats)
+    return Found(watch.growth, stats.ddr.bytes, stats.ssd.bytes)
 
 
 def _measure(request: Run) -> dict[str, tuple[str, Found]]:
     config, folder = request.config, request.folder / "memory"
-    whole, part = config["ddr_whole"], config["ddr_part"]
+    large = config | {"tables": 1, "rows": config["large_rows"]}
+    works: dict[str, tuple[str, Work, dict[str, Any]]] = {
+        "training, everything in DDR": (config["ddr_whole"], _train, config),
+        "training, 5 % in DDR": (config["ddr_part"], _train, config),
+        "pooled lookups, read-only": (config["ddr_part"], _look_up, config),
+        "cold reads, read-only": (config["ddr_cold"], _read, config),
+        f"cold reads of {large['rows']:,} rows, read-only": (config["ddr_cold"], _read, large),
+    }
+    found, filled = {}, None
     try:
-        found = {
-            "training, everything in DDR": (whole, in_child(training, folder, config, whole)),
-            "training, 5 % in DDR": (part, in_child(training, folder, config, part)),
-        }
-        in_child(_fill, _emptied(folder), config, config["rows"])
-        found["pooled lookups, read-only"] = (part, in_child(reading, folder, config, part, True))
-        cold = config["ddr_cold"]
-        found["cold reads, read-only"] = (cold, in_child(reading, folder, config, cold, False))
-        large = config | {"tables": 1, "rows": config["large_rows"]}
-        in_child(_fill, _emptied(folder), large, large["rows"])
-        name = f"cold reads of {large['rows']:,} rows, read-only"
-        found[name] = (cold, in_child(reading, folder, large, cold, False))
+        for name, (ddr, work, own) in works.items():
+            if work is not _train and filled is not own:
+                in_child(_fill, folder, own, own["rows"])
+                filled = own
+            found[name] = (ddr, in_child(work_in, folder, own, ddr, work))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
-def _emptied(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
-
-
 def run(request: Run) -> Report:
     """Run it."""
-    start = time.perf_counter()
-    found = _measure(request)
-    rows, goals, figures = [], [], {"seconds": time.perf_counter() - start}
-    for name, (ddr, each) in found.items():
+    rows, goals, figures = list[list[str]](), list[Goal](), dict[str, Any]()
+    for name, (ddr, each) in _measure(request).items():
         budget = parse_size(ddr, name="ddr")
         over = each.growth.anonymous - budget
         sizes = (budget, each.held_bytes, each.growth.anonymous, over, each.map_bytes, each.growth.file)
         rows.append([name, *(f"{size / _MIB:,.1f}" for size in sizes)])
         map_bytes = each.map_bytes if each.map_bytes > _SLACK_BYTES else 0
-        allowed = _SLACK_SHARE * budget + _SLACK_BYTES + map_bytes
-        goals.append(
-            Goal(name=f"{name}: MiB over the budget", value=round(over / _MIB, 1), at_most=round(allowed / _MIB, 1))
-        )
-        figures[name] = each._asdict() | {"growth": each.growth._asdict(), "budget_bytes": budget}  # type: ignore[assignment]
+        allowed = round((_SLACK_SHARE * budget + _SLACK_BYTES + map_bytes) / _MIB, 1)
+        goals.append(Goal(name=f"{name}: MiB over the budget", value=round(over / _MIB, 1), at_most=allowed))
+        figures[name] = each._asdict() | {"growth": each.growth._asdict(), "budget_bytes": budget}
     config = request.config
+    columns = ["work", "budget", "held, by stats()", "grew at most", "over", "map", "page cache mapped"]
+    title = "MiB, of a process that had everything imported, compiled and warmed up"
     return Report(
         question="How much does a process grow beyond the memory budget while it trains and looks rows up?",
-        tables=[
-            Table(
-                title="MiB, of a process that had everything imported, compiled and warmed up",
-                columns=[
-                    "work",
-                    "budget",
-                    "held, by stats()",
-                    "grew at most",
-                    "over",
-                    "map",
-                    "page cache mapped",
-                ],
-                rows=rows,
-            )
-        ],
+        tables=[Table(title=title, columns=columns, rows=rows)],
         figures=figures,
         goals=goals,
         notes=[

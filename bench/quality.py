@@ -15,7 +15,6 @@ from tierstore.train import RunConfig, train
 from tierstore.train.build import Run, build_model, open_data, table_configs
 from tierstore.train.config import load, parse_override
 from tierstore.train.metrics import Evaluation, Predictions
-from tierstore.train.readers import Batch
 from tierstore.train.steps import feed
 
 from .common import Goal, Table
@@ -89,24 +88,14 @@ def _converted(run: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
 @torch.no_grad()
 def _evaluate(config: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
     """As training evaluates, from what the store holds."""
-    predictions = Predictions()
-    with _opened(config, path) as run, contextlib.closing(feed(run, _test_batches(config), depth=2)) as ahead:
+    predictions, (reader, hasher), first = Predictions(), open_data(config), config.data.train_rows
+    stop, size = first + config.data.test_rows, config.train.batch_size
+    rows = reader.batches(hasher, batch_size=size, start_row=first, stop_row=stop, log_dense=config.data.log_dense)
+    with _opened(config, path) as run, contextlib.closing(feed(run, rows, depth=2)) as ahead:
         for batch in ahead:
             predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
         row_bytes = run.embeddings.tables[0].layout.row_bytes
     return Quality(seed, dtype, CONVERTED, predictions.evaluate(), row_bytes)
-
-
-def _test_batches(config: RunConfig) -> Iterator[Batch]:
-    reader, hasher = open_data(config)
-    first, count = config.data.train_rows, config.data.test_rows
-    return reader.batches(
-        hasher,
-        batch_size=config.train.batch_size,
-        start_row=first,
-        stop_row=first + count,
-        log_dense=config.data.log_dense,
-    )
 
 
 @contextlib.contextmanager
@@ -121,43 +110,25 @@ def _opened(config: RunConfig, path: Path) -> Iterator[Run]:
         yield Run(store, model, embeddings, torch.optim.SGD(model.dense_parameters().values()))
 
 
-class _Mean(NamedTuple):
+class _Means:
     """Of the trainings of one kind."""
 
-    auc: float
-    auc_lowest: float
-    auc_highest: float
-    log_loss: float
-    cached_row_bytes: int
+    def __init__(self, found: Sequence[Quality], dtype: str, made: str) -> None:
+        own = [each for each in found if (each.dtype, each.made) == (dtype, made)]
+        self.aucs = [each.evaluation.auc for each in own]
+        self.auc = statistics.mean(self.aucs)
+        self.log_loss = statistics.mean(each.evaluation.log_loss for each in own)
+        self.cached_row_bytes = own[-1].cached_row_bytes
 
 
-def _means(found: list[Quality]) -> dict[tuple[str, str], _Mean]:
-    """By dtype and how the rows were made, over the seeds; float32 comes first."""
-    means = {}
-    for kind in dict.fromkeys((each.dtype, each.made) for each in found):
-        own = [each for each in found if (each.dtype, each.made) == kind]
-        aucs = [each.evaluation.auc for each in own]
-        loss = statistics.mean(each.evaluation.log_loss for each in own)
-        means[kind] = _Mean(statistics.mean(aucs), min(aucs), max(aucs), loss, own[-1].cached_row_bytes)
-    return means
-
-
-def table_of(found: list[Quality], config: dict[str, Any]) -> Table:
-    means = _means(found)
-    first = means["float32", CONVERTED]
-    shown = [
-        [
-            dtype,
-            "" if dtype == "float32" else made if made == CONVERTED else f"trained, {made}",
-            str(each.cached_row_bytes),
-            f"{each.auc:.6f}",
-            f"{each.auc_lowest:.6f} - {each.auc_highest:.6f}",
-            f"{first.auc - each.auc:+.6f}",
-            f"{each.log_loss:.6f}",
-            f"{each.log_loss - first.log_loss:+.6f}",
-        ]
-        for (dtype, made), each in means.items()
-    ]
+def table_of(found: Sequence[Quality], config: dict[str, Any]) -> Table:
+    first, shown = _Means(found, "float32", CONVERTED), []
+    for dtype, made in dict.fromkeys((each.dtype, each.made) for each in found):
+        own = _Means(found, dtype, made)
+        how = "" if dtype == "float32" else made if made == CONVERTED else f"trained, {made}"
+        spread = f"{min(own.aucs):.6f} - {max(own.aucs):.6f}"
+        losses = [f"{first.auc - own.auc:+.6f}", f"{own.log_loss:.6f}", f"{own.log_loss - first.log_loss:+.6f}"]
+        shown.append([dtype, how, str(own.cached_row_bytes), f"{own.auc:.6f}", spread, *losses])
     return Table(
         title=f"{config['run_file']}, trained in float32 and converted, or trained in rows of 16 bits that are rounded "
         f"at each update: mean of {len(config['train_seeds'])} trainings",
@@ -166,12 +137,12 @@ def table_of(found: list[Quality], config: dict[str, Any]) -> Table:
     )
 
 
-def goals_of(found: list[Quality]) -> list[Goal]:
-    means = _means(found)
+def goals_of(found: Sequence[Quality]) -> list[Goal]:
+    first = _Means(found, "float32", CONVERTED).auc
     return [
         Goal(
             name=f"test AUC lost by {dtype}",
-            value=round(means["float32", CONVERTED].auc - means[dtype, CONVERTED].auc, 6),
+            value=round(first - _Means(found, dtype, CONVERTED).auc, 6),
             at_most=most,
         )
         for dtype, most in _WORSE_MAX.items()

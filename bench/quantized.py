@@ -24,6 +24,7 @@ from tierstore.plan.measure import page_cache
 from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
 from .quality import Quality, goals_of, measure_quality, table_of
 from .rowdata import Rows
+from .workload import CHUNK, ids_of
 
 __all__ = ["run"]
 
@@ -104,14 +105,9 @@ def _torch_lookups(flat: Tensor) -> dict[str, Lookup]:
 def _draw(config: dict[str, Any], kind: str, seed: int) -> Batch:
     generator = np.random.default_rng((config["seed"], seed))
     count, rows = config["bags"] * config["pooling_factor"], config["rows"]
-    if kind == "uniform":
-        ids = generator.integers(0, rows, count)
-    else:
-        shares = np.cumsum(np.arange(1, rows + 1) ** -config["zipf"])
-        ranks = np.searchsorted(shares, generator.random(count) * shares[-1])
-        ids = np.random.default_rng(config["seed"]).permutation(rows)[np.minimum(ranks, rows - 1)]
+    ids = ids_of(generator, rows, count, 0.0 if kind == "uniform" else config["zipf"])
     offsets = torch.arange(0, count + 1, config["pooling_factor"])
-    return Batch(torch.from_numpy(ids.astype(np.int64)), offsets)
+    return Batch(torch.from_numpy(ids), offsets)
 
 
 class _Turns:
@@ -140,8 +136,8 @@ def _pooled_rates(
         for dtype in DTYPES:
             store = stack.enter_context(tierstore.open(paths[dtype], mode="r", ddr="200% of tables", threads=threads))
             table = store["item"]
-            for start in range(0, len(flat), 100_000):
-                table.read(torch.arange(start, min(start + 100_000, len(flat))))
+            for start in range(0, len(flat), CHUNK):
+                table.read(torch.arange(start, min(start + CHUNK, len(flat))))
             lookups[f"tierstore {dtype}"] = _lookup_of(table)
         _require_same(lookups, _draw(config, "uniform", 0))
         rates = {}

@@ -1,10 +1,8 @@
 """How long until a process works: importing, compiling for the first time, and the first batch of a run?
 
 Each time is of a fresh interpreter, its files in the page cache. The README's example runs from its exec to its end,
-with an empty folder for numba's cache, as after ``pip install``, and again; ``tierstore compile`` fills an empty one.
-Compiling in one process does what a training run (write, prefetch, train, write back, commit) and then a read-only
-lookup need. The warm start is of a training process that finds its kernels on disk, from its exec to the end of its
-first step over a store that is there.
+with an empty folder for numba's cache, as after ``pip install``, and again. The warm start is of a training process
+that finds its kernels on disk, from its exec to the end of its first step over a store that is there.
 
 The first lookup of a large store reads the index of each segment. The device's own time for as many pages, as far
 apart, is that of one thread that queues them 1,024 ahead and touches them.
@@ -14,11 +12,11 @@ import json
 import mmap
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,7 @@ from . import diskio
 from .common import Goal, Report, Run, Spread, Table, program
 from .data import ROOT, examples
 
-__all__ = ["Compiled", "own_times", "run"]
+__all__ = ["fill", "first_step", "look_up_first", "run"]
 
 _QUEUED = 1024
 _STEPS = ("torch", "numba", "tierstore")
@@ -38,32 +36,7 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
     print(time.perf_counter() - start)
 """
-
-_TRAIN = """
-import sys
-from bench import start
-start.first_step(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-"""
-
-_COMPILE = """
-import sys
-from bench import start
-start.use_every_kernel(sys.argv[1])
-"""
-
-
-class Compiled(NamedTuple):
-    """A kernel that was compiled.
-
-    Attributes:
-        name: module and function.
-        seconds: its own, without those of the helpers that were compiled meanwhile.
-        signatures: for how many types of arguments.
-    """
-
-    name: str
-    seconds: float
-    signatures: int
+_CALL = "import sys; from bench import start; getattr(start, sys.argv[1])(sys.argv[2], *map(int, sys.argv[3:]))"
 
 
 def _run(code: str, *arguments: object, **environment: str) -> str:
@@ -74,11 +47,6 @@ def _run(code: str, *arguments: object, **environment: str) -> str:
         command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, check=True, text=True
     )
     return done.stdout
-
-
-def _import_seconds(*modules: str) -> list[float]:
-    """Seconds to import each module after those before it."""
-    return [float(line) for line in _run(_IMPORT, *modules).split()]
 
 
 def _open(folder: str, rows: int, dim: int) -> Any:
@@ -110,7 +78,7 @@ def first_step(folder: str, rows: int, dim: int) -> None:
 
 
 def fill(folder: str, rows: int, dim: int) -> None:
-    """A committed store all of whose rows were written."""
+    """A committed store all of whose rows were written; in a child."""
     from .workload import write_every_row
 
     with _open(folder, rows, dim) as store:
@@ -118,131 +86,30 @@ def fill(folder: str, rows: int, dim: int) -> None:
         store.commit()
 
 
-def use_every_kernel(folder: str) -> None:
-    """Train and commit in a store too large for its budget, and in one that fits, then look up in each; in a child.
-
-    Prints as JSON the seconds in all, and of each kernel that was compiled.
-    """
-    from numba.core import event
-
-    import tierstore
-    from tierstore.kernels.jit import FIRST_USE
-    from tierstore.train import config as _  # noqa: F401 - what a training run imports
-
-    FIRST_USE.is_alone = True  # all is compiled where it is recorded
-    with event.install_recorder("numba:compile") as recorder:
-        began = time.perf_counter()
-        for name, ddr in (("part", "1MiB"), ("whole", "64MiB")):
-            _work(Path(folder) / name, ddr)
-        for name, ddr in (("part", "1MiB"), ("whole", "64MiB")):
-            with tierstore.open(Path(folder) / name, mode="r", ddr=ddr) as store:
-                _look_up(store)
-        seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "kernels": [each._asdict() for each in own_times(recorder.buffer)]}))
-
-
-def _work(folder: Path, ddr: str) -> None:
-    import torch
-
-    import tierstore
-
-    from .workload import make_store
-
-    rows, dim = 20_000, 16
-    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
-    with make_store(folder, tables=2, rows=rows, dim=dim, optimizer=rule, ddr=ddr) as store:
-        for table in store.tables.values():
-            table.write(torch.arange(rows), torch.ones(rows, dim))
-        module = tierstore.TieredEmbeddingBagCollection(store)
-        offsets = torch.arange(0, 4001, 10)
-        generator = torch.Generator().manual_seed(1)
-        batches = (
-            tierstore.KeyedJaggedTensor(
-                ["f0", "f1"], torch.randint(rows, (4000,), generator=generator), offsets=offsets
-            )
-            for _ in range(4)
-        )
-        for batch in tierstore.prefetch(batches, module, depth=2, features=lambda given: given):
-            out = module(batch).values()
-            out.backward(torch.ones_like(out))
-            store.commit_async()
-        store.commit()
-
-
-def _look_up(store: Any) -> None:
-    import torch
-
-    ids = torch.arange(0, 20_000, 7)
-    for table in store.tables.values():
-        table.read(ids)
-        for mode in ("sum", "mean"):
-            table.pooled(ids, torch.tensor([0, 10, len(ids)]), mode=mode)
-
-
-def own_times(events: list[Any]) -> list[Compiled]:
-    """Of each kernel, longest first. Compilations nest: a helper is compiled while its caller is."""
-    own: dict[str, float] = defaultdict(float)
-    signatures: dict[str, int] = defaultdict(int)
-    open_since: list[list[Any]] = []
-    for when, each in events:
-        function = each.data["dispatcher"].py_func
-        if each.is_start:
-            open_since.append([f"{function.__module__}.{function.__name__}", when, 0.0])
-            continue
-        name, start, inner = open_since.pop()
-        own[name] += when - start - inner
-        signatures[name] += 1
-        if open_since:
-            open_since[-1][2] += when - start
-    found = [Compiled(name, seconds, signatures[name]) for name, seconds in own.items()]
-    return sorted(found, key=lambda each: -each.seconds)
-
-
-def _first_use() -> list[float]:
-    """Seconds of the README's example, first and then again, and of ``tierstore compile`` with an empty cache."""
+def _first_use() -> tuple[float, float]:
+    """Seconds of the README's example, first and then again, with an empty cache of kernels."""
     (example,) = examples("README.md")
     seconds = []
     with tempfile.TemporaryDirectory(prefix="first-use-") as folder:
-        for cache, code in (
-            ("a", example),
-            ("a", example),
-            ("b", "from tierstore import cli; cli.main(['compile'])"),
-        ):
+        for _ in range(2):
             began = time.perf_counter()
             shutil.rmtree(f"{folder}/shop", ignore_errors=True)
-            _run(f"import os; os.chdir({folder!r})\n{code}", NUMBA_CACHE_DIR=f"{folder}/{cache}", PYTHONPATH=str(ROOT))
+            _run(f"import os; os.chdir({folder!r})\n{example}", NUMBA_CACHE_DIR=f"{folder}/a", PYTHONPATH=str(ROOT))
             seconds.append(time.perf_counter() - began)
-    return seconds
+    return seconds[0], seconds[1]
 
 
-def _compile() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="first-compile-") as folder:
-        found: dict[str, Any] = json.loads(_run(_COMPILE, Path(folder) / "store", NUMBA_CACHE_DIR=f"{folder}/cache"))
-    return found
-
-
-def _first_steps(request: Run) -> list[float]:
-    """Seconds from exec to the end of the first step, over one store after another of the same rows."""
-    config, folder = request.config, request.folder / "start"
+def _first_steps(folder: Path, config: dict[str, Any]) -> list[float]:
+    """Seconds from exec to the end of the first step."""
+    given, seconds = (folder, config["rows"], config["dim"]), []
     shutil.rmtree(folder, ignore_errors=True)
-    rows, dim = config["rows"], config["dim"]
-    try:
-        _run("import sys; from bench import start; start.fill(sys.argv[1], *map(int, sys.argv[2:]))", folder, rows, dim)
-        seconds = []
-        for _ in range(config["repetitions"] + 1):
-            began = time.perf_counter()
-            _run(_TRAIN, folder, rows, dim)
-            seconds.append(time.perf_counter() - began)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    _run(_CALL, "fill", *given)
+    for _ in range(config["repetitions"] + 1):
+        began = time.perf_counter()
+        _run(_CALL, "first_step", *given)
+        seconds.append(time.perf_counter() - began)
+    shutil.rmtree(folder)
     return seconds[1:]
-
-
-_LARGE = """
-import sys
-from bench import start
-start.look_up_first(sys.argv[1], int(sys.argv[2]))
-"""
 
 
 def look_up_first(folder: str, dim: int) -> None:
@@ -298,16 +165,15 @@ class _Large(NamedTuple):
     bytes_a_row: float
 
 
-def _large(request: Run) -> _Large:
-    config, folder = request.config, request.folder / "start-large"
+def _large(folder: Path, config: dict[str, Any]) -> _Large:
     rows, dim, found = config["large_rows"], config["large_dim"], _Large([], [], [], 0.0)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        _run("import sys; from bench import start; start.fill(sys.argv[1], *map(int, sys.argv[2:]))", folder, rows, dim)
+        _run(_CALL, "fill", folder, rows, dim)
         path = folder / "rows.lmdb"
         for _ in range(config["compilations"]):
             _forget(path)
-            opening, first, size_bytes = json.loads(_run(_LARGE, folder, dim))
+            opening, first, size_bytes = json.loads(_run(_CALL, "look_up_first", folder, dim))
             _forget(path)
             found.opening.append(opening)
             found.first.append(first)
@@ -318,44 +184,28 @@ def _large(request: Run) -> _Large:
     return found
 
 
-def _imports(repetitions: int) -> dict[str, Spread]:
-    _import_seconds(*_STEPS)
-    found = [(_import_seconds("torch", "tierstore"), _import_seconds(*_STEPS)) for _ in range(repetitions)]
-    return {
-        "import torch": Spread.of([plain[0] for plain, _ in found]),
-        "import tierstore, beyond torch": Spread.of([plain[1] for plain, _ in found]),
-        "of which numba": Spread.of([steps[1] for _, steps in found]),
-        "of which tierstore and the rest": Spread.of([steps[2] for _, steps in found]),
-    }
-
-
-def _kernels(compiled: dict[str, Any]) -> Table:
-    rows = [
-        [each["name"].removeprefix("tierstore."), f"{each['seconds']:.2f}", str(each["signatures"])]
-        for each in compiled["kernels"][:10]
-    ]
-    return Table(title="kernels that took longest to compile", columns=["kernel", "s", "signatures"], rows=rows)
-
-
 def run(request: Run) -> Report:
     config = request.config
-    times = _imports(config["repetitions"])
-    compiled = [_compile() for _ in range(config["compilations"])]
-    uses = [_first_use() for _ in range(config["compilations"])]
-    names = ("README's example, the first time", "README's example, later", "tierstore compile, the first time")
-    for name, seconds in zip(names, zip(*uses, strict=True), strict=True):
-        times[name] = Spread.of(list(seconds))
-    times["compiling every kernel of a training and a read-only lookup, in one process"] = Spread.of(
-        [each["seconds"] for each in compiled]
-    )
-    times["a training run, later: from exec to the end of the first step"] = Spread.of(_first_steps(request))
-    large, rows = _large(request), f"{config['large_rows']:,} rows"
-    times[f"opening a store of {rows} for reading, page cache empty"] = Spread.of(large.opening)
-    times[f"its first lookup, {large.bytes_a_row:.1f} bytes read a row with opening"] = Spread.of(large.first)
-    times["the device, for as many pages"] = Spread.of(large.device)
-    beyond, first, again, warm = (list(times.values())[place].median for place in (1, 4, 5, 8))
-    share = Spread.of([sum(each[:2]) / each[2] for each in zip(*large[:3], strict=True)])
-    kernels = compiled[-1]["kernels"]
+    imports = [
+        [float(line) for line in _run(_IMPORT, "torch", "tierstore").split()] for _ in range(config["repetitions"])
+    ]
+    firsts, agains = zip(*[_first_use() for _ in range(config["compilations"])], strict=True)
+    steps = _first_steps(request.folder / "start", config)
+    large, many = _large(request.folder / "start-large", config), f"{config['large_rows']:,} rows"
+    times = {
+        "import torch": [plain[0] for plain in imports],
+        "import tierstore, beyond torch": [plain[1] for plain in imports],
+        "README's example, the first time": firsts,
+        "README's example, later": agains,
+        "a training run, later: from exec to the end of the first step": steps,
+        f"opening a store of {many} for reading, page cache empty": large.opening,
+        f"its first lookup, {large.bytes_a_row:.1f} bytes read a row with opening": large.first,
+        "the device, for as many pages": large.device,
+    }
+    spreads = {name: Spread.of(seconds) for name, seconds in times.items()}
+    medians = {name: each.median for name, each in spreads.items()}
+    _, beyond, first, again, warm = list(medians.values())[:5]
+    share = statistics.median(sum(each[:2]) / each[2] for each in zip(*large[:3], strict=True))
     return Report(
         question="How long until a process works: importing, compiling for the first time, the first batch?",
         tables=[
@@ -364,25 +214,22 @@ def run(request: Run) -> Report:
                 columns=["", "median s", "lowest", "highest"],
                 rows=[
                     [name, f"{each.median:.2f}", f"{each.lowest:.2f}", f"{each.highest:.2f}"]
-                    for name, each in times.items()
+                    for name, each in spreads.items()
                 ],
-            ),
-            _kernels(compiled[-1]),
+            )
         ],
-        figures={"seconds": {name: each.median for name, each in times.items()}, "kernels": kernels},
+        figures={"seconds": medians},
         goals=[
             Goal(name="seconds of import beyond torch's own", value=round(beyond, 3), at_most=1.0),
             Goal(name="seconds of compiling in the README's example", value=round(first - again, 2), at_most=15),
             Goal(name="seconds to the first trained batch, later runs", value=round(warm, 2), at_most=3),
-            Goal(name=f"bytes a row, to look up one of {rows}", value=round(large.bytes_a_row, 1), at_most=25),
-            Goal(name="times the device's time for them", value=round(share.median, 2), at_most=1.3),
+            Goal(name=f"bytes a row, to look up one of {many}", value=round(large.bytes_a_row, 1), at_most=25),
+            Goal(name="times the device's time for them", value=round(share, 2), at_most=1.3),
         ],
         notes=[
-            f"{sum(each['signatures'] for each in kernels)} signatures of {len(kernels)} kernels and helpers, "
-            f"{sum(each['seconds'] for each in kernels):.1f} s of compiling; a kernel's are without its helpers'. "
             f"The store of the later runs has {config['rows']:,} rows of {config['dim']} float32, all written; the "
             "step is of 2,048 bags of 10 random ids, with the imports, opening the store and reading rows from it. The "
-            f"large store has {rows} of {config['large_dim']} float32 with row-wise Adagrad, all written in order."
+            f"large store has {many} of {config['large_dim']} float32 with row-wise Adagrad, all written in order."
         ],
     )
 

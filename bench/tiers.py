@@ -5,7 +5,6 @@ shape also of the whole model, with the MLPs of the published DLRM baseline. Ste
 fill the cache and bring the row file to its steady size. Then the row file is put out of the page cache, or into it.
 """
 
-import mmap
 import os
 import shutil
 import statistics
@@ -15,16 +14,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
-import numpy as np
 import torch
 
 import tierstore
-from tierstore import rows
-from tierstore.plan.measure import direct_reader, page_cache
+from tierstore.plan.measure import page_cache
 
-from . import diskio
+from . import device
 from .common import Goal, Report, Run, Table, program
 from .data import CRITEO_NAME, find_criteo
 from .parts import Part, Told, run_parts
@@ -33,19 +29,16 @@ from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zi
 __all__ = ["run"]
 
 ROWS_FILE: Final = "rows.lmdb"
-LIMIT_DEPTH: Final = 64
 PAGE_BYTES: Final = 4096
-_WRITE_BYTES: Final = 2**22
 
 
 class Point(NamedTuple):
-    """Means over steps, but for the median of their times.
+    """Means over steps.
 
     Attributes:
         rows_in_ddr: share of the rows that the cache holds.
         cleaning_read, cleaning_written: pages, beside ``pages_read`` and ``pages_written``.
         dirtied: bytes of pages written, cleaning included, for a byte of the rows that were evicted.
-        device_read_bytes, device_written_bytes: of the process; a page counts as written when it gets dirty.
         file_bytes: of the row file, over bytes of all rows and their state.
     """
 
@@ -54,7 +47,6 @@ class Point(NamedTuple):
     is_cached: bool
     rows_in_ddr: float
     step_s: float
-    step_s_median: float
     cpu_s: float
     hit_rate: float
     rows_read: float
@@ -64,8 +56,6 @@ class Point(NamedTuple):
     cleaning_read: float
     cleaning_written: float
     dirtied: float
-    device_read_bytes: float
-    device_written_bytes: float
     file_bytes: float
 
 
@@ -76,8 +66,6 @@ class _Case(NamedTuple):
     workload: StepWorkload
     percent: float
     is_cached: bool = False
-    slack: float | None = None
-    """None: the library's; those before the log had none."""
 
 
 _Cases = Callable[[Run, Path], Iterator[_Case]]
@@ -104,8 +92,7 @@ def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
 def _point(case: _Case, config: dict[str, Any]) -> Point:
     path, workload = case.path, case.workload
     steps = len(workload.batches) // 2 if workload.name.startswith("Criteo's") else config["steps"]
-    options: Any = {} if case.slack is None else {"slack": case.slack}
-    with tierstore.open(path, mode="w", ddr=_budget(path, workload, case.percent), **options) as store:
+    with tierstore.open(path, mode="w", ddr=_budget(path, workload, case.percent)) as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
         step = step_of(module, workload)
         before_them = workload.batches[:-steps]
@@ -117,13 +104,12 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
         for _ in timed(module, step, before_them, config["depth"]):
             pass
         (page_cache.warm if case.is_cached else page_cache.drop)(path / ROWS_FILE)
-        before, process_before, cpu = store.stats(), diskio.of_process(), time.process_time()
+        before, cpu = store.stats(), time.process_time()
         seconds = list(timed(module, step, workload.batches[-steps:], config["depth"]))
-        after, process, cpu = store.stats(), diskio.of_process() - process_before, time.process_time() - cpu
+        after, cpu = store.stats(), time.process_time() - cpu
 
         def a_step(tier: str, name: str) -> float:
-            # Libraries before the log moved no rows.
-            now, then = (getattr(getattr(stats, tier), name, 0) for stats in (after, before))
+            now, then = (getattr(getattr(stats, tier), name) for stats in (after, before))
             return float(now - then) / steps
 
         evicted = a_step("ssd", "rows_written") * (4 * workload.dim + 4)
@@ -134,7 +120,6 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
             case.is_cached,
             after.ddr.capacity_rows / sum(workload.rows),
             statistics.mean(seconds),
-            statistics.median(seconds),
             cpu / steps,
             a_step("ddr", "hits") / max(a_step("ddr", "unique"), 1 / steps),
             a_step("ssd", "lookups"),
@@ -144,73 +129,8 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
             a_step("ssd", "pages_moved"),
             a_step("ssd", "bytes_moved") / PAGE_BYTES,
             written / evicted if evicted else 0.0,
-            process.read / steps,
-            process.written / steps,
             os.path.getsize(path / ROWS_FILE) / workload.table_bytes,
         )
-
-
-def _measure_slack(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    """Criteo's lookups by the slack of the file and by the size of segments."""
-    config, path, found = request.config, request.folder / "tiers_store", find_criteo()
-    points: list[dict[str, Any]] = []
-    if found is None:
-        return {"points": points}
-    workload = criteo(found, config, config["criteo_steps"])
-    for pages in config["segment_pages"]:
-        with mock.patch.object(rows, "SEGMENT_PAGES", pages):
-            for slack in config["slacks"]:
-                fill(path, workload, tierstore.optim.RowWiseAdagrad(lr=config["lr"]))
-                point = _point(_Case(path, workload, config["slack_budget"], slack=slack), config)
-                points.append({"segment_pages": pages, "slack": slack} | point._asdict())
-                print("  ".join(_slack_row(points[-1])), flush=True)
-    shutil.rmtree(path, ignore_errors=True)
-    return {"points": points}
-
-
-def _slack_row(point: dict[str, Any]) -> list[str]:
-    pages = ("pages_read", "pages_written", "cleaning_read", "cleaning_written")
-    return [
-        f"{point['segment_pages'] * PAGE_BYTES // 2**10} KiB", f"{point['slack']:g}", f"{1e3 * point['step_s']:.1f}",
-        *(f"{point[name]:,.0f}" for name in pages), f"{point['dirtied']:.2f}", f"{point['file_bytes']:.2f}",
-    ]  # fmt: skip
-
-
-def _tell_slack(config: dict[str, Any], figures: dict[str, Any]) -> Told:
-    columns = "segment", "slack", "step ms", "pages read", "pages written", "cleaning read", "cleaning written"
-    title = f"slack: a step of Criteo's lookups, {config['slack_budget']} % of the rows in DDR"
-    lines = [_slack_row(point) for point in figures["points"]]
-    return Told(tables=[Table(title=title, columns=[*columns, "dirtied for a byte", "file over rows"], rows=lines)])
-
-
-def _reads_per_s(path: Path) -> float:
-    """Reads of 4 KiB a second at queue depth 64, past the page cache."""
-    with direct_reader(path / ROWS_FILE, LIMIT_DEPTH) as reader:
-        generator = np.random.default_rng(0)
-        rates = []
-        for _ in range(5):
-            offsets = reader.random_offsets(generator, 20_000)
-            start = time.perf_counter()
-            reader.read(offsets)
-            rates.append(len(offsets) / (time.perf_counter() - start))
-    return statistics.median(rates)
-
-
-def _written_bytes_per_s(folder: Path) -> float:
-    """Of writing on, past the page cache."""
-    path, rates = folder / "tiers.dat", []
-    page = mmap.mmap(-1, _WRITE_BYTES)
-    page[:] = np.random.default_rng(0).bytes(_WRITE_BYTES)
-    for _ in range(5):
-        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-        start = time.perf_counter()
-        for _ in range(32):
-            os.write(file, page)
-        os.fsync(file)
-        rates.append(32 * _WRITE_BYTES / (time.perf_counter() - start))
-        os.close(file)
-        path.unlink()
-    return statistics.median(rates)
 
 
 class _Limits(NamedTuple):
@@ -262,14 +182,15 @@ def _measure(cases: _Cases, request: Run, _figures: dict[str, Any]) -> dict[str,
     limits: list[_Limits] = []
     for case in cases(request, path):
         points.append(_point(case, request.config))
-        limits.append(_Limits(_reads_per_s(path), _written_bytes_per_s(request.folder)))
+        reads, written = device.reads_per_s(path / ROWS_FILE), device.written_bytes_per_s(request.folder)
+        limits += [_Limits(reads, written)] if reads and written else []
         print("  ".join(_row(points[-1], "")), flush=True)
     shutil.rmtree(path, ignore_errors=True)
-    device = _Limits(*(statistics.median(each) for each in zip(*limits, strict=True))) if limits else _Limits(1, 1)
+    limit = _Limits(*(statistics.median(each) for each in zip(*limits, strict=True))) if limits else None
     compute = {point.workload: point.step_s for point in points if point.budget_percent >= 100}
-    rooflines = [max(compute[point.workload], device.seconds(point)) for point in points]
+    rooflines = [max(compute[each.workload], limit.seconds(each) if limit else 0.0) for each in points]
     return {
-        "device": device._asdict(),
+        "device": limit and limit._asdict(),
         "points": [
             point._asdict() | {"roofline_s": roofline} for point, roofline in zip(points, rooflines, strict=True)
         ],
@@ -293,12 +214,13 @@ def _row(point: Point, roofline: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _goals(points: list[Point], rooflines: dict[Point, float], config: dict[str, Any]) -> Iterator[Goal]:
+def _goals(points: list[Point], rooflines: dict[Point, float], *, has_limit: bool) -> Iterator[Goal]:
     for name in dict.fromkeys(point.workload for point in points):
         own = [point for point in points if point.workload == name and point.budget_percent < 100]
         whole = next(point for point in points if (point.workload, point.budget_percent) == (name, 100))
         worst = max(point.step_s / rooflines[point] for point in own if not point.is_cached)
-        yield Goal(name=f"{name}: the worst step over its roofline", value=round(worst, 3), at_most=1.15)
+        if has_limit:
+            yield Goal(name=f"{name}: the worst step over its roofline", value=round(worst, 3), at_most=1.15)
         dirtied = max(point.dirtied for point in own)
         yield Goal(name=f"{name}: bytes dirtied for one of an evicted row", value=round(dirtied, 2), at_most=2.5)
         if name.startswith("Criteo-Kaggle"):
@@ -310,31 +232,19 @@ def _goals(points: list[Point], rooflines: dict[Point, float], config: dict[str,
         if name.startswith("Criteo's"):
             useful = min(point.rows_read / point.pages_read for point in own)
             yield Goal(name=f"{name}: rows that a page read brings", value=round(useful, 2), at_least=2.4)
-            yield from _beside_simulation(own, config)
 
 
-def _beside_simulation(points: list[Point], config: dict[str, Any]) -> Iterator[Goal]:
-    for point in points:
-        simulated = config["simulated"].get(f"{point.budget_percent:g}")
-        if simulated is None:
-            continue
-        names = ("pages_read", "pages_written", "cleaning_read", "cleaning_written")
-        for name, pages in zip(names, simulated, strict=True):
-            value = round(getattr(point, name) / pages, 3)
-            what = name.replace("_", " ")
-            yield Goal(
-                name=f"{point.workload}, {point.budget_percent:g} % in DDR: {what}, of those simulated",
-                value=value,
-                at_most=1.15,
-            )
-
-
-def _tell(title: str, note: str, config: dict[str, Any], figures: dict[str, Any]) -> Told:
+def _tell(title: str, note: str, figures: dict[str, Any]) -> Told:
     rooflines = {
-        Point(**{key: value for key, value in each.items() if key != "roofline_s"}): each["roofline_s"]
-        for each in figures["points"]
+        Point(**{name: each[name] for name in Point._fields}): each["roofline_s"] for each in figures["points"]
     }
-    device = _Limits(**figures["device"])
+    limit = figures["device"]
+    gives = (
+        f"The device reads {limit['reads_per_s']:,.0f} pages a second at queue depth {device.DEPTH}, and writes "
+        f"{limit['written_bytes_per_s'] / 2**20:,.0f} MiB a second, one after the other."
+        if limit
+        else device.MISSING
+    )
     return Told(
         tables=[
             Table(
@@ -343,11 +253,8 @@ def _tell(title: str, note: str, config: dict[str, Any], figures: dict[str, Any]
                 rows=[_row(point, f"{1e3 * roofline:.1f}") for point, roofline in rooflines.items()],
             )
         ],
-        goals=list(_goals(list(rooflines), rooflines, config)),
-        notes=[
-            f"{note} The device reads {device.reads_per_s:,.0f} pages a second at queue depth {LIMIT_DEPTH}, and "
-            f"writes {device.written_bytes_per_s / 2**20:,.0f} MiB a second, one after the other."
-        ],
+        goals=list(_goals(list(rooflines), rooflines, has_limit=bool(limit))),
+        notes=[f"{note} {gives}"],
     )
 
 
@@ -361,10 +268,7 @@ def run(request: Run) -> Report:
         "kaggle": f"Criteo-Kaggle's tables times {config['kaggle_scale']:g}, {config['kaggle_batch']:,} samples a "
         f"batch: {config['steps']} steps after {config['warm_steps']}.",
     }
-    parts = {
-        name: Part(partial(_measure, cases), partial(_tell, name, notes[name], config))
-        for name, cases in _PARTS.items()
-    } | {_SLACK: Part(_measure_slack, partial(_tell_slack, config))}
+    parts = {name: Part(partial(_measure, cases), partial(_tell, name, notes[name])) for name, cases in _PARTS.items()}
     question = "Is a training step over tiers no slower than its compute, or than the device needs for its pages?"
     report = run_parts(request, question, parts)
     report.notes.append(
@@ -377,8 +281,7 @@ def run(request: Run) -> Report:
 
 
 _PARTS: Final[dict[str, _Cases]] = {"zipf": _zipf, "criteo": _criteo, "kaggle": _kaggle}
-_SLACK: Final = "slack"
 
 
 if __name__ == "__main__":
-    sys.exit(program("tiers", run, parts=(*_PARTS, _SLACK)))
+    sys.exit(program("tiers", run, parts=tuple(_PARTS)))

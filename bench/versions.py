@@ -7,7 +7,6 @@ does meets both. The earlier version is a commit of the repository; its own modu
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from .child import Child
 from .common import Goal, Report, Run, Spread, Table, extract, program
 from .data import ROOT
 
@@ -27,33 +27,17 @@ _PAUSE_SECONDS: Final = 0.02
 _WORKER: Final = ROOT / "bench" / "version_worker.py"
 
 
-class _Worker:
-    """A version that times what it is told to, in a process of its own."""
+class _Worker(Child):
+    """A version that times what it is asked to, in a process of its own."""
 
     def __init__(self, root: Path, folder: Path, task: str, config: dict[str, Any]) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(root), str(folder), task, json.dumps(config)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-        self.parts: list[str] = json.loads(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a version ended early, with {self._process.wait()}: see its message above")
-        return line
+        super().__init__([sys.executable, "-P", _WORKER, root, folder, task, json.dumps(config)], cwd=root)
+        self.parts: list[str] = json.loads(self.line())
 
     def seconds(self, part: str) -> float:
         """Of one measurement."""
-        assert self._process.stdin is not None
         time.sleep(_PAUSE_SECONDS)
-        self._process.stdin.write(f"{part}\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        return float(self.ask(part))
 
 
 @contextlib.contextmanager
@@ -63,8 +47,8 @@ def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Work
     workers: dict[str, _Worker] = {}
     with contextlib.ExitStack() as stack:
         for name in sorted(roots, reverse=not number % 2):
-            workers[name] = _Worker(roots[name], request.folder / f"versions-{name}", task, request.config)
-            stack.callback(workers[name].close)
+            worker = _Worker(roots[name], request.folder / f"versions-{name}", task, request.config)
+            workers[name] = stack.enter_context(worker)
         yield workers["now"], workers["earlier"]
 
 

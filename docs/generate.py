@@ -28,31 +28,27 @@ ORDER: Final = (
     "warm",
     "lookup",
     "train",
-    "compile",
     "tiers",
     "memory",
     "policies",
-    "packing",
     "commit",
     "crashes",
     "cuts",
     "criteo",
     "reading",
     "quantized",
-    "demo",
     "start",
     "versions",
     "serve",
     "plan",
     "dist",
-    "hbm",
     "gpu",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+)(?: ([^\n]+))? -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
-_RENEWED: Final = ("README.md", "docs/data.md", "docs/gpu.md", "docs/performance.md", "docs/planning.md")
+_RENEWED: Final = ("README.md", "docs/data.md", "docs/performance.md", "docs/planning.md")
 
 _HEAD: Final = """\
 # Benchmarks

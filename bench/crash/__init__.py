@@ -1,1 +1,1 @@
-"""A training run that is killed at any instant, taken up again, and held against the same run in plain arrays."""
+"""A training run that is killed at any instant, taken up again, and held against one that nobody kills."""

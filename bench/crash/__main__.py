@@ -18,10 +18,9 @@ import torch
 
 from .chain import Chain, Course, Tally, point_dooms, random_dooms
 from .inspection import inspect
-from .life import Settings, live, train
+from .life import Settings, expected_states, live, train
 from .plan import make_plan
 from .processes import Ending, fork
-from .twin import expected_states, first_rows
 
 __all__ = ["main"]
 
@@ -43,18 +42,11 @@ def _settings(generator: random.Random) -> Settings:
 
 def _course(folder: Path, num_commits: int) -> Course:
     """The plan, what it must lead to, and how long it takes without a kill."""
-    plan = make_plan(num_commits)
-    course = Course(plan, expected_states(plan, first_rows(folder / "first rows")))
-    warm = make_plan(3)
+    plan, warm = make_plan(num_commits), make_plan(3)
+    course = Course(plan, expected_states(folder / "expected", plan))
     # Here, before anything is forked: what is loaded and compiled now is loaded and compiled in every process.
     train(folder / "warm", warm, Settings(), lambda *_, **__: None)
-    inspect(
-        folder / "warm",
-        expected_states(warm, first_rows(folder / "first rows")),
-        lambda *_, **__: None,
-        boot=0,
-        may_lack=False,
-    )
+    inspect(folder / "warm", course.states, lambda *_, **__: None, boot=0, may_lack=False)
     ending = fork(
         lambda report: live(folder / "timed", plan, Settings(), report, boot=1, kill_at=("", 0)),
         folder / "timed stacks",
@@ -93,7 +85,6 @@ def _rounds(course: Course, folder: Path, given: argparse.Namespace) -> Tally:
         )
         tally.add(chain.run(dooms))
 
-    _kill_makings(course, folder, given, tally)
     names = ["not killed", *["named points"] * given.rounds]
     for number in itertools.count() if given.chain is None else [given.chain]:
         is_enough = number >= len(names) and tally.random_kills >= given.kills
@@ -104,25 +95,11 @@ def _rounds(course: Course, folder: Path, given: argparse.Namespace) -> Tally:
     return tally
 
 
-def _kill_makings(course: Course, folder: Path, given: argparse.Namespace, tally: Tally) -> None:
-    """Kill processes while they make a store, each before another of its calls on files."""
-    first = 1 + given.seed % given.stride
-    for call in itertools.count(first, given.stride) if given.chain is None else ():
-        name = f"--seed {given.seed} (made up to call {call} on a file)"
-        chain = Chain(folder / f"made {call}", course, Settings(), name)
-        was_made = chain.run_making(call)
-        tally.add(chain.tally)
-        if was_made or len(tally.failures) >= MAX_FAILURES:
-            break
-    print(f"{tally.call_kills} kills while stores were made", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.crash", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20, help="at random instants")
     parser.add_argument("--rounds", type=int, default=1, help="over all named points")
-    parser.add_argument("--stride", type=int, default=1, help="of the calls on files before which a making is killed")
     parser.add_argument("--commits", type=int, default=20, help="of a run")
     parser.add_argument("--chain", type=int, help="only this one")
     parser.add_argument("--dir", type=Path, help="where stores are made; those that failed stay [a temporary folder]")

@@ -13,7 +13,7 @@ from tierstore.system.killpoints import POINTS
 
 from .counts import Counts
 from .inspection import inspect
-from .life import FILE_CALL, Settings, live
+from .life import Settings, live
 from .plan import Action
 from .processes import Ending, Kill, fork
 from .promise import Promise, PromiseError
@@ -58,8 +58,7 @@ class Tally(Counts):
     """What was tried, and what came of it.
 
     Attributes:
-        random_kills, point_kills, call_kills: processes killed at random instants, at named points (``points``: at
-            each), and while a store was made, before each call on a file or just after it was open.
+        random_kills, point_kills: processes killed at random instants, and at named points (``points``: at each).
         struck: what the processes were at when a random kill struck.
         reopened: kills after which the store showed versions that it had to, each of them whole.
         reboots: kills after which the machine seemed to have started anew.
@@ -72,7 +71,6 @@ class Tally(Counts):
 
     random_kills: int = 0
     point_kills: int = 0
-    call_kills: int = 0
     points: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     reopened: int = 0
@@ -87,7 +85,7 @@ class Tally(Counts):
     @property
     def kills(self) -> int:
         """Of all kinds."""
-        return self.random_kills + self.point_kills + self.call_kills
+        return self.random_kills + self.point_kills
 
 
 class _Failure(Exception):
@@ -110,8 +108,6 @@ class Chain:
         self._name = name
         self._promise = Promise(settings.keep)
         self._boot = 1
-        self._lives = 0
-        self._opened_first = False
         self.tally = Tally()
 
     def run(self, dooms: Iterator[Doom]) -> Tally:
@@ -121,17 +117,6 @@ class Chain:
                 self._live(Doom())
             self._end()
         return self.tally
-
-    def run_making(self, call: int) -> bool:
-        """Kill the process that makes the store before its so-manieth call on a file, the next when it has opened it.
-
-        Returns:
-            whether the first had opened it already, and was killed for that.
-        """
-        opened = Kill("opened", 1, 0)
-        with self._telling():
-            self._kill_all(iter([Doom(opened, (FILE_CALL, call)), Doom(opened, (FILE_CALL, 0))]))
-        return self._opened_first
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -171,17 +156,13 @@ class Chain:
             self._count_kill(doom, ending)
         for report in ending.reports:
             self._promise.hear(report)
-        self._opened_first = self._opened_first if self._lives else ending.last("opened") is not None
-        self._lives += 1
         closed = ending.last("closed")
         self.tally.reached.update(closed["reached"] if closed else {})
         return ending
 
     def _count_kill(self, doom: Doom, ending: Ending) -> None:
         point, _ = doom.point
-        if point == FILE_CALL:
-            self.tally.call_kills += 1
-        elif point:
+        if point:
             self.tally.point_kills += 1
             self.tally.points[point] += 1
         else:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import time
 import zlib
 from collections import Counter
@@ -20,14 +19,13 @@ from tierstore.system import killpoints
 
 from .dense import Dense
 from .plan import Action, configs, make_batch, stretch
-from .twin import RATE_DECAY
+from .state import State
 
-__all__ = ["FILE_CALL", "Report", "Settings", "live", "other_boot", "train"]
+__all__ = ["Report", "Settings", "expected_states", "live", "other_boot", "train", "watch_names"]
 
-FILE_CALL: Final = "a call on a file"
-"""A point that is not named: the process is about to ask the system for a change of files, or to open one."""
-_FILE_EVENTS: Final = frozenset({"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.truncate"})
 _POINTS_A_STALL: Final = 4
+_RATE_DECAY: Final = 0.995
+"""Each step multiplies the tables' learning rates by it."""
 Report = Callable[..., None]
 """``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
 
@@ -86,6 +84,19 @@ def train(directory: Path, plan: Sequence[Action], settings: Settings, report: R
         report("closing")
 
 
+def expected_states(directory: Path, plan: Sequence[Action]) -> dict[int, State]:
+    """Of each version by its position, what it holds in a run that nobody kills: all rows in memory, each commit waited
+    for. At 0, what there is before the first."""
+    with tierstore.open(directory, ddr="8MiB", keep=2, threads=1) as store:
+        states: dict[int, State] = {}
+
+        def look(position: int) -> None:
+            states[position] = State.of(store)
+
+        _Life(store, plan, 0, lambda *_, **__: None, look).run()
+    return states
+
+
 def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
     """Count the points, and end the process at one of them."""
     reached: Counter[str] = Counter()
@@ -100,24 +111,7 @@ def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
 
     killpoints.hook = hook
     watch_names(hook)
-    if point == FILE_CALL:
-        _watch_calls(hook)
     return reached
-
-
-def _watch_calls(hook: Callable[[str], None]) -> None:
-    """Have the hook called before each of Python's own calls that make, name, write or sync a file."""
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            hook(FILE_CALL)
-            return call(*arguments)
-
-        return counted
-
-    for name in ("pwrite", "fsync", "fdatasync"):
-        setattr(os, name, watched(getattr(os, name)))
-    sys.addaudithook(lambda event, _: hook(FILE_CALL) if event in _FILE_EVENTS else None)
 
 
 def watch_names(hook: Callable[[str], None]) -> None:
@@ -143,17 +137,31 @@ def watch_names(hook: Callable[[str], None]) -> None:
 
 
 class _Life:
-    def __init__(self, store: "tierstore.Store", plan: Sequence[Action], depth: int, report: Report) -> None:
+    """Args:
+    look: given each position that was committed, and the first, while nothing else goes on.
+    """
+
+    def __init__(
+        self,
+        store: "tierstore.Store",
+        plan: Sequence[Action],
+        depth: int,
+        report: Report,
+        look: Callable[[int], None] | None = None,
+    ) -> None:
         self._store = store
         self._plan = plan
         self._depth = depth
         self._report = report
+        self._look = look
         for config in configs():
             store.create_table(config)
         self._collection = tierstore.TieredEmbeddingBagCollection(store)
         self._dense = Dense(sum(c.embedding_dim * len(c.feature_names) for c in configs()))
         self._position = self._committed = self._take_up()
         self._last: Future[int] | None = None
+        if look is not None:
+            look(self._position)
         report("opened", version=store.version, position=self._position, numbers=list(store.versions))
 
     def _take_up(self) -> int:
@@ -177,7 +185,7 @@ class _Life:
                     batch = next(ready)
                     self._dense.step(self._collection(batch.sparse).values(), batch.target)
                     for table in self._store.tables.values():
-                        table.learning_rate *= RATE_DECAY
+                        table.learning_rate *= _RATE_DECAY
                 self._position += 1
                 if action.kind == "commit":
                     self._commit(self._position)
@@ -187,6 +195,9 @@ class _Life:
         self._last = self._store.commit_async(extra={"position": position}, tensors=self._dense.tensors())
         self._last.add_done_callback(lambda done: self._tell(done, position))
         self._committed = position
+        if self._look is not None:
+            self._last.result()
+            self._look(position)
 
     def _tell(self, done: "Future[Any]", position: int) -> None:
         error = done.exception()

@@ -2,7 +2,6 @@
 
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..child import HOST, Child
 from ..serving.clients import Answer, SocketClient
-from .process import HOST, PeerServer
 
 __all__ = ["RedisClient", "RedisServer", "encoded_mget", "is_there", "rows_of"]
 
@@ -38,38 +37,40 @@ def encoded_mget(ids: Any, commands: int) -> bytes:
     return b"".join(b"*%d\r\n$4\r\nMGET\r\n" % (len(part) + 1) + _keys(part).tobytes() for part in parts)
 
 
+def _bulks(dim: int) -> Any:
+    """One row as Redis sends it, and takes it."""
+    return np.dtype([("head", f"S{len(b'$%d' % (4 * dim)) + 2}"), ("row", f"V{4 * dim}"), ("end", "S2")])
+
+
 def _encoded_mset(first: int, rows: Any) -> bytes:
-    row_bytes = rows.shape[1] * 4
-    head = b"$%d\r\n" % row_bytes
-    entry = np.dtype([("key", _KEY), ("head", f"S{len(head)}"), ("row", f"V{row_bytes}"), ("end", "S2")])
-    found = np.empty(len(rows), entry)
+    dim = rows.shape[1]
+    found = np.empty(len(rows), [("key", _KEY), ("bulk", _bulks(dim))])
     found["key"] = _keys(np.arange(first, first + len(rows)))
-    found["head"], found["end"] = head, b"\r\n"
-    found["row"] = np.ascontiguousarray(rows).view(f"V{row_bytes}").reshape(-1)
+    bulk = found["bulk"]
+    bulk["head"], bulk["end"] = b"$%d\r\n" % (4 * dim), b"\r\n"
+    bulk["row"] = np.ascontiguousarray(rows).view(f"V{4 * dim}").reshape(-1)
     return b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(rows) + 1) + found.tobytes()
 
 
-class RedisServer(PeerServer):
+class RedisServer(Child):
     """A server without persistence, on loopback, with every row under its number.
 
     Args:
         chunks: float32 [n, dim] each, from row 0 on.
     """
 
+    needs_signal = True
+
     def __init__(self, chunks: Iterable[Any], *, log: Path) -> None:
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.port: int = free.getsockname()[1]
-        with log.open("a") as output:
-            process = subprocess.Popen(
-                [_PROGRAM, "--port", str(self.port), "--bind", HOST, "--save", "", "--appendonly", "no"],
-                stdout=output, stderr=output, text=True, cwd=log.parent,
-            )  # fmt: skip
-        super().__init__(process)
+        command = [_PROGRAM, "--port", self.port, "--bind", HOST, "--save", "", "--appendonly", "no", "--logfile", log]
+        super().__init__(command, log=log, cwd=log.parent)
         try:
             self._fill(chunks)
         except BaseException:
-            self.close()
+            self.kill()
             raise
 
     def _connected(self) -> socket.socket:
@@ -88,15 +89,10 @@ class RedisServer(PeerServer):
             for chunk in chunks:
                 for start in range(0, len(chunk), _CHUNK_ROWS):
                     rows = chunk[start : start + _CHUNK_ROWS]
-                    _command(connection, _encoded_mset(first, rows), b"+OK\r\n")
+                    connection.sendall(_encoded_mset(first, rows))
+                    if (answer := connection.recv(4096)) != b"+OK\r\n":
+                        raise RuntimeError(f"Redis answered {answer!r}")
                     first += len(rows)
-            _command(connection, b"*1\r\n$6\r\nDBSIZE\r\n", b":%d\r\n" % first)
-
-
-def _reply(dim: int) -> Any:
-    """One row within the reply to an MGET."""
-    head = len(b"$%d\r\n" % (4 * dim))
-    return np.dtype([("head", f"S{head}"), ("row", f"V{4 * dim}"), ("end", "S2")])
 
 
 def rows_of(body: bytes, dim: int) -> bytes:
@@ -104,22 +100,10 @@ def rows_of(body: bytes, dim: int) -> bytes:
     found, position = b"", 0
     while position < len(body):
         end = body.index(b"\r\n", position)
-        rows = np.frombuffer(body, _reply(dim), int(body[position + 1 : end]), end + 2)
+        rows = np.frombuffer(body, _bulks(dim), int(body[position + 1 : end]), end + 2)
         found += rows["row"].tobytes()
         position = end + 2 + rows.nbytes
     return found
-
-
-def _command(connection: socket.socket, request: bytes, expected: bytes) -> None:
-    connection.sendall(request)
-    answer = b""
-    while not answer.endswith(b"\r\n"):
-        data = connection.recv(4096)
-        if not data:
-            break
-        answer += data
-    if answer != expected:
-        raise RuntimeError(f"Redis answered {answer[:200]!r}, not {expected!r}")
 
 
 class RedisClient(SocketClient):
@@ -128,10 +112,9 @@ class RedisClient(SocketClient):
     def __init__(self, port: int, connections: int, *, commands: int, dim: int) -> None:
         super().__init__(HOST, port, connections)
         self._commands = commands
-        self._row_bytes = _reply(dim).itemsize
+        self._row_bytes = _bulks(dim).itemsize
 
     def whole(self, buffer: bytearray) -> Answer | None:
-        """See ``SocketClient``."""
         position = 0
         for _ in range(self._commands):
             end = buffer.find(b"\r\n", position)
@@ -140,6 +123,4 @@ class RedisClient(SocketClient):
             if buffer[position : position + 1] != b"*":
                 return Answer(b"", bytes(buffer[position : position + 200]).decode())
             position = end + 2 + int(buffer[position + 1 : end]) * self._row_bytes
-        if len(buffer) < position:
-            return None
-        return Answer(bytes(buffer))
+        return Answer(bytes(buffer)) if len(buffer) >= position else None

@@ -17,19 +17,19 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from h2.events import ConnectionTerminated, StreamEnded, StreamReset
 
 from tierstore.serve.grpc.messages import HEALTH_SERVICE, INFERENCE_SERVICE
 
+from ..child import HOST
 from .clients import BlockingRest
-from .http2 import ACK, DEFAULTS, END_HEADERS, END_STREAM, WINDOW_BYTES, Kind, call, frame, preface, taken_frames
+from .http2 import begun, headers_of, send_part
 from .queries import Query, encoded_rest
-from .server import HOST
 
 __all__ = ["KINDS", "READY"]
 
 READY: Final = "ready"
 _BODY, _HALF = 64 << 20, 4 << 20
-_ZEROS: Final = bytes(1 << 14)
 _CALLS: Final = 32
 """Under way on a connection."""
 
@@ -46,56 +46,38 @@ class _Bodies:
     """A connection whose calls each send a message, or all of it but the last byte; once one has ended, another."""
 
     def __init__(self, port: int, method: str, size: int, *, token: str = "", is_whole: bool) -> None:
-        self._call, self._size, self._is_whole = call(method, token), size, is_whole
+        self._headers, self._is_whole = headers_of(method, token), is_whole
+        message = struct.pack(">BI", 0, size - 5) + bytes(size - 5)
+        self._message = memoryview(message)[: None if is_whole else -1]
         self._socket = socket.create_connection((HOST, port), 20)
-        self._socket.sendall(preface({}))
+        self._http2, self._unsent = begun(), dict[int, memoryview]()
+        self._socket.sendall(self._http2.data_to_send())
         self._socket.setblocking(False)
-        self._window = self._first_window = DEFAULTS[WINDOW_BYTES]
-        self._calls: dict[int, list[int]] = {}  # bytes left to send, and those that the server takes
-        self._numbers = itertools.count(1, 2)
-        self._in, self._out = bytearray(), bytearray()
+        self._out = b""
 
     def turn(self, counts: Counter[str]) -> None:
         """Send and take what there is; OSError if the server has closed the connection."""
-        while len(self._calls) < _CALLS:
-            number = next(self._numbers)
-            self._calls[number] = [self._size - (not self._is_whole), self._first_window]
-            self._out += frame(Kind.HEADERS, END_HEADERS, number, self._call)
-        for number, (left, window) in self._calls.items():
-            size = min(left, window, self._window, len(_ZEROS))
-            if size and len(self._out) < 1 << 20:
-                prefix = struct.pack(">BI", 0, self._size - 5) if left + 1 >= self._size else b""
-                is_last = size == left and self._is_whole
-                self._out += frame(Kind.DATA, END_STREAM * is_last, number, (prefix + _ZEROS)[:size])
-                self._calls[number] = [left - size, window - size]
-                self._window -= size
-                counts["bytes"] += size
+        while len(self._unsent) < min(_CALLS, self._http2.remote_settings.max_concurrent_streams):
+            stream = self._http2.get_next_available_stream_id()
+            self._http2.send_headers(stream, self._headers)
+            self._unsent[stream] = self._message
+        if len(self._out) < 1 << 20:
+            for stream, unsent in self._unsent.items():
+                self._unsent[stream] = send_part(self._http2, stream, unsent, is_last=self._is_whole)
+                counts["bytes"] += len(unsent) - len(self._unsent[stream])
+        self._out += self._http2.data_to_send()
         readable, writable, _ = select.select([self._socket], [self._socket] if self._out else [], [], 0.01)
         if writable:
-            del self._out[: self._socket.send(self._out)]
+            self._out = self._out[self._socket.send(self._out) :]
         if readable:
             data = self._socket.recv(1 << 18)
             if not data:
                 raise ConnectionResetError
-            self._in += data
-            for each in taken_frames(self._in):
-                self._take(*each, counts)
-
-    def _take(self, kind: int, flags: int, number: int, payload: bytes, counts: Counter[str]) -> None:
-        if kind == Kind.SETTINGS and not flags & ACK:
-            first = dict(struct.iter_unpack(">HI", payload)).get(WINDOW_BYTES, self._first_window)
-            for each in self._calls.values():
-                each[1] += first - self._first_window
-            self._first_window = first
-            self._out += frame(Kind.SETTINGS, ACK, 0)
-        elif kind == Kind.PING and not flags & ACK:
-            self._out += frame(Kind.PING, ACK, 0, payload)
-        elif kind == Kind.WINDOW_UPDATE and not number:
-            self._window += int.from_bytes(payload, "big")
-        elif kind == Kind.WINDOW_UPDATE and number in self._calls:
-            self._calls[number][1] += int.from_bytes(payload, "big")
-        elif kind == Kind.RST_STREAM or (kind == Kind.HEADERS and flags & END_STREAM):
-            counts["ended"] += self._calls.pop(number, None) is not None
+            for event in self._http2.receive_data(data):
+                if isinstance(event, StreamEnded | StreamReset):
+                    counts["ended"] += self._unsent.pop(event.stream_id, None) is not None
+                elif isinstance(event, ConnectionTerminated):
+                    raise ConnectionResetError
 
     def close(self) -> None:
         self._socket.close()

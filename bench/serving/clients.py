@@ -6,11 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-import grpc
-
-from tierstore.serve.grpc.messages import INFERENCE_SERVICE
-
-__all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Connection", "Done", "RestClient", "SocketClient"]
+__all__ = ["Answer", "BlockingRest", "Client", "Connection", "Done", "RestClient", "SocketClient"]
 
 _HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = b"\r\ncontent-length:"
@@ -136,7 +132,6 @@ class RestClient(SocketClient):
     """HTTP/1.1, of which it understands what the server sends: a status, headers, a body of a given length."""
 
     def whole(self, buffer: bytearray) -> Answer | None:
-        """See ``SocketClient``."""
         end = buffer.find(_HEAD_END)
         if end < 0:
             return None
@@ -172,18 +167,3 @@ class BlockingRest:
 
     def close(self) -> None:
         self._socket.close()
-
-
-class BlockingGrpc:
-    """The same over gRPC."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._channel = grpc.insecure_channel(f"{host}:{port}", [("grpc.max_receive_message_length", -1)])
-        self._call = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ModelInfer")
-
-    def ask(self, request: bytes) -> Answer:
-        """grpc.RpcError if it fails."""
-        return Answer(self._call(request, timeout=60))
-
-    def close(self) -> None:
-        self._channel.close()

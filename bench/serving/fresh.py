@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..child import HOST
 from ..common import Goal, Run, Table
 from ..parts import Part, Told
 from .clients import BlockingRest
 from .rig import Rig, canary_request, version_of
-from .server import HOST
 from .trainer import Commit
 
 __all__ = ["PART"]

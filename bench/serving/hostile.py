@@ -1,7 +1,6 @@
 """Part "hostile": what one client that takes all it can costs the others; without and with it by turns."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,14 +11,14 @@ import torch
 
 from tierstore.serve.limits import Limits
 
+from ..child import HOST, Child
 from ..common import Goal, Run, Table
-from ..data import ROOT
 from ..parts import Part, Told
 from . import attacks, queries
 from .clients import Answer, RestClient
 from .http2 import GrpcClient
 from .load import Load, Quantiles, Stream, open_loop
-from .server import HOST, ServerProcess
+from .server import ServerProcess
 from .shape import NUMBERS, numbered_store
 
 __all__ = ["PART"]
@@ -83,18 +82,10 @@ class _Honest:
 
 def _beside(kind: str, honest: _Honest, server: ServerProcess, rows: int) -> tuple[list[Load], dict[str, Any]]:
     """Honest load while a hostile client is there, and what that counted."""
-    command = [sys.executable, "-m", attacks.__name__, kind, server.rest_port, server.grpc_port, _TOKEN, rows]
-    with subprocess.Popen(
-        [*map(str, command)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            if process.stdout.readline().strip() != attacks.READY:
-                raise RuntimeError(f"the hostile client of kind {kind!r} did not start")
-            loads = honest.load()
-            return loads, json.loads(process.communicate(timeout=60)[0])
-        finally:
-            process.kill()
+    with Child([sys.executable, "-m", attacks.__name__, kind, server.rest_port, server.grpc_port, _TOKEN, rows]) as it:
+        if it.line() != attacks.READY:
+            raise RuntimeError(f"the hostile client of kind {kind!r} did not start")
+        return honest.load(), json.loads(it.last_line())
 
 
 def _kind(kind: str, config: dict[str, Any], server: ServerProcess) -> dict[str, Any]:

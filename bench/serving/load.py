@@ -1,18 +1,19 @@
 """Load on a server: at given times whatever the server does, or as fast as it answers."""
 
 import asyncio
+import contextlib
 import gc
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-import uvloop
 
 from .clients import Answer, Client
 
-__all__ = ["Load", "Quantiles", "Stream", "closed_loop", "open_loop", "poisson", "run_alone"]
+__all__ = ["Load", "Quantiles", "Stream", "closed_loop", "open_loop", "poisson"]
 
 _LAST_ANSWER_SECONDS: Final = 30.0
 _T = TypeVar("_T")
@@ -46,7 +47,6 @@ class Load(NamedTuple):
         late: float64 [n], seconds from then until the generator came to it.
         seconds: from the start until the last answer.
         cores: processor time that the generator took, of the time that passed.
-        start: when it began, on the clock of ``time.perf_counter``, on Linux that of ``time.monotonic``.
         errors: of the first few requests that failed, what was said.
     """
 
@@ -55,18 +55,17 @@ class Load(NamedTuple):
     late: Any
     seconds: float
     cores: float
-    start: float
     num_failed: int
     errors: tuple[str, ...]
 
     def since(self, seconds: float, until: float = np.inf) -> Any:
         """Latencies of those that were answered and due from then on, and before ``until``."""
-        chosen = (self.intended >= seconds) & (self.intended < until) & np.isfinite(self.latency)
-        return self.latency[chosen]
+        chosen = (self.intended >= seconds) & (self.intended < until)
+        return self.latency[chosen & np.isfinite(self.latency)]
 
 
 class Stream(NamedTuple):
-    """Requests of one kind, each at its time; ``on_answer`` is told the request's index and its answer."""
+    """Requests of one kind, each at its time; ``on_answer`` is given the request's index and its answer."""
 
     client: Client
     requests: Sequence[bytes]
@@ -76,17 +75,12 @@ class Stream(NamedTuple):
 
 def poisson(generator: np.random.Generator, rate: float, seconds: float) -> Any:
     """float64: times of a Poisson process with ``rate`` a second."""
-    gaps = generator.exponential(1 / rate, int(rate * seconds * 1.2) + 50)
-    times = np.cumsum(gaps)
+    times = np.cumsum(generator.exponential(1 / rate, int(rate * seconds * 1.2) + 50))
     return times[times < seconds]
 
 
-def run_alone(work: Callable[[], Coroutine[Any, Any, _T]], *, is_timed: bool) -> _T:
-    """Run a coroutine in a loop of its own, without the garbage collector.
-
-    Args:
-        is_timed: wake up to the microsecond, where other loops know milliseconds.
-    """
+def _run_alone(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Run a coroutine in a loop of its own, which wakes up to the microsecond, without the garbage collector."""
 
     def timed_loop() -> asyncio.AbstractEventLoop:
         # Only select takes its time limit in microseconds.
@@ -95,125 +89,105 @@ def run_alone(work: Callable[[], Coroutine[Any, Any, _T]], *, is_timed: bool) ->
     gc.collect()
     gc.disable()
     try:
-        with asyncio.Runner(loop_factory=timed_loop if is_timed else uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=timed_loop) as runner:
             return runner.run(work())
     finally:
         gc.enable()
 
 
 class _Record:
-    """Latencies as they come in."""
+    """What became of requests, as answers come in."""
 
-    def __init__(self, stream: Stream, finished: asyncio.Event) -> None:
-        count = len(stream.intended)
-        self.stream = stream
-        self.latency = np.full(count, np.nan)
-        self.late = np.zeros(count)
+    def __init__(self) -> None:
+        self.intended: list[float] = []
+        self.latency: list[float] = []
+        self.late: list[float] = []
         self.errors: list[str] = []
-        self._finished = finished
-        self._left = count
-        self._start = 0.0
+        self.start = time.perf_counter()
+        self._cpu = time.process_time()
+        self.in_flight = 0
 
-    async def send(self, start: float) -> None:
-        self._start = start
-        client, on_answer = self.stream.client, self.stream.on_answer
-        for index, (request, due) in enumerate(zip(self.stream.requests, self.stream.intended.tolist(), strict=True)):
-            wait = start + due - time.perf_counter()
-            if wait > 0:
-                await asyncio.sleep(wait)
-            elif not index % 16:
-                await asyncio.sleep(0)
-            self.late[index] = time.perf_counter() - start - due
-            client.ask(request, self._done(index, due, on_answer))
+    def ask(self, client: Client, request: bytes, due: float, then: Callable[[Answer], None]) -> None:
+        """Send one that was due so many seconds after the start."""
+        index = len(self.intended)
+        self.intended.append(due)
+        self.late.append(time.perf_counter() - self.start - due)
+        self.latency.append(float("nan"))
+        self.in_flight += 1
 
-    def _done(self, index: int, due: float, on_answer: _OnAnswer | None) -> Callable[[Answer], None]:
         def done(answer: Answer) -> None:
+            self.in_flight -= 1
             if answer.error:
                 self.errors.append(answer.error)
             else:
-                self.latency[index] = time.perf_counter() - self._start - due
-            if on_answer is not None:
-                on_answer(index, answer)
-            self._left -= 1
-            if not self._left:
-                self._finished.set()
+                self.latency[index] = time.perf_counter() - self.start - due
+            then(answer)
 
-        return done
+        client.ask(request, done)
 
-    def load(self, seconds: float, cores: float) -> Load:
-        failed = int(np.count_nonzero(np.isnan(self.latency)))
-        return Load(
-            self.stream.intended, self.latency, self.late, seconds, cores, self._start, failed, tuple(self.errors[:5])
-        )
+    def load(self) -> Load:
+        seconds, cores = time.perf_counter() - self.start, time.process_time() - self._cpu
+        intended, latency, late = map(np.array, (self.intended, self.latency, self.late))
+        failed = int(np.count_nonzero(np.isnan(latency)))
+        return Load(intended, latency, late, seconds, cores / seconds, failed, tuple(self.errors[:5]))
+
+
+def _ignore(_: Answer) -> None:
+    pass
 
 
 def open_loop(streams: Sequence[Stream]) -> list[Load]:
     """Send each request when it is due; what is not answered some time after the last one has failed."""
 
+    async def send(stream: Stream, record: _Record) -> None:
+        for index, (request, due) in enumerate(zip(stream.requests, stream.intended.tolist(), strict=True)):
+            wait = record.start + due - time.perf_counter()
+            if wait > 0 or not index % 16:
+                await asyncio.sleep(max(wait, 0))
+            then = partial(stream.on_answer, index) if stream.on_answer else _ignore
+            record.ask(stream.client, request, due, then)
+        while record.in_flight:
+            await asyncio.sleep(0.001)
+
     async def work() -> list[Load]:
-        finished = [asyncio.Event() for _ in streams]
-        records = [_Record(stream, event) for stream, event in zip(streams, finished, strict=True)]
         for stream in streams:
             await stream.client.open()
-        start, used = time.perf_counter(), time.process_time()
-        try:
-            await asyncio.gather(*(record.send(start) for record in records))
-            async with asyncio.timeout(_LAST_ANSWER_SECONDS):
-                await asyncio.gather(*(event.wait() for event in finished))
-        except TimeoutError:
-            pass
-        seconds = time.perf_counter() - start
-        cores = (time.process_time() - used) / seconds
+        records = [_Record() for _ in streams]
+        last = max((stream.intended[-1] for stream in streams if len(stream.intended)), default=0.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(last + _LAST_ANSWER_SECONDS):
+                await asyncio.gather(*map(send, streams, records))
+        loads = [record.load() for record in records]
         for stream in streams:
             await stream.client.close()
-        return [record.load(seconds, cores) for record in records]
+        return loads
 
-    return run_alone(work, is_timed=True)
+    return _run_alone(work)
 
 
 def closed_loop(client: Client, requests: Sequence[bytes], *, at_once: int, seconds: float) -> Load:
-    """Keep ``at_once`` requests under way, from the list over and over; ``intended`` is when each was sent."""
+    """Keep ``at_once`` requests in flight, from the list over and over; ``intended`` is when each was sent."""
 
     async def work() -> Load:
-        sent: list[float] = []
-        latency: list[float] = []
-        errors: list[str] = []
-        finished = asyncio.Event()
-        under_way = 0
+        await client.open()
+        record, finished = _Record(), asyncio.Event()
 
         def ask() -> None:
-            nonlocal under_way
-            under_way += 1
-            now = time.perf_counter()
-            client.ask(requests[len(sent) % len(requests)], done(now))
-            sent.append(now - start)
+            now = time.perf_counter() - record.start
+            record.ask(client, requests[len(record.intended) % len(requests)], now, then)
 
-        def done(at: float) -> Callable[[Answer], None]:
-            def note(answer: Answer) -> None:
-                nonlocal under_way
-                under_way -= 1
-                now = time.perf_counter()
-                if answer.error:
-                    errors.append(answer.error)
-                else:
-                    latency.append(now - at)
-                if now - start < seconds and not answer.error:
-                    ask()
-                elif not under_way:
-                    finished.set()
+        def then(answer: Answer) -> None:
+            if time.perf_counter() - record.start < seconds and not answer.error:
+                ask()
+            elif not record.in_flight:
+                finished.set()
 
-            return note
-
-        await client.open()
-        start, used = time.perf_counter(), time.process_time()
         for _ in range(at_once):
             ask()
         async with asyncio.timeout(seconds + _LAST_ANSWER_SECONDS):
             await finished.wait()
-        passed = time.perf_counter() - start
-        cores = (time.process_time() - used) / passed
+        load = record.load()
         await client.close()
-        found = np.array(latency)
-        return Load(np.array(sent), found, np.zeros(0), passed, cores, start, len(errors), tuple(errors[:5]))
+        return load
 
-    return run_alone(work, is_timed=False)
+    return _run_alone(work)

@@ -8,14 +8,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tierstore.plan.measure import direct_reader, page_cache
+from tierstore.plan.measure import page_cache
 
+from .. import device
+from ..child import HOST
 from ..common import Run
 from . import queries
 from .clients import Answer, Client, RestClient
 from .http2 import GrpcClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
-from .server import HOST, ServerProcess
+from .server import ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
@@ -23,7 +25,6 @@ __all__ = ["HitRate", "Rig", "canary_request", "rate_of", "version_of"]
 
 _VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
 _ROWS_FILE: Final = "rows.lmdb"
-_DEVICE_READS: Final = 2000
 
 
 def version_of(body: bytes) -> int:
@@ -50,10 +51,8 @@ class HitRate(NamedTuple):
         tier = next(each for each in server.status()["tiers"] if each["name"] == "ddr")
         return cls(tier["hits"], tier["unique"])
 
-    def since(self, earlier: "HitRate") -> float:
-        """NaN where nothing was asked."""
-        asked = self.unique - earlier.unique
-        return (self.hits - earlier.hits) / asked if asked else float("nan")
+    def minus(self, earlier: "HitRate") -> "HitRate":
+        return HitRate(self.hits - earlier.hits, self.unique - earlier.unique)
 
 
 class Rig:
@@ -77,20 +76,13 @@ class Rig:
         (page_cache.drop if self.config["page_cache"] == "cold" else page_cache.warm)(self.rows_file)
 
     def device_reads_per_s(self) -> float | None:
-        """What the disk itself gives now, 4 KiB at random, queue depth 64; None where it cannot be asked."""
-        try:
-            with direct_reader(self.rows_file, 64) as reader:
-                offsets = reader.random_offsets(self.generator, _DEVICE_READS)
-                start = time.perf_counter()
-                reader.read(offsets)
-                return len(offsets) / (time.perf_counter() - start)
-        except OSError:
-            return None
+        """What the disk itself gives now."""
+        return device.reads_per_s(self.rows_file)
 
     def server(self, *flags: str) -> ServerProcess:
         # A small store's tables need more than their own tenth.
         ddr = max(self.ddr_bytes, 8 << 20)
-        return ServerProcess(self.store, str(ddr), log=self.log, flags=flags)
+        return ServerProcess(self.store, ddr, log=self.log, flags=flags)
 
     def client(self, server: ServerProcess, protocol: str) -> Client:
         if protocol == "grpc":

@@ -1,20 +1,16 @@
 """The highest load within bounds, found from latencies that scatter; several searches by turns."""
 
-import itertools
-import math
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
-__all__ = ["NUM_FIRST", "Ratio", "Search", "by_turns", "highest_load", "search"]
+__all__ = ["NUM_FIRST", "Search", "by_turns", "highest_load", "search"]
 
 _GAIN: Final = -0.5
 _FACTOR: Final = 1.25
 """From one rate to the next at most: a stall of the machine must not send the search far off."""
 NUM_FIRST: Final = 2
 """Rates on the way to the highest load, which do not count."""
-
-_MOST_LIKENESS: Final = 0.8
 
 Search = Generator[float, float, list[float]]
 """Gives the rate to measure next, is sent latency over its bound there (inf where requests failed), and returns the
@@ -64,29 +60,3 @@ def by_turns(
             except StopIteration as end:
                 found[name] = end.value
     return found
-
-
-class Ratio(NamedTuple):
-    """One highest load over another: in some nine of ten runs the true ratio is not farther off than ``margin``."""
-
-    value: float
-    margin: float
-
-    @classmethod
-    def of(cls, rates: Sequence[float], others: Sequence[float]) -> "Ratio":
-        """From the rates of two searches that were measured together, two steps or more.
-
-        The median of the steps' ratios, in which what both met at a step cancels. The margin is two standard errors of
-        the mean, for steps that resemble the one before by Kendall's estimate: https://doi.org/10.2307/2332719.
-        """
-        logs = [math.log(rate / other) for rate, other in zip(rates, others, strict=True)]
-        count, center = len(logs), statistics.fmean(logs)
-        off = [each - center for each in logs]
-        variance = statistics.variance(logs)
-        margin = 0.0
-        if variance:
-            found = sum(each * after for each, after in itertools.pairwise(off)) / (variance * (count - 1))
-            likeness = min(max(found + (1 + 3 * found) / count, 0.0), _MOST_LIKENESS)
-            margin = 2 * math.sqrt(variance / count * (1 + likeness) / (1 - likeness))
-        value = math.exp(statistics.median(logs))
-        return cls(value, value * margin)

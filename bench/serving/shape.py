@@ -11,32 +11,16 @@ import torch
 
 import tierstore
 from tierstore.plan.published import KAGGLE_ROWS
-from tierstore.train.build import Run, build_run
+from tierstore.train.build import build_run
 from tierstore.train.checkpoint import Position, commit_run
-from tierstore.train.config import (
-    DataSection,
-    EmbeddingSection,
-    ModelSection,
-    OptimizerSection,
-    RunConfig,
-    StoreSection,
-    TrainSection,
-)
+from tierstore.train.config import load, parse_override
+
+from ..data import ROOT
 
 __all__ = [
-    "CANARY",
-    "CANARY_ROWS",
-    "NUMBERS",
-    "ROWS_TABLE",
-    "add_canary",
-    "kaggle_rows",
-    "kaggle_store",
-    "numbered_store",
-    "ranking_run",
-    "rows_store",
-    "table_bytes",
-    "write_canary",
-]
+    "CANARY", "CANARY_ROWS", "NUMBERS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "numbered_store",
+    "rows_store", "table_bytes", "write_canary",
+]  # fmt: skip
 
 CANARY: Final = "canary"
 """A small table whose every element is the number of the version that wrote it."""
@@ -47,36 +31,28 @@ NUMBERS: Final = 4096
 _CHUNK: Final = 500_000
 _BUILD_DDR: Final = "512MiB"
 
+Config = Mapping[str, Any]
 
-def kaggle_rows(config: Mapping[str, Any]) -> list[int]:
+
+def kaggle_rows(config: Config) -> list[int]:
     """Rows of each table."""
     return [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
 
 
-def table_bytes(config: Mapping[str, Any]) -> int:
+def table_bytes(config: Config) -> int:
     """Of all rows, without their optimizer's state."""
     return sum(kaggle_rows(config)) * int(config["dim"]) * 4
 
 
-def ranking_run(config: Mapping[str, Any], path: Path) -> RunConfig:
-    """The published DLRM baseline's model over those tables. Categories are row ids as they are."""
-    return RunConfig(
-        store=StoreSection(path=str(path)),
-        data=DataSection(hashing="mod"),
-        embedding=EmbeddingSection(dim=config["dim"], num_embeddings=tuple(kaggle_rows(config))),
-        model=ModelSection(bottom_mlp=tuple(config["bottom_mlp"]), top_mlp=tuple(config["top_mlp"])),
-        optimizer=OptimizerSection(sparse=config["optimizer"], dense="sgd"),
-        train=TrainSection(seed=config["seed"]),
-    )
+def chunks(table: tierstore.Table) -> list[torch.Tensor]:
+    """The ids of all rows, some at a time."""
+    return list(torch.split(torch.arange(table.config.num_embeddings), _CHUNK))
 
 
-def add_canary(store: tierstore.Store, config: Mapping[str, Any]) -> tierstore.Table:
-    """The table, made where it is missing."""
+def _add_table(store: tierstore.Store, name: str, rows: int, dim: int) -> tierstore.Table:
     rule = tierstore.optim.SGD(lr=0.1)
     return store.create_table(
-        tierstore.TableConfig(
-            name=CANARY, num_embeddings=CANARY_ROWS, embedding_dim=config["dim"], pooling="sum", optimizer=rule
-        )
+        tierstore.TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling="sum", optimizer=rule)
     )
 
 
@@ -85,14 +61,12 @@ def write_canary(table: tierstore.Table, number: int) -> None:
 
 
 def _fill(table: tierstore.Table, generator: np.random.Generator) -> None:
-    rows, dim = table.config.num_embeddings, table.config.embedding_dim
-    for first in range(0, rows, _CHUNK):
-        ids = torch.arange(first, min(first + _CHUNK, rows))
-        values = generator.random((len(ids), dim), np.float32)
+    for ids in chunks(table):
+        values = generator.random((len(ids), table.config.embedding_dim), np.float32)
         table.write(ids, torch.from_numpy(values).sub_(0.5).mul_(0.1))
 
 
-def _once(path: Path, made_of: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+def _once(path: Path, made_of: Config, build: Callable[[tierstore.Store], None]) -> Path:
     """Build the store unless it was built to the end before, of the same."""
     marker = path.with_name(f"{path.name}.json")
     if marker.exists() and json.loads(marker.read_text()) == made_of:
@@ -101,60 +75,54 @@ def _once(path: Path, made_of: Mapping[str, Any], build: Callable[[Path], None])
     shutil.rmtree(path, ignore_errors=True)
     path.with_name(f"{path.name}.hot").unlink(missing_ok=True)
     print(f"building {path}", flush=True)
-    build(path)
+    with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
+        build(store)
     marker.write_text(json.dumps(made_of))
     return path
 
 
-def kaggle_store(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A store in which every row was written, committed as by a training run."""
-    names = ("kaggle_scale", "dim", "bottom_mlp", "top_mlp", "optimizer", "seed")
+def kaggle_store(folder: Path, config: Config) -> Path:
+    """The published DLRM baseline's model over Kaggle's tables, every row written, committed as by a training run."""
+    path, names = folder / "serve_kaggle", ("kaggle_scale", "dim", "bottom_mlp", "top_mlp", "seed")
+    settings = {
+        "store.path": f'"{path}"', "data.hashing": '"mod"', "embedding.dim": config["dim"],
+        "embedding.num_embeddings": kaggle_rows(config), "model.bottom_mlp": config["bottom_mlp"],
+        "model.top_mlp": config["top_mlp"], "optimizer.sparse": '"rowwise_adagrad"', "optimizer.dense": '"sgd"',
+        "train.seed": config["seed"],
+    }  # fmt: skip
 
-    def build(path: Path) -> None:
-        with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
-            run_config = ranking_run(config, path)
-            run: Run = build_run(run_config, store)
-            canary = add_canary(store, config)
-            generator = np.random.default_rng(config["seed"])
-            for name in run_config.data.sparse_columns:
-                _fill(store[name], generator)
-            write_canary(canary, 1)
-            commit_run(run, run_config, Position()).result()
+    def build(store: tierstore.Store) -> None:
+        overrides = [parse_override(f"{name}={value}") for name, value in settings.items()]
+        run_config = load(ROOT / "examples" / "criteo.toml", overrides)
+        run = build_run(run_config, store)
+        generator = np.random.default_rng(config["seed"])
+        for name in run_config.data.sparse_columns:
+            _fill(store[name], generator)
+        write_canary(_add_table(store, CANARY, CANARY_ROWS, config["dim"]), 1)
+        commit_run(run, run_config, Position()).result()
 
-    return _once(folder / "serve_kaggle", {name: config[name] for name in names}, build)
+    return _once(path, {name: config[name] for name in names}, build)
 
 
-def rows_store(folder: Path, config: Mapping[str, Any]) -> Path:
+def rows_store(folder: Path, config: Config) -> Path:
     """A store of one table without optimizer state, every row written."""
-    rows, dim, seed = config["peer_rows"], config["dim"], config["seed"]
+    made_of = {"rows": config["peer_rows"], "dim": config["dim"], "seed": config["seed"]}
 
-    def build(path: Path) -> None:
-        with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
-            rule = tierstore.optim.SGD(lr=0.1)
-            table = store.create_table(
-                tierstore.TableConfig(name=ROWS_TABLE, num_embeddings=rows, embedding_dim=dim, optimizer=rule)
-            )
-            _fill(table, np.random.default_rng(seed))
-            store.commit()
+    def build(store: tierstore.Store) -> None:
+        _fill(_add_table(store, ROWS_TABLE, made_of["rows"], made_of["dim"]), np.random.default_rng(made_of["seed"]))
+        store.commit()
 
-    return _once(folder / "serve_rows", {"rows": rows, "dim": dim, "seed": seed}, build)
+    return _once(folder / "serve_rows", made_of, build)
 
 
-def numbered_store(folder: Path, config: Mapping[str, Any]) -> Path:
+def numbered_store(folder: Path, config: Config) -> Path:
     """A store of one table "item", pooled by sums, every row of which tells its id."""
-    rows, dim = config["hostile_rows"], config["dim"]
+    made_of = {"rows": config["hostile_rows"], "dim": config["dim"]}
 
-    def build(path: Path) -> None:
-        with tierstore.open(path, mode="w", ddr=_BUILD_DDR) as store:
-            rule = tierstore.optim.SGD(lr=0.1)
-            table = store.create_table(
-                tierstore.TableConfig(
-                    name="item", num_embeddings=rows, embedding_dim=dim, pooling="sum", optimizer=rule
-                )
-            )
-            for first in range(0, rows, _CHUNK):
-                ids = torch.arange(first, min(first + _CHUNK, rows))
-                table.write(ids, (ids % NUMBERS).to(torch.float32)[:, None].expand(-1, dim))
-            store.commit()
+    def build(store: tierstore.Store) -> None:
+        table = _add_table(store, "item", made_of["rows"], made_of["dim"])
+        for ids in chunks(table):
+            table.write(ids, (ids % NUMBERS).to(torch.float32)[:, None].expand(-1, made_of["dim"]))
+        store.commit()
 
-    return _once(folder / "serve_numbered", {"rows": rows, "dim": dim}, build)
+    return _once(folder / "serve_numbered", made_of, build)

@@ -20,17 +20,8 @@ from tierstore.models import DLRM
 from ..peers import torchrec
 
 __all__ = [
-    "Alone",
-    "Ours",
-    "Setup",
-    "System",
-    "Theirs",
-    "Tierstore",
-    "dense_part",
-    "first_weights",
-    "shardings",
-    "train_step",
-]
+    "Alone", "Ours", "Setup", "System", "Theirs", "Tierstore", "dense_part", "first_weights", "shardings", "train_step",
+]  # fmt: skip
 
 Shardings = dict[str, tuple[ShardingType, Sequence[int]]]
 

@@ -4,18 +4,16 @@ import importlib
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import diskio, machine, memory, start
+from bench import diskio, machine, memory
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
 from bench.parts import Part, Told, run_parts
 from bench.peers import rocksdb_rows
-from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
 from tierstore.plan.measure import READ_BYTES, page_cache
 
@@ -34,9 +32,6 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
     expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
     ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
     assert np.array_equal(open_flat(build_flat(tmp_path, ROWS), ROWS), expected)
-    keyed = LmdbRows(tmp_path, ROWS)
-    assert np.array_equal(keyed.read(ids), expected[np.sort(ids)])
-    keyed.close()
     for verify in (True, False):
         reader = TierReader(build_store(tmp_path, ROWS), ROWS, len(ids), verify=verify)
         reader.read(ids[:300])
@@ -183,17 +178,3 @@ def test_memory_that_was_taken_and_given_back_is_seen() -> None:
     some, none = memory.in_child(_take, size_bytes)
     assert 0.9 * size_bytes <= some <= 1.1 * size_bytes
     assert none < 0.1 * size_bytes
-
-
-def test_nested_compilations_are_told_apart() -> None:
-    def event(name: str, *, is_start: bool) -> SimpleNamespace:
-        function = SimpleNamespace(__module__="m", __name__=name)
-        return SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=function)}, is_start=is_start)
-
-    events = [
-        (0.0, event("caller", is_start=True)),
-        (1.0, event("helper", is_start=True)),
-        (5.0, event("helper", is_start=False)),
-        (7.0, event("caller", is_start=False)),
-    ]
-    assert start.own_times(events) == [("m.helper", 4.0, 1), ("m.caller", 3.0, 1)]

@@ -13,12 +13,12 @@ import pytest
 
 from bench import serve
 from bench.common import Report, Run, program
-from bench.peers import loopback, redis_rows
+from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
-from bench.serving.search import Ratio, by_turns, highest_load, search
+from bench.serving.search import by_turns, highest_load, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
@@ -134,30 +134,6 @@ def test_search_ends() -> None:
     assert {name: highest_load(rates) for name, rates in found.items()} == {"none": 0, "all": 300}
 
 
-@pytest.mark.parametrize("power", [1.2, 2.0])
-def test_ratio_of_two_searches_comes_with_how_far_it_may_be_off(power: float) -> None:
-    generator = np.random.default_rng(0)
-
-    def once(own: float, common: float) -> Ratio:
-        def measure(rates: Mapping[str, float]) -> dict[str, float]:
-            both = common * generator.normal()
-            return {name: float((rate / limits[name]) ** power * np.exp(both + own * generator.normal()))
-                    for name, rate in rates.items()}  # fmt: skip
-
-        found = by_turns({name: search(130, 10_000, steps=12) for name in limits}, measure)
-        return Ratio.of(found["grpc"], found["rest"])
-
-    limits = {"rest": 140.0, "grpc": 123.0}
-    true = 123 / 140
-    found = [once(0.06, 0.08) for _ in range(400)]
-    off = np.array([each.value for each in found]) - true
-    margins = np.array([each.margin for each in found])
-    assert np.std(off) < 0.025
-    assert np.mean(np.abs(off) < margins) > 0.8
-    assert np.median(margins) < 3 * np.std(off)
-    assert np.std([once(0.0, 0.12).value for _ in range(100)]) < 0.005, "what both meet does not cancel"
-
-
 def test_patterns_are_the_same_at_any_rate() -> None:
     few, many = (poisson(np.random.default_rng(5), rate, 10) * rate for rate in (50, 80))
     assert np.allclose(few, many[: len(few)])
@@ -197,7 +173,7 @@ def test_answers_are_whole_only_at_their_end() -> None:
     assert failed.error == "503: abc"
 
 
-def test_calls_by_hand_are_grpcs() -> None:
+def test_calls_over_sockets_are_grpcs() -> None:
     """Several after each other, longer than any window at first, both ways; and one that fails."""
     arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
     requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]
@@ -236,7 +212,7 @@ def test_canary_tells_mixed_versions() -> None:
     head = b'{"model_version":"7"}'
     rows = np.full((CANARY_ROWS, 2), 7, np.float32)
     canary.look(0, Answer(head + rows.tobytes()))
-    assert (canary.checked, canary.mixed, list(canary.first_seen)) == (1, 0, [7])
+    assert (canary.checked, canary.mixed) == (1, 0)
     rows[3, 1] = 6
     canary.look(1, Answer(head + rows.tobytes()))
     canary.look(2, Answer(head + np.full_like(rows, 8).tobytes()))
@@ -293,16 +269,6 @@ def test_quick_run_under_load(tmp_path: Path) -> None:
     for step in figures["load"]["steps"]:
         assert step["failed"] == 0
         assert step["requests"] >= 1
-    assert figures["load"]["server_environment"]["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_quick_run_of_fixed_costs(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "fixed")["fixed"]
-    ways = figures["ways"]
-    assert [each["protocol"] for each in ways] == ["rest", "rest", "grpc", "grpc"]
-    assert all(0 < each["busy_us"] < each["alone_us"] * 100 for each in ways)
 
 
 @pytest.mark.soak
@@ -312,8 +278,8 @@ def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     figures = _quick(tmp_path, "peers")
     assert figures["peers"]["has_redis"] is False
     (measured,) = figures["peers"]["lookups"]
-    assert len(measured["highest"]) == 3
-    assert all(each["failed"] == 0 for way in ("highest", "common") for each in measured[way].values())
+    assert len(measured["highest"]) == 2
+    assert all(each["failed"] == 0 for each in measured["highest"].values())
 
 
 @pytest.mark.soak
@@ -322,20 +288,10 @@ def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
     figures = _quick(tmp_path, "soak,restart")
     assert figures["soak"]["failed"] == figures["soak"]["mixed"] == 0
     assert figures["soak"]["commits"] >= 1
-    assert {name: len(turns) for name, turns in figures["soak"]["turns"].items()} == {"without": 1, "with": 1}
     assert figures["soak"]["canaries"] >= 1
     (way,) = figures["restart"]["ways"]
     assert way["lost"] >= 1
     assert way["regained_s"] is not None
-
-
-def test_loopback_gives_as_many_bytes_as_are_wanted() -> None:
-    answers: list[int] = []
-    with loopback.LoopbackServer() as server:
-        requests = [loopback.encoded(given, wanted) for given, wanted in ((0, 0), (8, 300_000), (300_000, 1))]
-        stream = Stream(server.client(1), requests, np.zeros(3), lambda _, answer: answers.append(len(answer.body)))
-        open_loop([stream])
-    assert answers == [0, 300_000, 1]
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")
@@ -348,14 +304,3 @@ def test_redis_gives_the_rows_it_was_given(tmp_path: Path) -> None:
         request = redis_rows.encoded_mget(ids, 3)
         open_loop([Stream(client, [request], np.zeros(1), lambda _, answer: answers.append(answer.body))])
     assert redis_rows.rows_of(answers[0], 16) == rows[ids].tobytes()
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_beside_hostile_clients(tmp_path: Path) -> None:
-    kinds = _quick(tmp_path, "hostile")["hostile"]["kinds"]
-    assert len(kinds) == 5
-    for each in kinds:
-        assert (each["failed"], each["wrong"]) == (0, 0), each["errors"]
-        assert 0 < each["highest_bytes"] <= each["budget_bytes"]
-        assert all(sum(taken.values()) for taken in each["taken"]), "the hostile client did nothing"

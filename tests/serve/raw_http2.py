@@ -1,22 +1,15 @@
-"""A gRPC client that speaks HTTP/2 by hand: it can ask and not accept the answer, or begin to ask and not end."""
+"""A gRPC client over HTTP/2 alone: it can ask and not accept the answer, or begin to ask and not end."""
 
 import socket
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Callable
 
-from bench.serving.http2 import ACK, END_HEADERS, END_STREAM, WINDOW_BYTES, Kind, call, frame, preface
+from h2.errors import ErrorCodes
+from h2.events import DataReceived, Event, PingAckReceived, StreamEnded, StreamReset
+
+from bench.serving.http2 import begun, headers_of, send_part
 
 __all__ = ["RawClient"]
-
-_MAX_FRAME_BYTES: Final = 16_384
-_CANCEL: Final = 8
-
-
-class Frame(NamedTuple):
-    kind: int
-    flags: int
-    stream: int
-    payload: bytes
 
 
 class RawClient:
@@ -30,11 +23,10 @@ class RawClient:
 
     def __init__(self, port: int, *, window_bytes: int = 1024, timeout_seconds: float = 20.0) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout_seconds)
-        self._next_stream = 1
-        self._socket.sendall(preface({WINDOW_BYTES: window_bytes}))
-        self._unread = b""
+        self._http2 = begun(window_bytes)
         self._received: dict[int, bytes] = {}
         self._ended: set[int] = set()
+        self._flush()
 
     def begin(self, method: str, message: bytes | None = None, *, is_whole: bool = True, length: int = -1) -> int:
         """Open a call; returns its stream. Without a message, or if not whole, it stays half-open.
@@ -49,55 +41,56 @@ class RawClient:
     def frames_to_begin(
         self, method: str, message: bytes | None = None, *, is_whole: bool = True, length: int = -1
     ) -> tuple[int, bytes]:
-        stream, self._next_stream = self._next_stream, self._next_stream + 2
-        frames = [frame(Kind.HEADERS, END_HEADERS, stream, call(method))]
+        """A call's stream and frames; of a message longer than the server's windows the end follows as it takes it."""
+        stream = self._http2.get_next_available_stream_id()
+        self._http2.send_headers(stream, headers_of(method))
         if message is not None:
-            data = struct.pack(">BI", 0, len(message) if length < 0 else length) + message
-            pieces = [data[at : at + _MAX_FRAME_BYTES] for at in range(0, len(data), _MAX_FRAME_BYTES)]
-            ends = [END_STREAM if is_whole and piece is pieces[-1] else 0 for piece in pieces]
-            frames += [frame(Kind.DATA, end, stream, piece) for end, piece in zip(ends, pieces, strict=True)]
-        return stream, b"".join(frames)
+            data = memoryview(struct.pack(">BI", 0, len(message) if length < 0 else length) + message)
+            while data := send_part(self._http2, stream, data, is_last=is_whole):
+                self._flush()
+                self._next()
+        return stream, self._http2.data_to_send()
 
-    @staticmethod
-    def frame_to_reset(stream: int) -> bytes:
-        return frame(Kind.RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
+    def frame_to_reset(self, stream: int) -> bytes:
+        self._http2.reset_stream(stream, ErrorCodes.CANCEL)
+        return self._http2.data_to_send()
 
     def send(self, frames: bytes) -> None:
         self._socket.sendall(frames)
 
-    def _read(self, size: int) -> bytes:
-        while len(self._unread) < size:
-            received = self._socket.recv(1 << 16)
-            if not received:
-                raise EOFError
-            self._unread += received
-        taken, self._unread = self._unread[:size], self._unread[size:]
-        return taken
+    def _flush(self) -> None:
+        if frames := self._http2.data_to_send():
+            self._socket.sendall(frames)
 
-    def _next(self) -> Frame:
+    def _next(self) -> list[Event]:
         """What comes next; settings and pings are answered. EOFError if the server has closed the connection."""
-        head = self._read(9)
-        kind, flags, stream = struct.unpack(">BBI", head[3:])
-        found = Frame(kind, flags, stream, self._read(int.from_bytes(head[:3], "big")))
-        if kind in (Kind.SETTINGS, Kind.PING) and not flags & ACK:
-            self.send(frame(kind, ACK, 0, found.payload if kind == Kind.PING else b""))
-        if kind == Kind.DATA:
-            self._received[stream] = self._received.get(stream, b"") + found.payload
-        if kind == Kind.RST_STREAM or (kind in (Kind.DATA, Kind.HEADERS) and flags & END_STREAM):
-            self._ended.add(stream)
-        return found
+        received = self._socket.recv(1 << 16)
+        if not received:
+            raise EOFError
+        events = self._http2.receive_data(received)
+        for event in events:
+            if isinstance(event, DataReceived):
+                self._received[event.stream_id] = self._received.get(event.stream_id, b"") + event.data
+            elif isinstance(event, StreamEnded | StreamReset):
+                self._ended.add(event.stream_id)
+        self._flush()
+        return events
+
+    def _wait(self, is_there: Callable[[list[Event]], bool]) -> None:
+        while not is_there(self._next()):
+            pass
 
     def wait_end(self, stream: int) -> bytes:
         """Wait until the server ends a call; the data that it sent of it. EOFError if it closes the connection."""
-        while stream not in self._ended:
-            self._next()
+        if stream not in self._ended:
+            self._wait(lambda _: stream in self._ended)
         return self._received.get(stream, b"")
 
     def wait_handled(self) -> None:
         """Wait until the server has read what was sent."""
-        self._socket.sendall(frame(Kind.PING, 0, 0, bytes(8)))
-        while (found := self._next()).kind != Kind.PING or not found.flags & ACK:
-            pass
+        self._http2.ping(bytes(8))
+        self._flush()
+        self._wait(lambda events: any(isinstance(event, PingAckReceived) for event in events))
 
     def close(self) -> None:
         self._socket.close()

@@ -1,0 +1,128 @@
+"""Processes that a benchmark owns: asked line by line, looked at, ended."""
+
+import os
+import select
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Final, NamedTuple, Self
+
+import psutil
+
+from .data import ROOT
+
+__all__ = ["HOST", "Child", "Memory"]
+
+HOST: Final = "127.0.0.1"
+_LINE_SECONDS: Final = 300.0
+_STOP_SECONDS: Final = 120.0
+
+
+class Memory(NamedTuple):
+    """Of a process, in bytes: all that is resident, what of it is no file's, and the most that ever was resident."""
+
+    resident: int
+    anonymous: int
+    highest: int
+
+
+class Child:
+    """A process; leaving a ``with`` block ends it.
+
+    Attributes:
+        needs_signal: to end; else it ends when its standard input does.
+
+    Args:
+        log: what it writes to standard error is appended there; None for this process's own.
+    """
+
+    needs_signal: ClassVar[bool] = False
+
+    def __init__(self, command: Sequence[object], *, log: Path | None = None, cwd: Path = ROOT) -> None:
+        self._log, self._text = log, b""
+        errors = None if log is None else log.open("ab")
+        try:
+            self.process = subprocess.Popen(
+                [*map(str, command)], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            )
+        finally:
+            if errors is not None:
+                errors.close()
+        self._watched = psutil.Process(self.process.pid)
+
+    def line(self) -> str:
+        """What it prints next.
+
+        Raises:
+            RuntimeError: it ended, or printed nothing for five minutes.
+        """
+        assert self.process.stdout is not None
+        descriptor, end = self.process.stdout.fileno(), time.monotonic() + _LINE_SECONDS
+        while b"\n" not in self._text:
+            can_read, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+            part = os.read(descriptor, 1 << 16) if can_read else b""
+            if not part:
+                where = "its messages above" if self._log is None else f"its log, {self._log}"
+                raise RuntimeError(f"{self.process.args!r} printed no line: see {where}")
+            self._text += part
+        line, self._text = self._text.split(b"\n", 1)
+        return line.decode()
+
+    def ask(self, text: str) -> str:
+        """Its next line, after it was given one."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{text}\n".encode())
+        return self.line()
+
+    def last_line(self) -> str:
+        """What it prints once its input has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.line()
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its threads so far."""
+        times = self._watched.cpu_times()
+        return float(times.user + times.system)
+
+    def memory(self) -> Memory:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return Memory(*(int(fields[name].split()[0]) << 10 for name in ("VmRSS", "RssAnon", "VmHWM")))
+
+    def stop(self) -> None:
+        """Ask it to end, and wait; RuntimeError if it ends badly."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.needs_signal:
+            self.process.terminate()
+        status = self.process.wait(_STOP_SECONDS)
+        self._close()
+        if status > 0:
+            raise RuntimeError(f"{self.process.args!r} ended with {status}; log: {self._log}")
+
+    def kill(self) -> None:
+        """End it at once, as a machine's fault would."""
+        self.process.kill()
+        self.process.wait(_STOP_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is not None:
+            self._close()
+        elif error is None:
+            self.stop()
+        else:
+            self.kill()

@@ -1,0 +1,57 @@
+"""What the device itself gives, by fio: the physical limit beside which reads and writes are told."""
+
+import json
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["DEPTH", "MISSING", "is_there", "read_seconds", "reads_per_s", "written_bytes_per_s"]
+
+MISSING: Final = "fio is missing, so the device's limit was not measured: on Debian and Ubuntu, apt install fio."
+DEPTH: Final = 64
+_PAGE_BYTES: Final = 4096
+_WRITTEN_BYTES: Final = 2**27
+_TURNS: Final = 5
+
+
+def is_there() -> bool:
+    return shutil.which("fio") is not None
+
+
+def _fio(path: Path, **settings: object) -> dict[str, Any]:
+    """What one job did, past the page cache.
+
+    Raises:
+        CalledProcessError: it failed; what it said is above.
+    """
+    given = {"name": "limit", "filename": path, "direct": 1, "iodepth": DEPTH, "ioengine": "io_uring"} | settings
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    done = subprocess.run(["fio", "--output-format=json", *flags], stdout=subprocess.PIPE, check=True)
+    (job,) = json.loads(done.stdout)["jobs"]
+    found: dict[str, Any] = job
+    return found
+
+
+def read_seconds(path: Path, reads: int) -> float:
+    """Of so many reads of 4 KiB at random places of a file, 64 at a time."""
+    job = _fio(path, rw="randread", bs=_PAGE_BYTES, number_ios=reads, norandommap=1, randrepeat=0)
+    return float(reads / job["read"]["iops"])
+
+
+def reads_per_s(path: Path) -> float | None:
+    """Reads of 4 KiB a second at queue depth 64; None without fio."""
+    return statistics.median(20_000 / read_seconds(path, 20_000) for _ in range(_TURNS)) if is_there() else None
+
+
+def written_bytes_per_s(folder: Path) -> float | None:
+    """Of writing on, in pieces of 4 MiB, synced at the end; None without fio."""
+    if not is_there():
+        return None
+    path, rates = folder / "device.dat", []
+    for _ in range(_TURNS):
+        job = _fio(path, rw="write", bs="4m", iodepth=1, size=_WRITTEN_BYTES, end_fsync=1)
+        rates.append(1e3 * _WRITTEN_BYTES / float(job["job_runtime"]))
+        path.unlink()
+    return statistics.median(rates)
