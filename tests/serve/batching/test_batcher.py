@@ -15,6 +15,7 @@ import pytest
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.batching import Batcher, OneThread
+from tierstore.serve.batching.batcher import FAILED_SECONDS
 from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
@@ -271,6 +272,28 @@ def test_a_client_whose_query_failed_is_asked_alone_for_a_while(make_bench: Call
     bench.loop.advance(61)
     ask_all(poison=False)
     assert bench.batches == [[0, 1, 2, 3]]
+
+
+def test_errors_after_the_first_reach_a_client_late(make_bench: Callable[..., Bench]) -> None:
+    """So it cannot ask what fails a thousand times a second; its deadline, and others' errors, are not held up."""
+    bench = make_bench()
+
+    def ask(client: str, seconds: float = 1e9, *, is_poison: bool = True) -> asyncio.Task[int]:
+        deadline = bench.loop.now + seconds
+        task = bench.loop.create_task(bench.batcher.submit(Ask(0, is_poison=is_poison), deadline, client))
+        bench.loop.settle()
+        bench.work()
+        return task
+
+    assert status_of(ask("mistaken")) is Status.INTERNAL
+    again, hurried = ask("mistaken"), ask("mistaken", FAILED_SECONDS / 2)
+    assert ask("mistaken", is_poison=False).result() == 0
+    assert status_of(ask("another")) is Status.INTERNAL
+    bench.loop.advance(FAILED_SECONDS * 0.9)
+    assert status_of(hurried) is Status.DEADLINE
+    assert not again.done()
+    bench.loop.advance(FAILED_SECONDS * 0.2)
+    assert status_of(again) is Status.INTERNAL
 
 
 def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(make_bench: Callable[..., Bench]) -> None:

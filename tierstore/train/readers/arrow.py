@@ -104,7 +104,7 @@ class ArrowReader(Reader):
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         row = start_row
-        held: list[RawRows] = []
+        held: list[tuple[RawRows, int, int]] = []
         num_held = 0
         for rows in self._convert(start_row):
             begin, end = 0, len(rows.labels)
@@ -113,9 +113,9 @@ class ArrowReader(Reader):
             row += end
             while num_held + end - begin >= chunk_rows:
                 cut = begin + chunk_rows - num_held
-                yield RawRows.joined([*held, rows.part(begin, cut)])
+                yield RawRows.joined([*held, (rows, begin, cut)])
                 held, num_held, begin = [], 0, cut
-            held.append(rows.part(begin, end))
+            held.append((rows, begin, end))
             num_held += end - begin
             if row == stop_row:
                 break
@@ -195,7 +195,7 @@ class _Record:
             labels = np.array([*_LABEL_TEXTS.values(), np.nan])[known.fill_null(len(_LABEL_TEXTS)).to_numpy()]
         else:
             labels = self._numbers(name, column)
-        self._check(name, np.isin(labels, (-1, 0, 1)), "0 or 1, or else -1 or 1")
+        self._check(name, (labels == 0) | (np.abs(labels) == 1), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:

@@ -60,18 +60,19 @@ class RawRows(NamedTuple):
     """Of F columns."""
 
     @classmethod
-    def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
-        """The rows of all parts; of several a copy."""
-        if len(parts) == 1:
-            return parts[0]
-        labels, dense, categories = zip(*parts, strict=True)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
+    def joined(cls, parts: Sequence[tuple["RawRows", int, int]]) -> "RawRows":
+        """The rows ``[begin, end)`` of each part, copied but for a part that is all of it."""
+        if len(parts) == 1 and parts[0][1:] == (0, len(parts[0][0].labels)):
+            return parts[0][0]
+        return cls(
+            np.concatenate([rows.labels[begin:end] for rows, begin, end in parts]),
+            np.concatenate([rows.dense[begin:end] for rows, begin, end in parts]),
+            Categories.joined([(rows.categories, begin, end) for rows, begin, end in parts]),
+        )
 
     def part(self, begin: int, end: int) -> "RawRows":
         """Rows ``[begin, end)``."""
-        if end - begin == len(self.labels):
-            return self
-        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
+        return RawRows.joined([(self, begin, end)])
 
 
 @dataclass(frozen=True, slots=True)
