@@ -68,18 +68,26 @@ class SendsGradients(ABC):
     def release(self) -> None:
         """See ``Lookup.release``."""
 
+    @property
+    @abstractmethod
+    def _ranks(self) -> Ranks: ...
+
     @abstractmethod
     def sent(self, grad_out: Tensor) -> "Sent":
         """Send gradients to the owners; what came to this rank."""
 
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``. If it fails, other ranks may train all the same, so the step must not be repeated."""
+        """See ``TrainsRows``. If this rank has exchanged gradients, or is amid it, and fails, other ranks may train all
+        the same: the step must not be repeated. What all ranks refuse before it may be."""
+        may_be_trained = False
         try:
             sent = self.sent(grad_out)
+            may_be_trained = True
             found: Ready = sent.lookup.readied(sent.gradient)
         except BaseException as error:
-            for table in self.tables:
-                table.store.note_partly_trained(error)
+            if may_be_trained or self._ranks.is_amid_call:
+                for table in self.tables:
+                    table.store.note_partly_trained(error)
             raise
         return found
 

@@ -239,6 +239,10 @@ class _MergedPooled(SendsGradients):
         self._lookups = lookups
         self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
 
+    @property
+    def _ranks(self) -> Ranks:
+        return self._lookups[0]._ranks
+
     def release(self) -> None:
         for lookup in self._lookups:
             lookup.release()
