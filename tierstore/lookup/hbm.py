@@ -107,16 +107,24 @@ class HbmLookup(OverJoined):
         """See ``Lookup.has_room``."""
         if self._is_empty:
             return True
-        rows, batch = self._sent()
-        return rows.has_room(batch)
+
+        def has_room(_pool: Pool) -> bool:
+            rows, batch = self._sent()
+            return rows.has_room(batch)
+
+        return in_pool_of(self.joined.tables[0], has_room)
 
     @shielded
     def stage(self) -> bool:
         """See ``Lookup.stage``."""
         if self._is_empty:
             return True
-        rows, batch = self._sent()
-        self._lease = rows.stage(batch)
+
+        def stage(_pool: Pool) -> DeviceLease | None:
+            rows, batch = self._sent()
+            return rows.stage(batch)
+
+        self._lease = in_pool_of(self.joined.tables[0], stage)
         return self._lease is not None
 
     def release(self) -> None:
@@ -181,13 +189,17 @@ class HbmLookup(OverJoined):
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
         """See ``TrainsRows``."""
-        replayed = None
-        if not self._is_empty:
-            with self._on_device() as (rows, batch):
-                if batch.captured is not None:  # what no graph can have is refused here, before a row changes
-                    replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
-                self._lease = rows.whole(batch, self._lease)
+        replayed = None if self._is_empty else in_pool_of(self.joined.tables[0], self._bring_in)
         return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
+
+    def _bring_in(self, _pool: Pool) -> list[Hyper] | None:
+        """Bring the rows in, if they fit together. Under capture returns the tables' ``replayed_hyper``."""
+        replayed = None
+        with self._on_device() as (rows, batch):
+            if batch.captured is not None:  # what no graph can have is refused here, before a row changes
+                replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
+            self._lease = rows.whole(batch, self._lease)
+        return replayed
 
     @shielded
     def update(self, grad_out: Tensor, replayed: list[Hyper] | None = None) -> None:

@@ -76,12 +76,12 @@ class Lookup(OverJoined):
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""
-        return self._pool.rows.has_room(self.joined)
+        return in_pool_of(self.joined.tables[0], lambda pool: pool.rows.has_room(self.joined))
 
     @shielded
     def stage(self) -> bool:
         """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
-        self._lease = self._pool.rows.stage(self.joined)
+        self._lease = in_pool_of(self.joined.tables[0], lambda pool: pool.rows.stage(self.joined))
         return self._lease is not None or not len(self.joined)
 
     def _lease_in(self, pool: Pool) -> Lease | None:
@@ -132,8 +132,8 @@ class Lookup(OverJoined):
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
         """See ``TrainsRows``."""
-        pool = self._pool
-        self._lease = pool.rows.whole(self.joined, self._lease_in(pool))
+        joined = self.joined
+        self._lease = in_pool_of(joined.tables[0], lambda pool: pool.rows.whole(joined, self._lease_in(pool)))
         return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
 
     @shielded
