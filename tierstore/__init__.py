@@ -6,7 +6,7 @@ optimizer runs inside backward, and a commit is atomic over everything.
 
 from . import errors, init, optim
 from .config import TableConfig
-from .io.prefetch import prefetch
+from .nn.prefetch import prefetch
 from .nn import (
     JaggedTensor,
     KeyedJaggedTensor,

@@ -16,7 +16,7 @@ policy               cache
 ===================  =============================================================
 
 These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
-needs no policy.  ``hbm.HbmCache`` holds rows in device memory, on tensors, 32-way set-associative.
+needs no policy.  ``tierstore.hbm.cache`` has that of device memory.
 """
 
 import bisect

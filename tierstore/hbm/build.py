@@ -5,7 +5,7 @@ from typing import Final, Protocol, get_args
 
 import torch
 
-from ..cache.hbm import PolicyName
+from .cache import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..kernels import MODES

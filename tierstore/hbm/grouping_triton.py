@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.hbm_triton import mix
-from ..cache.triton_launch import launch
+from .cache_triton import mix
+from .triton_launch import launch
 
 TILE: Final = 1024
 """Places of a sorted batch that one program looks at."""

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
-from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
-from ..cache.hbm_sketch import FrequencySketch
+from .cache import HbmCache, PolicyName
+from .books import SUMMARY_ROWS, Plan, Status
+from .sketch import FrequencySketch
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 
 from .. import kernels
-from ..cache.triton_launch import launch
+from .triton_launch import launch
 from ..optim.configs import NUM_HYPER
 from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, DeviceIds, Groups

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from .. import cache
-from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
-from ..cache.hbm_books import WAYS
-from ..cache.hbm_sketch import SKETCH_BYTES
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
+from ..hbm.books import WAYS
+from ..hbm.sketch import SKETCH_BYTES
 from ..errors import BudgetError
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES

@@ -11,7 +11,7 @@ import torch
 
 from .. import optim
 from ..config import TableConfig
-from ..io.prefetch import prefetch
+from ..nn.prefetch import prefetch
 from ..nn import KeyedJaggedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
 from ..offline.quantization import quantize
 from ..serve.messages import InferTensor

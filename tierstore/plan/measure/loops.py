@@ -40,7 +40,7 @@ from torch import Tensor
 from ... import optim
 from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
-from ...io.prefetch import prefetch
+from ...nn.prefetch import prefetch
 from ...kernels.arrays import Int64s
 from ...kernels.threads import MIN_WORK, default_threads
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection

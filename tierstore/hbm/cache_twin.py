@@ -1,12 +1,12 @@
-"""The device cache's kernels in plain torch: they run on any device, and are the oracle of ``hbm_triton``."""
+"""The device cache's kernels in plain torch: they run on any device, and are the oracle of ``cache_triton``."""
 
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
+from ..cache.flags import DIRTY, LOADING, RESIDENT
+from .books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
