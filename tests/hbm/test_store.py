@@ -67,8 +67,7 @@ def everything(directory: Path, table: tierstore.TableConfig, **settings: Any) -
                 store.commit()
         rows = read_rows(own, 0, ROWS)
         seen += [own.read(ALL), rows.weights, rows.state]
-        if own.pool.hot is not None:
-            own.pool.hot.check_integrity()
+        own.pool.tier.check_integrity()
         assert not own.pool.in_use
         return [bits(each) for each in seen], store.stats().hbm
 
@@ -306,7 +305,7 @@ def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
 
         monkeypatch.setattr(tier, "send", send_late)
         ready = getattr(lookup, call)(*[gradient] * (call == "readied"))
-        assert table.pool.hot is not replaced[0]
+        assert table.pool.tier is not replaced[0]
         if call == "readied":
             ready.train()
         assert ready

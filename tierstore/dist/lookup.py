@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
-from ..lookup.contract import AnyLookup
+from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.merging import Merged
 from ..lookup.tables import Ready, RowGradients, by_table
@@ -32,7 +32,6 @@ from ..pool.backward import NO_ARG_MAX
 from ..pool.pooling import dot_part, pool_part
 from ..pool.residency import Pooling
 from ..store import Table
-from ..store.table import make_lookup
 from .columns import with_mean_squares
 from .owners import Owners
 from .ranks import Ranks

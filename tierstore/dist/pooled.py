@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.contract import AnyLookup
+from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, tables_of
 from ..pool.backward import NO_FLOATS
 from ..store import Table
-from ..store.table import make_lookup
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
 from .table import ShardedTable

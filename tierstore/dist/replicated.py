@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.arrays import Floats
 from ..lookup.joined import Joined, OfKeys
 from ..rows import KEY_ROW_BITS
-from ..store.table import make_lookup
+from ..lookup.contract import make_lookup
 from .lookup import Sent, ShardedLookup
 from .owners import Owners
 from .ranks import Ranks

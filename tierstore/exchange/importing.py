@@ -15,7 +15,7 @@ from ..kernels.arrays import Floats
 from ..optim import Optimizer
 from ..rows import DtypeName
 from ..store import Store, Table, open_store
-from ..store.table import raw_weights
+from ..pool.tier import raw_weights
 from ..store.target import kept_if_committed
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables, notes_of

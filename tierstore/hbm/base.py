@@ -358,7 +358,7 @@ class DeviceRows(ABC):
             self.checks.note(batch.check)
 
     def look(self) -> None:
-        """See ``UpperTier``."""
+        """See ``Tier``."""
         self.checks.look(wait=True)
         self.captures.look(wait=True)
 
@@ -458,7 +458,18 @@ class DeviceRows(ABC):
         self.lane.follow(known.ready)
         return known.rules
 
-    # Whole rows, for their owner
+    # As a ``pool.tier.Tier``
+
+    on_device = True
+
+    def are_in_memory(self, keys: Int64s) -> bool:  # noqa: ARG002 - ids and results are copied
+        return False
+
+    def read_in_memory(self, keys: Int64s) -> None:
+        """See ``are_in_memory``."""
+
+    def one_table(self, table_index: int, num_rows: int) -> None:
+        """See ``are_in_memory``."""
 
     @abstractmethod
     def read(self, keys: Int64s) -> Tensor:
@@ -557,6 +568,12 @@ class DeviceRows(ABC):
         """ClosedError after ``close``."""
         if self._closed:
             raise ClosedError("the store is closed")
+
+
+def rows_of(pool: Pool) -> DeviceRows:
+    """A pool's rows in device memory, where its ``tier`` is that."""
+    assert isinstance(pool.tier, DeviceRows), "a lookup in device memory over a pool without"
+    return pool.tier
 
 
 def _kernels_for(device: torch.device) -> ModuleType:

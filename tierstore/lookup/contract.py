@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
+from .hbm import HbmLookup
 from .joined import Joined
+from .lookup import Lookup
 from .tables import TrainsRows
 
 
@@ -42,3 +44,10 @@ class AnyLookup(TrainsRows, Protocol):
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale``."""
         ...
+
+
+def make_lookup(joined: Joined, *, mode: str) -> AnyLookup:
+    """A pooled lookup in the fastest tier of the tables. ValueError, which names table and id, for an id outside its
+    table."""
+    on_device = joined.tables[0].pool.tier.on_device
+    return HbmLookup(joined, mode=mode) if on_device else Lookup(joined, mode=mode)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules
+from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
 from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Floats, Int64s
 from ..optim.configs import Hyper, adding
@@ -42,8 +42,9 @@ class HbmLookup(OverJoined):
         self._batch: DeviceBatch | None = None
         if isinstance(joined, OnDevice):
             self._rows, self._batch = joined.rows, joined.sent
-        elif isinstance(rows := joined.tables[0].pool.hot, DeviceRows):
-            rows.lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
+        else:
+            lane = rows_of(joined.tables[0].pool).lane
+            lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
         self._rules: Rules | None = None
@@ -78,8 +79,7 @@ class HbmLookup(OverJoined):
 
     def _sent(self) -> tuple[DeviceRows, DeviceBatch]:
         """The tables' current pool, and the batch there; while no rows are in use, a new table may replace the pool."""
-        rows = self.joined.tables[0].pool.hot
-        assert isinstance(rows, DeviceRows), "a lookup in device memory over a pool without"
+        rows = rows_of(self.joined.tables[0].pool)
         rows.begin()
         if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
             raise refused_in_graph("no batch is used that was prefetched or looked up outside, nor the other way round")

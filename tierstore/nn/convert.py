@@ -17,7 +17,7 @@ from ..exchange.rows import chunks, write_rows
 from ..init import Initializer, Normal
 from ..rows import MAX_ROWS
 from ..store import Store, Table
-from ..store.table import raw_weights
+from ..pool.tier import raw_weights
 from ..store.version import TableState
 from .embedding import TieredEmbedding
 from .embedding_bag import TieredEmbeddingBag

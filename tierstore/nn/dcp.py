@@ -25,7 +25,7 @@ from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, 
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..rows import RowLayout
 from ..store import Store, Table
-from ..store.table import raw_weights
+from ..pool.tier import raw_weights
 from ..store.version import TableState
 
 __all__ = ["StoreVersion", "rows"]

@@ -14,10 +14,8 @@ Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (brings rows in), `
 out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
-import contextlib
 import logging
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
 from ..cache import Announceable, FullCache, RowCache
 from ..io import ColdTier
@@ -32,9 +30,9 @@ from .filling import Filler
 from .in_place import InPlaceRows
 from .leases import Leases
 from .pins import PIN_WAIT_SECONDS, Pins
-from .residency import OneTable, ResidentRows
+from .residency import ResidentRows
+from .tier import HostTier, Tier
 from .transfers import Transfers
-from .upper import UpperTier
 from .writeback import WriteBack
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -48,8 +46,8 @@ class Pool:
         arena: the rows in DDR, as kernels read them, and the locks over them.
         cache: which rows are there.
         pins, filler, leases, transfers, writeback: see the module's docstring.
-        hot: the tier above, in device memory, or None, from first use on: whoever finds a pool that is closed meanwhile
-            must not take it for one without. It may hold newer rows.
+        tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
+            the pool is closed.
 
     Args:
         read: brings rows in; default: as ``cold`` has them.
@@ -79,7 +77,7 @@ class Pool:
         self.leases = Leases(self.arena, self.pins, self.filler)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
         self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
-        self.hot: UpperTier | None = None
+        self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
         self._announceable = cache if isinstance(cache, Announceable) else None
         self._said_lookahead = False
 
@@ -108,49 +106,24 @@ class Pool:
             if self._announceable and not self.is_closed:
                 self._announceable.retire(batch)
 
-    # The tier above
-
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
-        return contextlib.nullcontext() if self.hot is None else self.hot.emptied()
-
-    @property
-    def lock_above(self) -> AbstractContextManager[Any]:
-        """The lock of the tier above, if there is one; to be taken before those of this one."""
-        return contextlib.nullcontext() if self.hot is None else self.hot.lock
-
     def refuse(self) -> None:
         """Refuse further use, here and in the tier above; waiters are told."""
-        if self.hot is not None:
-            self.hot.refuse()
+        self.tier.refuse()
         self.arena.refuse()
-
-    def settle(self) -> None:
-        """Have the tier above, if there is one, copy its newer rows into this one."""
-        if self.hot is not None:
-            self.hot.flush()
 
     @shielded
     def flush(self) -> None:
         """Write every dirty row to the cold tier. The rows stay cached, clean."""
-        self.settle()
+        self.tier.flush()
         with self.arena.fill_lock:
             self.writeback.write_all()
-
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        """Lookups of a table by one compiled call; None if that is not to be had."""
-        return self.rows.one_table(table_index, num_rows) if self.hot is None else None
 
     # State
 
     @property
     def in_use(self) -> bool:
         """Whether an in-flight batch or call uses or writes rows, here or in the tier above."""
-        return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self._is_used_above
-
-    @property
-    def _is_used_above(self) -> bool:
-        return self.hot is not None and self.hot.num_leased > 0
+        return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self.tier.num_leased > 0
 
     def becomes_unused(self) -> bool:
         """Wait until no call uses rows, a minute at most; False if one does still, or a batch does."""
@@ -158,24 +131,22 @@ class Pool:
         with self.arena.lock:
             self.arena.changed.wait_for(lambda: not pins.num_pinned or pins.num_held, timeout=PIN_WAIT_SECONDS)
             is_used = pins.num_pinned > 0 or pins.num_held > 0
-        return not (is_used or self._is_used_above)
+        return not is_used and not self.tier.num_leased
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the cache and of the buffers for write-back and for moving rows to the tier above."""
-        staging = 0 if self.hot is None else self.hot.host_bytes
-        return self.cache.size_bytes + self.writeback.size_bytes + staging
+        return self.cache.size_bytes + self.writeback.size_bytes + self.tier.host_bytes
 
     def close(self) -> None:
         """Refuse further use."""
         self.arena.refuse()
-        if self.hot is not None:
-            self.hot.close()
+        self.tier.close()
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing is to be written, neither from here nor from the tier above."""
-        return not self.cache.num_dirty and (self.hot is None or not self.hot.num_dirty)
+        return not self.cache.num_dirty and not self.tier.num_dirty
 
     @property
     def is_closed(self) -> bool:

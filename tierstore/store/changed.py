@@ -86,7 +86,7 @@ def changed_rows(
     None if all that the pools hold is to be dropped: with device memory above them, whose rows are not looked for; and
     where there are none yet, as others may be made before the version is shown.
     """
-    if not pools or any(pool.hot is not None for pool in pools):
+    if not pools or any(pool.tier.on_device for pool in pools):
         return None
     rows = []
     for pool in pools:

@@ -110,7 +110,7 @@ class Follower:
             self.give_up(self._found)
             self._pools.require_unused("rehearse")
             for pool in self._pools:
-                if pool.hot is None:
+                if not pool.tier.on_device:
                     rehearse(pool, self._catalog.source(self._cold.read))
 
     def give_up(self, found: NewerVersion | None) -> None:

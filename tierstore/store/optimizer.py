@@ -15,7 +15,8 @@ from ..lookup.training import train
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
-from .table import Table, make_lookup
+from .table import Table
+from ..lookup.contract import make_lookup
 
 if TYPE_CHECKING:
     from .store import Store
