@@ -28,9 +28,7 @@ from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.arena import Rows
-from ..pool.backward import NO_ARG_MAX
-from ..pool.pooling import dot_part, pool_part
-from ..pool.residency import Pooling
+from ..pool.bags import NO_ARG_MAX, Pooling, dot_part, pool_part
 from ..store import Table
 from .columns import with_mean_squares
 from .owners import Owners
@@ -306,7 +304,7 @@ class RowsLookup(RoutedLookup[_Route]):
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers
-        pool_part(rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
+        pool_part(rows, workers, joined.bags, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -315,7 +313,7 @@ class RowsLookup(RoutedLookup[_Route]):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(self._rows, self.joined, grad_out.numpy(), 0, self._slots, own)
+        dot_part(self._rows, self.joined.bags, grad_out.numpy(), 0, self._slots, own)
         self.joined.scatter(own, grad_scale)
 
     def _side_by_side(self, parts: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, tables_of
-from ..pool.backward import NO_FLOATS
+from ..pool.bags import NO_FLOATS
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks

@@ -24,7 +24,7 @@ from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
-from ..pool.residency import Numbering
+from ..pool.bags import Numbering
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import rows_twin
