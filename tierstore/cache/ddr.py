@@ -145,7 +145,7 @@ class DdrCache(HostCache):
         return listed
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """See Listable. The order is by the policy's rank, then by last admission."""
+        """See RowCache. The order is by the policy's rank, then by last admission."""
         stop = min(listing.next_slot + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
         records = self._books.slots[slots]
@@ -197,15 +197,15 @@ class DdrCache(HostCache):
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:
-        """See Announceable."""
+        """See RowCache."""
         return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
 
     def announce(self, keys: Int64s) -> int:
-        """See Announceable."""
+        """See RowCache."""
         return int(announce_keys(self._books, checked_keys(keys))) if self.policy == "lookahead" else 0
 
     def retire(self, batch: int) -> None:
-        """See Announceable."""
+        """See RowCache."""
         if batch:
             retire_batch(self._books, batch)
 

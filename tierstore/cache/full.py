@@ -179,7 +179,7 @@ class FullCache(HostCache):
         return self.flagged(RESIDENT, self.num_resident)
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """See Listable. Slots that are never another row's are listed in the order of their numbers."""
+        """See RowCache. Slots that are never another row's are listed in the order of their numbers."""
         first = listing.next_slot
         stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first

@@ -82,7 +82,7 @@ def require_capacity(capacity: int) -> None:
 
 
 class HostCache:
-    """The part of a ``RowCache`` that asks neither which row is in a slot nor which leaves next.
+    """``SlotStates``, and counters.
 
     Attributes:
         weights, state: uint64 [capacity, words], 64-byte aligned.

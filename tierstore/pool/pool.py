@@ -17,7 +17,7 @@ out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 import logging
 from typing import Final
 
-from ..cache import Announceable, FullCache, RowCache
+from ..cache import FullCache, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
@@ -78,22 +78,21 @@ class Pool:
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
         self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
         self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
-        self._announceable = cache if isinstance(cache, Announceable) else None
         self._said_lookahead = False
 
     # Announcements
 
     def can_announce(self, num_keys: int) -> bool:
-        """See ``cache.Announceable``."""
+        """See ``cache.base.Placement``."""
         with self.arena.lock:
-            return self._announceable.can_announce(num_keys) if self._announceable else True
+            return self.cache.can_announce(num_keys)
 
     @shielded
     def announce(self, keys: Int64s) -> int:
-        """See ``cache.Announceable``."""
+        """See ``cache.base.Placement``."""
         with self.arena.lock:
             self.arena.require_open()
-            number = self._announceable.announce(keys) if self._announceable else 0
+            number = self.cache.announce(keys)
             if not number and not self._said_lookahead and self.can_announce(len(keys)):
                 self._said_lookahead = True
                 _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
@@ -101,10 +100,10 @@ class Pool:
 
     @shielded
     def retire(self, batch: int) -> None:
-        """See ``cache.Announceable``."""
+        """See ``cache.base.Placement``."""
         with self.arena.lock:
-            if self._announceable and not self.is_closed:
-                self._announceable.retire(batch)
+            if not self.is_closed:
+                self.cache.retire(batch)
 
     def refuse(self) -> None:
         """Refuse further use, here and in the tier above; waiters are told."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..cache import Listable, Listing
+from ..cache import Listing
 from ..kernels.arrays import Int64s, Words
 from ..pool import Pool
 from ..pool.converting import RowSource
@@ -99,8 +99,7 @@ def rehearse(pool: Pool, read: RowSource) -> None:
     """Read a cached row again, of the version that is shown, and list some: what following uses is compiled then."""
     cache = pool.cache
     with pool.arena.lock:
-        if isinstance(cache, Listable):
-            cache.list_more(Listing(), 1)
+        cache.list_more(Listing(), 1)
         keys = cache.keys_of(cache.resident_slots()[-1:])
     rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
     rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
