@@ -48,6 +48,10 @@ class AnyLookup(TrainsRows, Protocol):
 
 def make_lookup(joined: Joined, *, mode: str) -> AnyLookup:
     """A pooled lookup in the fastest tier of the tables. ValueError, which names table and id, for an id outside its
-    table."""
-    on_device = joined.tables[0].pool.tier.on_device
-    return HbmLookup(joined, mode=mode) if on_device else Lookup(joined, mode=mode)
+    table; where each row has a slot of its own, and in device memory, the lookup raises it."""
+    pool = joined.tables[0].pool
+    if pool.tier.on_device:
+        return HbmLookup(joined, mode=mode)
+    if pool.rows.numbering is None:
+        joined.keyed  # noqa: B018 - reads ids
+    return Lookup(joined, mode=mode)

@@ -36,9 +36,8 @@ class Lookup(OverJoined):
         joined: its ids.
         mode: as given.
 
-    Raises:
-        ValueError: an id outside its table; names the table and the id. Where each row has a slot of its own,
-            ``forward`` and ``stage`` raise it.
+    Its methods that need rows raise ValueError, which names table and id, for an id outside its table, unless ids were
+    read before.
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
@@ -47,8 +46,6 @@ class Lookup(OverJoined):
         self._mode = kernels.MODES[mode]
         self._lease: Lease | None = None
         self._arg_max = NO_ARG_MAX
-        if self._pool.rows.numbering is None:
-            joined.keyed  # noqa: B018 - checks the ids
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":

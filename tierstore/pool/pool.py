@@ -10,7 +10,7 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins anew.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (brings rows in), ``leases``, ``transfers`` (rows in and
+Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``transfers`` (rows in and
 out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
@@ -26,9 +26,8 @@ from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
 from .evicting import EvictingRows
-from .filling import Filler
 from .in_place import InPlaceRows
-from .leases import Leases
+from .leases import Filler, Leases
 from .pins import PIN_WAIT_SECONDS, Pins
 from .residency import ResidentRows
 from .tier import HostTier, Tier

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -411,7 +412,12 @@ class Table(Unpicklable):
     def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> AnyLookup:
         """A lookup of one feature in this table."""
         self.require_whole()
-        return make_lookup(jagged.join(Features([self], [0]), [0]), mode=mode)
+        return make_lookup(jagged.join(self._alone, [0]), mode=mode)
+
+    @cached_property
+    def _alone(self) -> Features:
+        """One feature, in this table."""
+        return Features([self], [0])
 
     def __repr__(self) -> str:
         config = self.config
