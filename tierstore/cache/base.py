@@ -99,12 +99,10 @@ class Admission(Pinned):
 
     @property
     def consumed(self) -> int:
-        """See the class."""
         return self.progress.item(CONSUMED)
 
     @property
     def num_missing(self) -> int:
-        """See the class."""
         return self.progress.item(NUM_MISSING)
 
     @property

@@ -197,15 +197,12 @@ class DdrCache(HostCache):
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:
-        """See RowCache."""
         return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
 
     def announce(self, keys: Int64s) -> int:
-        """See RowCache."""
         return int(announce_keys(self._books, checked_keys(keys))) if self.policy == "lookahead" else 0
 
     def retire(self, batch: int) -> None:
-        """See RowCache."""
         if batch:
             retire_batch(self._books, batch)
 

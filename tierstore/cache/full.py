@@ -96,7 +96,6 @@ class FullCache(HostCache):
         return int(_count(self.flags, DIRTY))
 
     def first_slots(self, table_indices: Int64s) -> Int64s:
-        """See ``RowNumbering``."""
         return self.numbering.first_slots(table_indices)
 
     def keys_at(self, slots: Int32s) -> Int64s:

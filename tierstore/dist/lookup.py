@@ -141,7 +141,6 @@ class ShardedLookup(SendsGradients):
 
     @property
     def group(self) -> Hashable:
-        """See ``AnyLookup``."""
         table = self._sharded[0]
         return type(self), table.store, table.layout, table.num_parts, self.mode
 
@@ -207,7 +206,6 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
         return self.tables[0].config.embedding_dim
 
     def release(self) -> None:
-        """See ``Lookup.release``."""
         if "own" in self.__dict__:
             self.own.release()
 
@@ -258,7 +256,6 @@ class RowsLookup(RoutedLookup[_Route]):
 
     @classmethod
     def merged(cls, lookups: Sequence["RowsLookup"], widths: Sequence[int]) -> Self:
-        """See ``Lookup.merged``."""
         joined = Merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
         if made._mode == kernels.MAX:
@@ -293,12 +290,10 @@ class RowsLookup(RoutedLookup[_Route]):
         return self._route.places[self._route.inverse]
 
     def release(self) -> None:
-        """See ``Lookup.release``."""
         self._rows = None
         super().release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         joined, route = self.joined, self._route
         rows = Rows.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
         if self._mode == kernels.MAX:
@@ -308,7 +303,6 @@ class RowsLookup(RoutedLookup[_Route]):
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``."""
         if not len(self.joined):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"

@@ -341,7 +341,6 @@ class ShardedStore:
 
     @property
     def offsets_type(self) -> OffsetsType:
-        """See ``Store``."""
         return self.local.offsets_type
 
     @property

@@ -358,7 +358,6 @@ class DeviceRows(ABC):
             self.checks.note(batch.check)
 
     def look(self) -> None:
-        """See ``Tier``."""
         self.checks.look(wait=True)
         self.captures.look(wait=True)
 

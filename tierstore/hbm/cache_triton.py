@@ -235,7 +235,6 @@ def count_tile(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> Non
 def plan(
     books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``cache_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     launch(
@@ -247,7 +246,6 @@ def plan(
 
 
 def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
-    """See ``cache_twin.commit``."""
     high, low = divmod(clock, 1 << _CLOCK_BITS.value)
     launch(
         commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *books, plan.keys, plan.slots, plan.statuses,
@@ -257,7 +255,6 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
 
 
 def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
-    """See ``cache_twin.list_keys``."""
     slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
     launch(
         list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *told, slots,
@@ -267,7 +264,6 @@ def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Ten
 
 
 def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
-    """See ``cache_twin.find_sorted``."""
     found = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     launch(
         find_tile, (triton.cdiv(len(keys), _BLOCK),), ordered, order, keys, found, len(ordered), len(keys), behind,
@@ -277,12 +273,10 @@ def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Te
 
 
 def age(ranks: Tensor) -> None:
-    """See ``cache_twin.age``."""
     launch(age_tile, (triton.cdiv(len(ranks), _BLOCK),), ranks, len(ranks), BLOCK=_BLOCK)
 
 
 def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
-    """See ``cache_twin.edit_flags``."""
     if len(slots):
         launch(
             edit_tile, (triton.cdiv(len(slots), _BLOCK),), flags, slots, len(slots), capacity, PIN if unpin else 0,
@@ -291,7 +285,6 @@ def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep
 
 
 def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
-    """See ``cache_twin.sketch_estimate``."""
     estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     grid = (triton.cdiv(len(keys), _BLOCK),)
     launch(estimate_tile, grid, counters, keys, num_unique, estimates, len(counters) // 2, BLOCK=_BLOCK)
@@ -299,7 +292,6 @@ def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tenso
 
 
 def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
-    """See ``cache_twin.sketch_count``."""
     grid = (triton.cdiv(len(keys), _BLOCK),)
     launch(
         count_tile, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK

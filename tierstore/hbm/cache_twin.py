@@ -99,7 +99,6 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
 
 
 def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
-    """See ``HbmCache.list_keys``."""
     slots = plan.slots[places]
     told[0] = plan.keys[places]
     told[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)

@@ -75,7 +75,6 @@ def place_tile(
 
 
 def mix_keys(keys: Tensor) -> Tensor:
-    """See ``grouping_twin.mix_keys``."""
     mixed = torch.empty_like(keys)
     launch(mix_tile, _tiles(keys), keys, mixed, len(keys), BLOCK=TILE)
     return mixed

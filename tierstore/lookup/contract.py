@@ -14,8 +14,6 @@ from .tables import TrainsRows
 
 
 class AnyLookup(TrainsRows, Protocol):
-    """See ``lookup.Lookup``."""
-
     joined: Joined
     mode: str
 

@@ -51,7 +51,6 @@ class HbmLookup(OverJoined):
 
     @classmethod
     def merged(cls, lookups: "Sequence[HbmLookup]", widths: Sequence[int]) -> "HbmLookup":
-        """See ``Lookup.merged``."""
         joined = Merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
         made._parts = lookups
@@ -104,7 +103,6 @@ class HbmLookup(OverJoined):
         return known
 
     def has_room(self) -> bool:
-        """See ``Lookup.has_room``."""
         if self._is_empty:
             return True
 
@@ -116,7 +114,6 @@ class HbmLookup(OverJoined):
 
     @shielded
     def stage(self) -> bool:
-        """See ``Lookup.stage``."""
         if self._is_empty:
             return True
 
@@ -144,7 +141,6 @@ class HbmLookup(OverJoined):
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         table = self.joined.tables[0]
         if self._is_empty:
             for column in self.joined.columns.tolist():
@@ -188,7 +184,6 @@ class HbmLookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``."""
         replayed = None if self._is_empty else in_pool_of(self.joined.tables[0], self._bring_in)
         return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
 

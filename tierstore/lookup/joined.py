@@ -295,7 +295,6 @@ class OverJoined:
 
     @property
     def group(self) -> Hashable:
-        """See ``AnyLookup``."""
         table = self.joined.tables[0]
         return table.store, table.layout, self.mode
 

@@ -143,7 +143,6 @@ class Lookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``."""
         joined = self.joined
         self._lease = in_pool_of(
             joined.tables[0], lambda pool: pool.rows.whole(self._batch_in(pool), self._lease_in(pool))

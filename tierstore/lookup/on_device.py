@@ -40,7 +40,6 @@ class DeviceJagged:
         self._to_host = to_host
 
     def of(self, batch: int) -> "DeviceJagged":
-        """See ``Jagged``."""
         self.batch = batch
         return self
 

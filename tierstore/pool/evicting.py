@@ -14,8 +14,6 @@ from .writeback import WriteBack
 
 
 class EvictingRows:
-    """See ``residency.ResidentRows``."""
-
     numbering: None = None
     takes_ids = False
 

@@ -19,8 +19,6 @@ from .writeback import WriteBack
 
 
 class InPlaceRows:
-    """See ``residency.ResidentRows``."""
-
     def __init__(self, arena: Arena, cache: FullCache, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
         self.numbering: Numbering | None = cache
         self.takes_ids = not arena.layout.is_quantized

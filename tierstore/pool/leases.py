@@ -193,7 +193,6 @@ class Leases:
         return lease
 
     def in_place(self, slots: Int32s) -> Lease:
-        """See ``Pins.in_place``."""
         return self._pins.in_place(slots)
 
     def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Lease:

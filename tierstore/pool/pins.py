@@ -74,8 +74,6 @@ class _Claim(weakref.ref[Lease]):
 
 
 class Pins:
-    """See the module's docstring."""
-
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._claims: set[_Claim] = set()

@@ -82,13 +82,11 @@ class Pool:
     # Announcements
 
     def can_announce(self, num_keys: int) -> bool:
-        """See ``cache.base.Placement``."""
         with self.arena.lock:
             return self.cache.can_announce(num_keys)
 
     @shielded
     def announce(self, keys: Int64s) -> int:
-        """See ``cache.base.Placement``."""
         with self.arena.lock:
             self.arena.require_open()
             number = self.cache.announce(keys)
@@ -99,7 +97,6 @@ class Pool:
 
     @shielded
     def retire(self, batch: int) -> None:
-        """See ``cache.base.Placement``."""
         with self.arena.lock:
             if not self.is_closed:
                 self.cache.retire(batch)

@@ -250,7 +250,6 @@ class Store(Unpicklable):
             return self._pools.of(layout)
 
     def written_rows(self, table: Table) -> Iterator[Int64s]:
-        """See ``Table.written``."""
         self.require_open()
         if not self.readonly:
             self._commits.end_pending()
@@ -280,7 +279,6 @@ class Store(Unpicklable):
         return optimizer
 
     def note_partly_trained(self, error: BaseException) -> None:
-        """See ``LookupStore``."""
         self._partly_trained = error
 
     def require_whole_steps(self) -> None:

@@ -158,7 +158,6 @@ class Table(Unpicklable):
         return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     def replayed_hyper(self, captured: Replayed) -> Hyper:
-        """See ``LookupTable``."""
         rule = self.config.optimizer
         hyper = rule.hyper(self._learning_rate, 1)
         if hyper != rule.hyper(self._learning_rate, 2):
