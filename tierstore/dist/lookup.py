@@ -27,7 +27,7 @@ from ..lookup.merging import Merged
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.arena import Rows
+from ..pool.arena import RowArrays
 from ..pool.bags import NO_ARG_MAX, Pooling, dot_part, pool_part
 from ..store import Table
 from .columns import with_mean_squares
@@ -251,7 +251,7 @@ class RowsLookup(RoutedLookup[_Route]):
         super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
         self._arg_max = NO_ARG_MAX
-        self._rows: Rows | None = None
+        self._rows: RowArrays | None = None
         self._num_parts = self._sharded[0].num_parts
 
     @classmethod
@@ -295,7 +295,7 @@ class RowsLookup(RoutedLookup[_Route]):
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         joined, route = self.joined, self._route
-        rows = Rows.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
+        rows = RowArrays.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers

@@ -12,7 +12,7 @@ from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Words
 from ..kernels.threads import Workers
 from ..optim.configs import adding
 from ..optim.kernels import merge_and_update, scratch
-from .arena import Rows
+from .arena import RowArrays
 from .bags import NO_FLOATS, NO_INTS, Bags
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
@@ -89,7 +89,7 @@ class Groups:
         return np.concatenate([by_number[first : first + count] for first, count in pairs])
 
     def update(
-        self, rows: Rows, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
+        self, rows: RowArrays, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
         flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
     ) -> None:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
@@ -126,7 +126,7 @@ class Groups:
         self.by_number(inverse, num_unique)
         gradients = np.zeros((num_unique, dim), np.float32)
         slots = np.arange(num_unique, dtype=np.int32) if places is None else places
-        self.update(Rows.plain(gradients), 0, slots, *adding(len(self.counts)), grad_out)
+        self.update(RowArrays.plain(gradients), 0, slots, *adding(len(self.counts)), grad_out)
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from ..kernels import quantized
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
 from ..kernels.threads import Workers
 from ..rows import KEY_ROW_BITS
-from .arena import Rows
+from .arena import RowArrays
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
@@ -74,7 +74,7 @@ class Pooling(NamedTuple):
     arg_max: Int32s
 
 
-def pool_part(rows: Rows, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:
+def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:
     """Pool the positions from ``first`` on, whose slots are given. The caller holds the lock over the rows, if any."""
     pool_rows: Any = quantized.pool_rows if rows.layout.is_quantized else kernels.pool_rows
 
@@ -87,7 +87,7 @@ def pool_part(rows: Rows, workers: Workers, bags: Bags, pooling: Pooling, first:
     workers.share(work, bags.starts)
 
 
-def dot_part(rows: Rows, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
+def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
     """Gradients of the weights of the positions from ``first`` on, added to ``grad_scale``, float32 [N]; see
     ``pool_part``.
 
