@@ -120,19 +120,18 @@ class Prepared:
             lookup.release()
 
 
-class Announced:
-    """A batch that pools were told of.
+class Announced(NamedTuple):
+    """A batch that caches know of.
 
-    Args:
+    Attributes:
         batches: each pool with the batch's number there.
     """
 
-    def __init__(self, batches: Sequence[tuple[Pool, int]]) -> None:
-        self._batches = batches
+    batches: Sequence[tuple[Pool, int]]
 
     def retire(self) -> None:
         """It is in use, or will never be."""
-        for pool, batch in self._batches:
+        for pool, batch in self.batches:
             pool.retire(batch)
 
 
