@@ -171,8 +171,9 @@ class Leases:
                 self._filler.admit(admission, read=read, whole=whole)
                 if fill is not None and admission.consumed:
                     fill(admission)
-            lease.slots, lease.inverse = admission.slots, admission.inverse[: admission.consumed]
-            if order is not None and admission.consumed:
+            consumed = admission.consumed
+            lease.slots, lease.inverse = admission.slots, admission.inverse[:consumed]
+            if order is not None and consumed:
                 slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
                 kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
                 lease.slots, lease.inverse = slots, inverse
