@@ -191,9 +191,8 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from tierstore.hbm import cache_triton
+    from tierstore.hbm import cache_triton, grouping_triton
     from tierstore.hbm.books import SUMMARY_ROWS, WAYS, Books, Plan, Status
-    from tierstore.hbm import grouping_triton
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     books = Books.empty(2 * WAYS, torch.device("cpu"))
@@ -227,8 +226,7 @@ def launches() -> dict[str, Launch]:
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
         noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
 
-    from tierstore.hbm import cache_triton
-    from tierstore.hbm import grouping_triton, rows_triton
+    from tierstore.hbm import cache_triton, grouping_triton, rows_triton
 
     module: ModuleType
     for module in (cache_triton, grouping_triton, rows_triton):

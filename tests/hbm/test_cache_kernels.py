@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tierstore.hbm import cache_triton, cache_twin
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
+from tierstore.hbm import cache_triton, cache_twin
 from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

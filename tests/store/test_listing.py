@@ -11,8 +11,8 @@ import pytest
 
 import tierstore
 from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing
-from tierstore.cache.reference import ReferenceCache
 from tierstore.cache.policies import ranks_of
+from tierstore.cache.reference import ReferenceCache
 from tierstore.pool import Pool
 from tierstore.store import listing
 from tierstore.store.listing import resident_keys

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats
+from ..lookup.contract import make_lookup
 from ..lookup.joined import Joined, OfKeys
 from ..rows import KEY_ROW_BITS
-from ..lookup.contract import make_lookup
 from .lookup import Sent, ShardedLookup
 from .owners import Owners
 from .ranks import Ranks

@@ -464,11 +464,11 @@ class DeviceRows(ABC):
     def are_in_memory(self, keys: Int64s) -> bool:  # noqa: ARG002 - ids and results are copied
         return False
 
-    def read_in_memory(self, keys: Int64s) -> None:
-        """See ``are_in_memory``."""
+    def read_in_memory(self, keys: Int64s) -> None:  # noqa: ARG002
+        return None
 
-    def one_table(self, table_index: int, num_rows: int) -> None:
-        """See ``are_in_memory``."""
+    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
+        return None
 
     @abstractmethod
     def read(self, keys: Int64s) -> Tensor:

@@ -5,7 +5,6 @@ from typing import Final, Protocol, get_args
 
 import torch
 
-from .cache import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..kernels import MODES
@@ -15,6 +14,7 @@ from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
 from .base import DeviceRows, rows_of
+from .cache import PolicyName
 from .full import FullRows, FullSize
 from .lanes import NOT_THERE, open_lane
 from .pool import HbmPool, HbmSize

@@ -23,8 +23,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from . import cache_twin
 from ..cache.flags import DIRTY, LOADING, RESIDENT
+from . import cache_twin
 from .books import (
     NO_SUCH_SLOT,
     PIN,

@@ -38,9 +38,6 @@ from torch import Tensor
 
 from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
-from .cache import HbmCache, PolicyName
-from .books import SUMMARY_ROWS, Plan, Status
-from .sketch import FrequencySketch
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
@@ -48,11 +45,14 @@ from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
+from .books import SUMMARY_ROWS, Plan, Status
+from .cache import HbmCache, PolicyName
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Mark
 from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .sending import Sender
+from .sketch import FrequencySketch
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)

@@ -48,7 +48,7 @@ class Bags(NamedTuple):
 
     tables: Sequence[Indexed]
     bounds: Int64s
-    starts: Ids
+    starts: Any
     columns: Ids
     batch: int
     scale: Floats

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from .arena import Arena
-from .bags import NO_INTS, Bags, Pooling, pool_part
+from .bags import NO_INTS, Bags, Numbering, Pooling, pool_part
 from .leases import Leases
 from .pins import Lease, Pins
 from .residency import Batch, FromIds, IdsOfBags, Update
@@ -14,7 +14,7 @@ from .writeback import WriteBack
 
 
 class EvictingRows:
-    numbering: None = None
+    numbering: Numbering | None = None
     takes_ids = False
 
     def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:

@@ -42,7 +42,8 @@ class InPlaceRows:
 
     def _bring_in(self, batch: Batch) -> Int32s:
         """int32 [N]: the slot of each position, its row in. It stays in."""
-        cache, slots = self._cache, batch.rows
+        cache = self._cache
+        slots: Int32s = batch.rows
         self._arena.require_open()
         absent = NO_INTS if cache.are_in(slots) else cache.absent(slots)
         if len(absent):

@@ -82,7 +82,7 @@ class Pins:
         self._dropped: deque[_Claim] = deque()
 
     def lease(self, pinned: Pinned) -> Lease:
-        """A lease of what will be pinned in ``pinned``: however its owner ends, that is unpinned. It has no slots yet."""
+        """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
         lease = Lease(self, pinned, NO_INTS)
         self._claim(lease)
         return lease

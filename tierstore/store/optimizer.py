@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from ..lookup.contract import make_lookup
 from ..lookup.joined import OfKeys
 from ..lookup.tables import RowGradients, TrainsRows
 from ..lookup.training import train
@@ -16,7 +17,6 @@ from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
 from .table import Table
-from ..lookup.contract import make_lookup
 
 if TYPE_CHECKING:
     from .store import Store
