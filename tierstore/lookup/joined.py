@@ -171,10 +171,6 @@ class Joined:
         """The batch as a pool takes it whose rows may be evicted; errors as ``keys``."""
         return Batch(self.bags, self.keys, self._order())
 
-    def batch_by(self, numbering: Numbering | None) -> Batch:
-        """The batch as a pool of that ``ResidentRows.numbering`` takes it; errors as ``keys``."""
-        return self.keyed if numbering is None else Batch(self.bags, self.slots(numbering))
-
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
@@ -209,7 +205,8 @@ class Joined:
         """As ``write``, from the caller's ids."""
         join: Any = kernels.join_ids
         bad = join(0, len(self.bag_starts) - 1, *self.ids_of_bags(numbering), out)
-        self.check([bad])
+        if bad >= 0:
+            self.check([bad])
 
     def _order(self) -> Int64s | None:
         """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
@@ -220,15 +217,11 @@ class Joined:
         kernels.order_by_sample(self.bag_starts, self.batch, order)
         return order
 
-    def _firsts(self, numbering: Numbering | None) -> Int64s:
-        """int64 [features], the slot, or without a numbering the key, of row 0 of each feature's table."""
-        indices = self._features.indices
-        return indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
-
     def ids_of_bags(self, numbering: Numbering | None) -> IdsOfBags:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
-        firsts, num_rows = self._firsts(numbering), self._features.num_rows
-        return IdsOfBags(self._ids, self._starts, firsts, num_rows, self.batch, self.bag_starts)
+        indices = self._features.indices
+        firsts = indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
+        return IdsOfBags(self._ids, self._starts, firsts, self._features.num_rows, self.batch, self.bag_starts)
 
     def check(self, positions: list[int]) -> None:
         """Raise ValueError if one of them is the position of an id outside its table."""
@@ -279,7 +272,7 @@ class Joined:
     def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
-        return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
+        return None if seeds.count(NEAREST) == len(seeds) else np.array(seeds, np.uint64)
 
 
 class OverJoined:

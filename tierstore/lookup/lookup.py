@@ -84,7 +84,8 @@ class Lookup(OverJoined):
 
     def _batch_in(self, pool: Pool) -> Batch:
         """The batch as the pool takes it; its ids are read now if they were not."""
-        return self.joined.batch_by(pool.rows.numbering)
+        joined, numbering = self.joined, pool.rows.numbering
+        return joined.keyed if numbering is None else Batch(joined.bags, joined.slots(numbering))
 
     def _lease_in(self, pool: Pool) -> Lease | None:
         """What is held of this pool's rows. One of a pool that was closed is dropped."""
@@ -112,12 +113,13 @@ class Lookup(OverJoined):
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
-        in_pool_of(joined.tables[0], lambda pool: self._look_up(pool, pooling, keep=keep))
+        in_pool_of(joined.tables[0], partial(self._look_up, pooling=pooling, keep=keep))
         if not keep:
             self.release()
 
-    def _look_up(self, pool: Pool, pooling: Pooling, *, keep: bool) -> None:
-        joined, rows, lease = self.joined, pool.rows, self._lease_in(pool)
+    def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:
+        joined, rows = self.joined, pool.rows
+        lease = None if self._lease is None else self._lease_in(pool)
         if lease is None and rows.takes_ids and rows.numbering is not None and not joined.is_read:
             slots, failed = rows.look_up_ids(joined.ids_of_bags(rows.numbering), joined.bags, pooling, keep=keep)
             joined.check(failed)
@@ -143,11 +145,12 @@ class Lookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        joined = self.joined
-        self._lease = in_pool_of(
-            joined.tables[0], lambda pool: pool.rows.whole(self._batch_in(pool), self._lease_in(pool))
-        )
+        self._lease = in_pool_of(self.joined.tables[0], self._whole)
         return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
+
+    def _whole(self, pool: Pool) -> Lease | None:
+        lease = self._lease_in(pool)
+        return lease or pool.rows.whole(self._batch_in(pool))
 
     @shielded
     def update(self, grad_out: Tensor) -> None:

@@ -72,14 +72,19 @@ class Prepared:
         self.store = store
         self.padding = padding
         self._all = lookups if padding is None else [*lookups, padding.lookup]
-        self._sources = [(source, _changes(source)) for source in sources if source is not None]
+        self._sources = [source for source in sources if source is not None]
+        self._versions: list[int] = []
+
+    def note_versions(self) -> None:
+        """Note how often its tensors were changed, for ``is_current``."""
+        self._versions = [_changes(source) for source in self._sources]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
-        """Whether it was made from these very tensors, and none was changed in place since."""
+        """Whether it was made from these very tensors, and none was changed in place since ``note_versions``."""
         given = [source for source in sources if source is not None]
         return len(given) == len(self._sources) and all(
             one is other and _changes(one) == version
-            for one, (other, version) in zip(given, self._sources, strict=True)
+            for one, other, version in zip(given, self._sources, self._versions, strict=True)
         )
 
     def parts(self, out: Tensor) -> list[Tensor]:

@@ -117,6 +117,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
         """Keep a batch for the forward call that will be given ``features``."""
+        prepared.note_versions()
         return self._prepared.put(arguments_of(features)[0], prepared)
 
     def has_room(self, ticket: Prepared) -> bool:

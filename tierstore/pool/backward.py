@@ -136,6 +136,8 @@ class Groups:
 
     def _cuts(self, begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
         """Places from ``begin`` to ``end`` with about as many positions between each two."""
+        if self._workers.parts(len(self._sources)) == 1:
+            return [begin, end]
         low, high = self._position(begin), self._position(end)
         parts = self._workers.parts(high - low)
         middle = [self._row_at(low + (high - low) * part // parts) for part in range(1, parts)]

@@ -38,12 +38,13 @@ class EvictingRows:
         return self._leases.parts(batch.rows, batch.order) if lease is None else iter([(0, lease)])
 
     def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
-        if not len(batch):
+        count = len(batch.rows)
+        if not count:
             pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, NO_INTS)
         for first, part in self.parts(batch, lease):
             with self._arena.rows_lock:
                 pool_part(self._arena, self._arena.workers, batch.bags, pooling, first, part.position_slots)
-            if keep and not part.held and part.num_positions == len(batch) and self._pins.hold(part):
+            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
                 lease = part
         return lease
 
@@ -53,8 +54,8 @@ class EvictingRows:
     def held(self, slots: Int32s) -> Lease:
         raise NotImplementedError("slots are pinned by key")
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
-        return self._leases.acquire_rows(*batch.distinct) if lease is None and len(batch) else lease
+    def whole(self, batch: Batch) -> Lease | None:
+        return self._leases.acquire_rows(*batch.distinct) if len(batch) else None
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:

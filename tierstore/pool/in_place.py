@@ -80,8 +80,8 @@ class InPlaceRows:
             pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, slots)
         return self.held(slots) if keep and lease is None else lease
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease:
-        return self._leases.in_place(self._bring_in(batch)) if lease is None else lease
+    def whole(self, batch: Batch) -> Lease:
+        return self._leases.in_place(self._bring_in(batch))
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         cache, groups = self._cache, update.groups

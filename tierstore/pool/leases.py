@@ -203,7 +203,7 @@ class Leases:
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
             lease = self._admit(keys, read=read, fill=fill)
-            if lease.num_positions:
+            if len(lease.slots):
                 return lease
             with arena.lock:
                 # In short waits: a dropped lease cannot wake anyone.
@@ -224,7 +224,7 @@ class Leases:
         start = 0
         while start < len(keys):
             whole = None if start or order is None else self.acquire_whole(keys, order)
-            lease = whole or self.acquire(keys[start:])
+            lease = whole or self.admit_some(keys[start:], read=True)
             consumed = lease.num_positions
             if not start and consumed < len(keys):
                 self.split_batches += 1

@@ -166,8 +166,8 @@ class ResidentRows(Protocol):
         """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
         ...
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
-        """The lease that was given, or one of all rows of the batch, for ``update``; None if they do not fit."""
+    def whole(self, batch: Batch) -> Lease | None:
+        """A lease of all rows of the batch, for ``update``; None if they do not fit, or there are none."""
         ...
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:

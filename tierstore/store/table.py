@@ -120,7 +120,7 @@ class Table(Unpicklable):
                 f"take it anew: store[{self.name!r}]"
             )
         known = self._known_pool()
-        if known is not None and not known.is_closed:
+        if known is not None and not known.arena.is_closed:
             return known
         pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
@@ -410,12 +410,12 @@ class Table(Unpicklable):
 
     def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> AnyLookup:
         """A lookup of one feature in this table."""
-        self.require_whole()
         return make_lookup(jagged.join(self._alone, [0]), mode=mode)
 
     @cached_property
     def _alone(self) -> Features:
-        """One feature, in this table."""
+        """One feature, in this table, all of whose rows are used here; errors as ``require_whole``."""
+        self.require_whole()
         return Features([self], [0])
 
     def __repr__(self) -> str:
