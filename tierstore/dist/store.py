@@ -341,6 +341,7 @@ class ShardedStore:
 
     @property
     def offsets_type(self) -> OffsetsType:
+        """Of the offsets that a lookup keeps."""
         return self.local.offsets_type
 
     @property

@@ -158,6 +158,8 @@ class Table(Unpicklable):
         return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     def replayed_hyper(self, captured: Replayed) -> Hyper:
+        """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
+        one update to the next."""
         rule = self.config.optimizer
         hyper = rule.hyper(self._learning_rate, 1)
         if hyper != rule.hyper(self._learning_rate, 2):
