@@ -83,8 +83,7 @@ def train(
             for pool in {table.pool for table in store.tables.values()}:
                 with pool.arena.lock:
                     pool.cache.check_integrity()
-                if pool.hot is not None:
-                    pool.hot.check_integrity()
+                pool.tier.check_integrity()
         for table in store.tables.values():
             assert not table.pool.in_use
         live = torch.cat([table.read(everything) for table in store.tables.values()])
