@@ -86,6 +86,7 @@ _BAD_HEADS: tuple[dict[str, Any], ...] = (
     {"name": ""},
     {"name": "n" * 1001},
     {"parameters": _REGION},
+    {"parameters": {"classification": "1"}},
     {"shape": [1] * 17},
     {"shape": [-1, -2]},
     {"shape": [1 << 62, 4, 0], "values": []},
@@ -94,28 +95,39 @@ _BAD_HEADS: tuple[dict[str, Any], ...] = (
 )
 
 
-@st.composite
-def faulty(draw: st.DrawFn) -> Drawn:
-    """A valid request with one mistake, which any protocol can make."""
-    drawn = draw(valid())
-    first, *others = drawn.inputs
-    kind = draw(st.sampled_from(["head", "count", "twice", "many", "outputs", "timeout"]))
-    if kind == "head":
-        return drawn._replace(inputs=[first._replace(**draw(st.sampled_from(_BAD_HEADS))), *others])
-    if kind == "count":
-        values = first.values[:-1] if draw(st.booleans()) and first.values else [*first.values, 0]
-        if first.datatype == "BYTES":
-            values = [str(value) for value in values]
-        return drawn._replace(inputs=[first._replace(values=values), *others])
-    if kind == "twice":
-        return drawn._replace(inputs=[first, *others, first])
-    if kind == "many":
-        return drawn._replace(inputs=[Tensor(str(number), "FP32", [0], []) for number in range(1025)])
-    if kind == "timeout":
-        return drawn._replace(timeout=draw(st.sampled_from([-1, True, "1s"])))
-    many = [(str(number), {}) for number in range(1025)]
-    wrong = [[("a", {}), ("b", {}), ("a", {})], [("a", {"classification": "2"})], [("a", _REGION)], many]
-    return drawn._replace(outputs=draw(st.sampled_from(wrong)))
+def _first(**fields: Any) -> Callable[[Drawn], Drawn]:
+    return lambda drawn: drawn._replace(inputs=[drawn.inputs[0]._replace(**fields), *drawn.inputs[1:]])
+
+
+def _fewer(drawn: Drawn) -> Drawn:
+    """An element less than the shape says, or one more where there is none."""
+    first = drawn.inputs[0]
+    one = "" if first.datatype == "BYTES" else 0
+    return _first(values=first.values[:-1] if first.values else [one])(drawn)
+
+
+def _more(drawn: Drawn) -> Drawn:
+    first = drawn.inputs[0]
+    return _first(values=[*first.values, "" if first.datatype == "BYTES" else 0])(drawn)
+
+
+def _outputs(*outputs: tuple[str, dict[str, str]]) -> Callable[[Drawn], Drawn]:
+    return lambda drawn: drawn._replace(outputs=outputs)
+
+
+FAULTS: dict[str, Callable[[Drawn], Drawn]] = {
+    **{f"input {str(fields)[:40]}": _first(**fields) for fields in _BAD_HEADS},
+    "too few elements": _fewer,
+    "too many elements": _more,
+    "an input twice": lambda drawn: drawn._replace(inputs=[*drawn.inputs, drawn.inputs[0]]),
+    "too many inputs": lambda drawn: drawn._replace(inputs=[Tensor(str(n), "FP32", [0], []) for n in range(1025)]),
+    "an output twice": _outputs(("a", {}), ("b", {}), ("a", {})),
+    "classification of an output": _outputs(("a", {"classification": "2"})),
+    "shared memory of an output": _outputs(("a", _REGION)),
+    "too many outputs": _outputs(*((str(number), {}) for number in range(1025))),
+    **{f"timeout {given!r}": lambda drawn, given=given: drawn._replace(timeout=given) for given in (-1, True, "1s")},
+}
+"""Mistakes that a request can make over any protocol."""
 
 
 def contents(tensor: Tensor) -> bytes:
