@@ -269,7 +269,7 @@ def test_any_history_leaves_replicas_with_the_rows_of_the_source(tmp_path: Path)
     for step in range(2, 120):
         action = choice.choice(["commit"] * 4 + ["rollback", "copy", "restore", "restore"] + ["bring"] * 4)
         if action == "commit":
-            change(source, step, keep=3, names=choice.choice([("item",), ("item", "user"), ("user", "new")]))
+            change(source, step, keep=3, names=[("item",), ("item", "user"), ("user", "new")][step % 3])
         elif action == "rollback":
             with tierstore.open(source, keep=3, **SMALL) as store:
                 store.rollback(choice.choice(store.versions))
@@ -290,4 +290,4 @@ def test_any_history_leaves_replicas_with_the_rows_of_the_source(tmp_path: Path)
             bring(replica, tmp_path / "replica of 1") if replica.name[-1] == "1" else None
             assert replica.name[-1] == "2" or same(contents(tmp_path / "replica of 1"), contents(source))
     assert gone_on > 3
-    assert used_again > 1
+    assert used_again > 3
