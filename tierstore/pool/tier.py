@@ -107,9 +107,14 @@ class HostTier:
         self.lock: AbstractContextManager[Any] = contextlib.nullcontext()
         self.one_table = rows.one_table
         self.are_in_memory = transfers.are_in
-        self.check_integrity = arena.cache.check_integrity
+        self._arena = arena
         self._layout = arena.layout
         self._transfers = transfers
+
+    def check_integrity(self) -> None:
+        """See ``Tier``."""
+        with self._arena.lock:
+            self._arena.cache.check_integrity()
 
     def _empty(self, num_rows: int) -> Tensor:
         return torch.empty((num_rows, self._layout.dim), dtype=self._layout.torch_dtype, device="cpu")
