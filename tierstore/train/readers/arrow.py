@@ -11,7 +11,17 @@ import numpy as np
 
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
 from ...system.excerpt import excerpt, excerpt_names
-from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
+from .base import (
+    CRITEO_SCHEMA,
+    DataError,
+    DataFile,
+    RawRows,
+    Reader,
+    Schema,
+    are_labels,
+    fits_float32,
+    require_data_file,
+)
 from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_texts
 from .files import files_of
 
@@ -195,7 +205,7 @@ class _Record:
             labels = np.array([*_LABEL_TEXTS.values(), np.nan])[known.fill_null(len(_LABEL_TEXTS)).to_numpy()]
         else:
             labels = self._numbers(name, column)
-        self._check(name, (labels == 0) | (np.abs(labels) == 1), "0 or 1, or else -1 or 1")
+        self._check(name, are_labels(labels), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:

@@ -197,6 +197,12 @@ def require_data_file(path: Path) -> None:
         raise DataError(f"{path} is no plain file; write the data to one")
 
 
+def are_labels(numbers: NDArray[np.number]) -> Bools:
+    """Which numbers are labels: -1, 0 or 1."""
+    good: Bools = (numbers == 0) | (np.abs(numbers) == 1)
+    return good
+
+
 def fits_float32(values: NDArray[np.generic]) -> Bools:
     """Which values are missing (NaN), or finite as float32. An infinite one would end in a model of NaN."""
     if values.dtype.kind != "f":
