@@ -23,8 +23,9 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.following import Child
 from tests.fuzz.target import bounded
+from tests.serve.loops import wait_for
 from tests.serve.test_engine import bags_of
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, serving
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
@@ -112,6 +113,7 @@ def question(run: tuple[Path, RunConfig]) -> dict[str, Any]:
     return {"dense": dense, "values": raw.categories.values, "lengths": has.astype(np.int32)}
 
 
+@pytest.mark.slow
 def test_dense_weights_and_rows_of_a_run_move_together(
     run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any]
 ) -> None:
@@ -309,7 +311,7 @@ def test_hot_rows_are_kept_while_serving_and_not_through_a_name_that_another_mad
     partial.symlink_to(other)
     with serving(tmp_path / "store", warm_up="auto") as server, Client(server.url) as client:
         client.rows([5, 8], table="user")
-        keeping = asyncio.run_coroutine_threadsafe(server.engine.keep_hot_rows(0.01), server._loop)
+        keeping = asyncio.run_coroutine_threadsafe(server.engine.keep_hot_rows(0.01), server.loop)
         wait_for(path.exists)
         keeping.cancel()
         kept = np.fromfile(path, "<i8")
