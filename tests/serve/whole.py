@@ -33,6 +33,13 @@ def admin_token_file() -> str:
     return str(path)
 
 
+def make_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
+    """One that its own key has signed, without a pass phrase unless options say so."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+    command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
 class InThread(LoopThread):
     """A server whose event loop is a thread's."""
 
