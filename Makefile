@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 # Parts of a target run one after another, also under make -j: they share two cores and one terminal.
 .NOTPARALLEL:
-.PHONY: help demo test test-matrix pytest kernels-without-jit lint format docs peers bench-quick clean distclean
+.PHONY: help demo test test-matrix pytest suite kernels-without-jit lint format docs peers bench-quick clean distclean
 help:
 	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
 	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'; by ranks: DEMO='--ranks 2'"
@@ -39,18 +39,27 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/tierstore demo $(DEMO)
 
-# pytest comes last so that its closing line ends the output.
-test: lint kernels-without-jit pytest
+# Tests under limits of memory or file descriptors want kernels that are compiled. mypy leaves cores to the compiler.
+# The suite comes last so that its closing line ends the output.
+test: $(READY)
+	@$(BIN)/tierstore compile & $(MAKE) --no-print-directory lint; status=$$?; wait $$! && exit $$status
+	@$(MAKE) --no-print-directory kernels-without-jit
+	@$(MAKE) --no-print-directory suite
 
-# Tests under limits of memory or file descriptors want kernels that are compiled.
-# OpenMP's threads of several processes would wait for each other, spinning.
 pytest: $(READY)
 	$(BIN)/tierstore compile
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	@$(MAKE) --no-print-directory suite
 
+# OpenMP's threads of several processes would wait for each other, spinning. Slow files begin first (tests/conftest.py).
+# Processes find each other's bytecode, also where an image says that none is to be written.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+suite: $(READY)
+	$(PYTEST)
+
+# Only the files that have such tests are imported.
 kernels-without-jit: $(READY)
-	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3 \
-	  --numprocesses $(JOBS) --dist loadfile
+	NUMBA_DISABLE_JIT=1 $(PYTEST) -m "kernel and not soak" --quiet --durations=3 \
+	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.kernel' tests)
 
 # Environments of several GB where torch is a CUDA build; they stay in .matrix.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14

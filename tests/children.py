@@ -1,8 +1,12 @@
 """Tests that need a process of their own: with less memory, other rights, or an end by SIGKILL."""
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,34 @@ def limit_data(extra_bytes):
 """
 
 
+FORKING = """
+import json, select
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    if not select.select([watched := os.pidfd_open(child)], [], [], request["timeout"])[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(watched)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number, name in enumerate((os.devnull, request["out"], request["err"])):
+    os.dup2(os.open(name, os.O_RDWR), number)
+os.chdir(request["folder"])
+os.environ.clear()
+os.environ.update(request["environment"])
+sys.argv[:] = ["-c", *request["arguments"]]
+exec(compile(request["code"], "<string>", "exec"))
+"""
+"""Goes on after the preamble: runs code in forks, one after another, which spares each the imports."""
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore::DeprecationWarning"}
+
+
 def start(
     code: str, *arguments: object, changes: dict[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[str]":
@@ -51,27 +83,58 @@ def start(
         arguments: its ``sys.argv[1:]``.
         changes: of its environment.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore::DeprecationWarning"}
-    environment |= changes or {}
     return subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=_environment() | (changes or {}),
         **options,
     )
 
 
+@functools.cache
+def _forking() -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PREAMBLE + FORKING]
+    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
+
+    @atexit.register
+    def end() -> None:
+        with made:  # closes its pipes
+            made.kill()
+
+    return made
+
+
 def run(code: str, *arguments: object, timeout: float = 200, **options: Any) -> str:
-    """What such a process prints; AssertionError unless it ends well."""
-    process = start(code, *arguments, **options)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    assert process.returncode == 0, f"ended with {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+    """What such a process prints; AssertionError unless it ends well.
+
+    Without options of ``start`` it is a fork of a process that has run the preamble.
+    """
+    if options:
+        process = start(code, *arguments, **options)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        status = process.returncode
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            printed, told = Path(folder, "out"), Path(folder, "err")
+            printed.touch()
+            told.touch()
+            request = {
+                "code": textwrap.dedent(code), "arguments": [*map(str, arguments)], "environment": _environment(),
+                "folder": os.getcwd(), "out": str(printed), "err": str(told), "timeout": timeout,
+            }  # fmt: skip
+            forking = _forking()
+            assert forking.stdin is not None
+            assert forking.stdout is not None
+            print(json.dumps(request), file=forking.stdin, flush=True)
+            status = int(forking.stdout.readline())
+            out, err = printed.read_text(), told.read_text()
+    assert status == 0, f"ended with {status}\n{out[-2000:]}\n{err[-4000:]}"
     return out
 
 

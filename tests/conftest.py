@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # whoever gets one last would keep all others waiting
     if torch.cuda.is_available():
         return
     for item in items:

@@ -5,8 +5,6 @@ import copy
 import inspect
 import pickle
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import tierstore
+from tests import children
 from tierstore import errors, optim
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -154,9 +153,9 @@ def test_a_read_only_store_cannot_be_changed(store: tierstore.Store, store_dir: 
 def test_a_second_writer_is_told_who_holds_the_store(store: tierstore.Store, store_dir: Path) -> None:
     with pytest.raises(errors.StoreLockedError, match=r'this process .* close it there first, or open with mode="r"'):
         tierstore.open(store_dir, ddr="1MiB")
-    code = f"import tierstore; tierstore.open({str(store_dir)!r}, ddr='1MiB')"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (other.returncode, "StoreLockedError" in other.stderr, store.commit()) == (1, True, 1)
+    code = "forked(tierstore.open, sys.argv[1])"
+    assert children.run(code, store_dir).startswith("StoreLockedError")
+    assert store.commit() == 1
 
 
 def test_versions_are_read_side_by_side_beside_the_writer(store_dir: Path) -> None:

@@ -89,20 +89,27 @@ def test_command_line_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_import_leaves_heavy_modules_alone() -> None:
+def test_import_says_nothing_and_loads_little() -> None:
+    """Nor does the command line, before a command runs."""
     code = """
 import sys, torch
 before = set(sys.modules)
 import tierstore
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+before = set(sys.modules)
+import tierstore.cli
+tierstore.cli.build_parser()
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
 """
-    added = set(run_python(code).split())
-    assert "tierstore" in added
-    assert not added & HEAVY
-
-
-def test_import_says_nothing() -> None:
-    assert not run_python("import tierstore")
+    package, command_line = run_python(code).splitlines()
+    assert "tierstore" in package.split()
+    assert not set(package.split()) & HEAVY
+    light = ("", ".command", ".config", ".messages")
+    of_serve = ["tierstore.serve" + name for name in light]
+    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
+    of_settings = ["tierstore.settings.options", "tierstore.settings.sections"]
+    of_system = ["tierstore.system.hosts", "tierstore.system.launch", "tierstore.system.terminal"]
+    assert command_line.split() == [*of_cli, *of_serve, *of_settings, *of_system]
 
 
 @pytest.fixture(scope="module")

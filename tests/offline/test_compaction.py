@@ -5,8 +5,6 @@ import dataclasses
 import errno
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -181,11 +179,9 @@ def test_a_running_writer_is_not_disturbed_and_what_it_has_not_committed_stays_o
         want = store["a"].read(torch.arange(ROWS))
         fill(store, 2, ROWS)
         assert store.stats().ssd.rows_written > ROWS // 2  # some of it is in the file
-        code = "import sys; from tierstore.cli import main; sys.exit(main(['compact', *sys.argv[1:]]))"
-        arguments = [str(tmp_path / "source"), str(tmp_path / "copy")]
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stderr
-        assert f"{tmp_path / 'copy'}: version 1, {ROWS // 2:,} rows" in done.stdout
+        code = "from tierstore.cli import main; sys.exit(main(['compact', *sys.argv[1:]]))"
+        said = children.run(code, tmp_path / "source", tmp_path / "copy")
+        assert f"{tmp_path / 'copy'}: version 1, {ROWS // 2:,} rows" in said
         fill(store, 3)
         store.commit()
         store.verify()

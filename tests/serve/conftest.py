@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.following import Child
+from tests.serve.whole import make_certificate
 from tierstore.serve.admin import updates as admin_updates
 from tierstore.serve.tls import Tls
 
@@ -54,10 +55,9 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """For localhost and 127.0.0.1, signed by its own key."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-days", "2"]
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     try:
-        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+        make_certificate("localhost", certificate, key, "-nodes", "-addext", names)
     except FileNotFoundError:
         pytest.skip("needs openssl to make a certificate")
     return Tls(certificate, key)

@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
+from tests.serve.loops import LoopThread
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import Status
@@ -32,7 +32,7 @@ SECONDS = 20.0
 MODULES = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 
 
-class Fronted:
+class Fronted(LoopThread):
     """Attributes:
     engine: what is served; its attributes may be read from any thread.
     server, front: of the protocol.
@@ -54,13 +54,11 @@ class Fronted:
         self.engine = engine or FakeEngine()
         self.is_secure = tls is not None
         self.refused: list[Any] = []
-        self.loop = uvloop.new_event_loop() if use_uvloop else asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"{protocol}-server", daemon=True)
-        self._thread.start()
+        super().__init__(uvloop.new_event_loop() if use_uvloop else None)
         try:
             self.port: int = self.call(self._start(limits, token, tls, address))
         except BaseException:
-            self._end()
+            self.end_loop()
             raise
         self.address = f"{'localhost' if tls else '127.0.0.1'}:{self.port}"
 
@@ -75,10 +73,6 @@ class Fronted:
         self.server = HttpServer(app, limits=limits, tls=tls, on_refused=self.refused.append)
         host, port = address.pop("host", "127.0.0.1"), address.pop("port", 0)
         return int(await self.server.start(listen(host, port, **address)))
-
-    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
 
     def wait_until(self, condition: Callable[[], object], what: str = "") -> None:
         """AssertionError if it does not come true, seen from the server's loop, within ``SECONDS``."""
@@ -147,12 +141,7 @@ class Fronted:
 
         with suppress(TimeoutError):
             self.call(stop())
-        self._end()
-
-    def _end(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(SECONDS)
-        self.loop.close()
+        self.end_loop()
 
 
 @contextmanager

@@ -1,17 +1,15 @@
 """A source of made-up numbers, and apps behind real sockets, to test what monitors a server."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
+from tests.serve.loops import WAIT_SECONDS, wait_for
 from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.source import State, TableInfo
-
-WAIT_SECONDS = 20
 
 
 class Clock:
@@ -66,13 +64,6 @@ class FakeSource:
             tables=self.named_tables,
             queued_samples=self.queued,
         )
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    limit = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < limit, f"{what}: waited {WAIT_SECONDS} s"
-        time.sleep(0.01)
 
 
 class Served:

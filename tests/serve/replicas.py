@@ -10,8 +10,6 @@ from tests.serve import monitored
 from tests.updates.support import SMALL
 from tierstore.serve import admin
 
-WAIT_SECONDS = 30.0
-
 
 class Shown:
     """The store of a server, which its process has open while others write it."""

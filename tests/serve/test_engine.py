@@ -20,7 +20,8 @@ import tritonclient.http
 
 import tierstore
 from tests.following import Child, Writer
-from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tests.serve.loops import wait_for
+from tests.serve.whole import ADMIN, InThread, serving
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
@@ -48,7 +49,8 @@ def number(writer: Writer, version: int, *tables: str) -> None:
 NOTED = """
 import json, sys
 from pathlib import Path
-from tests.serve.whole import serving, wait_for
+from tests.serve.loops import wait_for
+from tests.serve.whole import serving
 from tierstore.kernels import jit
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.serve.client import Client

@@ -5,7 +5,6 @@ import logging
 import os
 import select
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import children
 from tierstore.serve import logs
 from tierstore.serve.logs import Formatter, configure, log_refused, log_request
 from tierstore.serve.messages import InferRequest, ServeError, Status
@@ -112,9 +112,11 @@ def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
         configure("LOUD")
 
 
-def test_grpc_is_told_to_be_silent() -> None:
+def test_grpc_is_told_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its core would write lines of its own, which are no JSON."""
     code = """
+os.dup2(1, 2)
+assert "grpc" not in sys.modules
 from tierstore.serve.logs import configure
 configure("INFO", as_json=True)
 import asyncio
@@ -128,10 +130,8 @@ async def main():
         print("refused")
 asyncio.run(main())
 """
-    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert (done.stdout, done.stderr) == ("refused\n", "")
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    assert children.run(code) == "refused\n"
 
 
 def test_requests(capsys: pytest.CaptureFixture[str]) -> None:

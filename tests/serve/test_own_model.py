@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import tierstore
+from tests.serve.loops import wait_for
 from tests.serve.models.programs import save
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, serving
 from tests.updates.support import SMALL, change
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError

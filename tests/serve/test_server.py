@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import tierstore
-from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
+from tests.serve.loops import WAIT_SECONDS, wait_for
+from tests.serve.whole import FREE_PORTS, command
 from tests.updates.support import ROWS, change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import program
@@ -211,6 +212,7 @@ def free_ports(count: int) -> list[int]:
         return list(range(first, first + count))
 
 
+@pytest.mark.slow
 def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -> None:
     rest, grpc, admin, second = free_ports(4)
     ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]

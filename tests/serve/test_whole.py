@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +22,9 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.following import Child
 from tests.fuzz.target import bounded
+from tests.serve.loops import wait_for
 from tests.serve.test_engine import bags_of
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, make_certificate, serving
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
@@ -112,6 +112,7 @@ def question(run: tuple[Path, RunConfig]) -> dict[str, Any]:
     return {"dense": dense, "values": raw.categories.values, "lengths": has.astype(np.int32)}
 
 
+@pytest.mark.slow
 def test_dense_weights_and_rows_of_a_run_move_together(
     run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any]
 ) -> None:
@@ -309,7 +310,7 @@ def test_hot_rows_are_kept_while_serving_and_not_through_a_name_that_another_mad
     partial.symlink_to(other)
     with serving(tmp_path / "store", warm_up="auto") as server, Client(server.url) as client:
         client.rows([5, 8], table="user")
-        keeping = asyncio.run_coroutine_threadsafe(server.engine.keep_hot_rows(0.01), server._loop)
+        keeping = asyncio.run_coroutine_threadsafe(server.engine.keep_hot_rows(0.01), server.loop)
         wait_for(path.exists)
         keeping.cancel()
         kept = np.fromfile(path, "<i8")
@@ -433,12 +434,6 @@ def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> 
         config_with(plain, admin_host="0.0.0.0", token_file="clients")
 
 
-def made_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
-    command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
 def shown_certificate(port: int) -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -451,7 +446,7 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
     plain: Path, tls: Tls, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    made_certificate("first", certificate, key)
+    make_certificate("first", certificate, key)
     with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
         ports = (server.ports.rest, server.ports.grpc, server.ports.admin)
 
@@ -464,7 +459,7 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
             assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=False, headers=ADMIN).status_code == 200
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}{path}")
-        made_certificate("second", certificate, tmp_path / "second.pem")
+        make_certificate("second", certificate, tmp_path / "second.pem")
         renew()
         assert shown() == {first}, "its key has not come yet"
         assert "the certificate is not renewed: no certificate" in caplog.text
@@ -472,6 +467,6 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
         renew()
         (second,) = shown()
         assert second != first
-    made_certificate("third", certificate, key, "-passout", "pass:secret")
+    make_certificate("third", certificate, key, "-passout", "pass:secret")
     with pytest.raises(ValueError, match="has a pass phrase"):
         Tls(certificate, key)

@@ -1,6 +1,5 @@
 """Whole servers for tests: in a thread of this process, or as the command that users start."""
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -11,17 +10,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.serve.loops import WAIT_SECONDS, LoopThread
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.program import Ports, Server
 
-WAIT_SECONDS = 60.0
 ADMIN_TOKEN = "an-operators-token"
 ADMIN = {"X-Tierstore-Admin": "1", "Authorization": f"Bearer {ADMIN_TOKEN}"}
 
@@ -35,38 +33,30 @@ def admin_token_file() -> str:
     return str(path)
 
 
-def wait_for(condition: Callable[[], Any], what: str = "") -> Any:
-    """What the condition gives, once that is true."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what or condition}"
-        time.sleep(0.005)
-    return found
+def make_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
+    """One that its own key has signed, without a pass phrase unless options say so."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+    command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
-class InThread:
+class InThread(LoopThread):
     """A server whose event loop is a thread's."""
 
     def __init__(self, config: ServeConfig) -> None:
+        super().__init__()
         self.config = config
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
         self.server: Server = self.call(self._made())
         self.stopped = False
         try:
             self.ports: Ports = self.call(self.server.start())
         except BaseException:
-            self._end()
+            self.end_loop()
             raise
         self.engine: Any = self.server.engine
 
     async def _made(self) -> Server:
         return Server(self.config)
-
-    def call(self, coroutine: Any) -> Any:
-        """Its result, from the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_SECONDS)
 
     def stop(self) -> None:
         if not self.stopped:
@@ -74,12 +64,7 @@ class InThread:
             try:
                 self.call(self.server.stop())
             finally:
-                self._end()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_SECONDS)
-        self._loop.close()
+                self.end_loop()
 
     @property
     def url(self) -> str:

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import tierstore
+from tests import children
 from tierstore import errors, optim
 from tierstore.io import places
 
@@ -76,57 +75,54 @@ def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None
 
 
 def test_a_forked_child_is_told_and_harms_nothing(store_dir: Path) -> None:
-    code = f"""
-import os, sys, torch, tierstore
-from tierstore import errors
-from tierstore.io.pins import Pins
-store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=2)
-table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
-table.write(torch.arange(100), torch.full((100, 4), 7.0))
-store.commit()
-few, many = torch.arange(3), torch.zeros(100_000, dtype=torch.int64)
-uses = [
-    lambda: table.read(few),
-    lambda: table.pooled(few, torch.tensor([0, 3])),
-    lambda: table.pooled(many, torch.arange(0, 100_001, 10)),
-]
-for use in uses:
-    use()
-child = os.fork()
-if child == 0:
-    told = 0
+    code = """
+    from tierstore.io.pins import Pins
+    store = tierstore.open(sys.argv[1], ddr="1MiB", threads=2)
+    table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+    table.write(torch.arange(100), torch.full((100, 4), 7.0))
+    store.commit()
+    few, many = torch.arange(3), torch.zeros(100_000, dtype=torch.int64)
+    uses = [
+        lambda: table.read(few),
+        lambda: table.pooled(few, torch.tensor([0, 3])),
+        lambda: table.pooled(many, torch.arange(0, 100_001, 10)),
+    ]
     for use in uses:
-        try:
-            use()
-        except errors.ClosedError as error:
-            told += "fork" in str(error)
-    if told == len(uses):
-        store.close()
-        del store, table
-        sys.exit(3)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-table.write(torch.arange(50), torch.full((50, 4), 8.0))
-assert store.commit() == 2
-assert Pins({str(store_dir / "rows.lmdb")!r}).oldest(1 << 40) is not None
-store.close()
-"""
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], check=True, timeout=120)
+        use()
+    child = os.fork()
+    if child == 0:
+        told = 0
+        for use in uses:
+            try:
+                use()
+            except errors.ClosedError as error:
+                told += "fork" in str(error)
+        if told == len(uses):
+            store.close()
+            del store, table
+            sys.exit(3)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    table.write(torch.arange(50), torch.full((50, 4), 8.0))
+    assert store.commit() == 2
+    assert Pins(sys.argv[1] + "/rows.lmdb").oldest(1 << 40) is not None
+    store.close()
+    """
+    children.run(code, store_dir)
     with tierstore.open(store_dir, mode="r") as store:
         assert store["t"].read(torch.arange(100))[:, 0].tolist() == [8.0] * 50 + [7.0] * 50
 
 
 def test_a_store_that_is_open_when_the_interpreter_ends_is_closed_without_a_word(store_dir: Path) -> None:
-    code = f"""
-import torch, tierstore
-store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=1)
-table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=20_000, embedding_dim=16))
-table.write(torch.arange(20_000), torch.ones(20_000, 16))
-store.commit()
-table.write(torch.arange(20_000), torch.zeros(20_000, 16))
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
+    code = """
+    os.dup2(1, 2)
+    store = tierstore.open(sys.argv[1], ddr="1MiB", threads=1)
+    table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=20_000, embedding_dim=16))
+    table.write(torch.arange(20_000), torch.ones(20_000, 16))
+    store.commit()
+    table.write(torch.arange(20_000), torch.zeros(20_000, 16))
+    """
+    assert "Traceback" not in children.run(code, store_dir)
     with tierstore.open(store_dir) as store:
         assert store.verify().rows == 20_000
         assert store["t"].read(torch.tensor([7])).tolist() == [[1.0] * 16]
@@ -161,26 +157,24 @@ def test_a_store_stays_where_it_is_when_the_working_directory_changes(
 
 
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
-    """One wins, the others are told; the store is whole."""
-    code = f"""
-import sys, tierstore
-from tierstore import errors
-sys.stdin.read()
-try:
-    store = tierstore.open({str(store_dir)!r}, ddr="1MiB")
-except errors.StoreLockedError:
-    sys.exit(5)
-sys.stdin.close()
-import time; time.sleep(1)
-store.close()
-"""
-    started = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(2)]
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.close()
-    codes = sorted(process.wait(120) for process in started)
-    assert set(codes) <= {0, 5}
-    assert 0 in codes
+    """One wins, the other is told; the store is whole."""
+    code = """
+    go, hold = os.pipe()
+    def create():
+        os.close(hold)
+        os.read(go, 1)
+        try:
+            store = tierstore.open(sys.argv[1], ddr="1MiB")
+        except errors.StoreLockedError:
+            os._exit(5)
+        time.sleep(0.5)
+        store.close()
+        os._exit(0)
+    creating = [os.fork() or create() for _ in range(2)]
+    os.close(hold)
+    print(sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in creating))
+    """
+    assert children.run(code, store_dir) in ("[0, 5]\n", "[0, 0]\n")  # the second may begin when the first has ended
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store.commit() == 1
 

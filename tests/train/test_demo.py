@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -14,9 +16,15 @@ from tierstore.train import demo
 from tierstore.train.config import load
 
 
-@pytest.mark.slow
+def in_process(command, **_):
+    """What its processes do: to start one takes longer than to train these few rows."""
+    assert command[:4] == [sys.executable, "-m", "tierstore", "train"]
+    return SimpleNamespace(returncode=main(command[3:]))
+
+
 def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(tmp_path, capfd, monkeypatch):
     folder = tmp_path / "demo"
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=in_process))
     monkeypatch.setattr(demo, "_BUDGET_SHARE", 0.3)  # of few rows a tenth is no budget
     assert demo.run_demo(folder, rows=6_000)
     output = capfd.readouterr().out

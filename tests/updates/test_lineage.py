@@ -2,9 +2,6 @@
 
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 import tierstore
+from tests import children
 from tests.serve.replicas import serving
 from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
 from tierstore import errors
@@ -127,18 +125,19 @@ def test_a_version_of_which_no_row_is_left_is_still_gone_on_from(tmp_path: Path)
 
 
 KILLED = """
-import os, signal, sys
-import torch, tierstore
 from tierstore.system import killpoints
 
 def hook(name):
     if name == "commit: transaction committed":
         os.kill(os.getpid(), signal.SIGKILL)
 
-with tierstore.open(sys.argv[1], keep=3, ddr="4MiB", threads=1) as store:
-    store["item"].write(torch.arange(50), torch.full((50, 6), 9.0))
-    killpoints.hook = hook
-    store.commit()
+def commit():
+    with tierstore.open(sys.argv[1], keep=3, ddr="4MiB", threads=1) as store:
+        store["item"].write(torch.arange(50), torch.full((50, 6), 9.0))
+        killpoints.hook = hook
+        store.commit()
+
+forked(commit)
 """
 
 
@@ -146,8 +145,7 @@ def test_a_commit_that_was_seen_and_lost_is_not_gone_on_from(tmp_path: Path) -> 
     """The next writer goes back to the anchored tree, where the number is free again."""
     source, replica = tmp_path / "source", tmp_path / "replica"
     change(source, 1, keep=3)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(source)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert children.run(KILLED, source) == "ended with -9\n"
     apply_update(replica, make(source).path)  # opens it read-only, before a writer does
     lost = has(replica)
     assert lost is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierstore import cli
+from tierstore.kernels import first_use
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.warm_up import compiling
 
@@ -81,3 +82,21 @@ def test_without_a_folder_to_keep_kernels_in() -> None:
     done = run(NOWHERE)
     assert done.returncode == 1
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
+
+
+def test_once_a_first_run_is_compiled_no_process_looks_for_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def note(work: str, *_: object, **__: object) -> None:
+        started.append(work)
+        raise OSError
+
+    monkeypatch.setattr(first_use, "start", note)
+    monkeypatch.setattr(first_use, "default_threads", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    first_use.FirstUse(tmp_path, "of these sources").note_done()
+    for stamp, expected in (("of these sources", []), ("of others", ["first_run"])):
+        first_use.FirstUse(tmp_path, stamp)._begin()
+        assert started == expected

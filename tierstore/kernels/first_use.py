@@ -37,14 +37,17 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
     Args:
         folder: where machine code is kept; None if nowhere.
+        stamp: of what the machine code depends on.
 
     Attributes:
         compiled: kernels that this process compiled.
         is_alone: whether it starts no other process.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, stamp: str = "") -> None:
         self._locks = folder and folder / "tierstore.lock"
+        self._done = folder and folder / "tierstore.done"
+        self._stamp = stamp
         self._is_locking = False
         self._outermost: Any = None
         self._collects = False
@@ -115,6 +118,17 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
                 gc.enable()
             self._clear()
 
+    def note_done(self) -> None:
+        """All that a first run needs is compiled: later processes that compile something else start no other one."""
+        if self._done is not None:
+            with contextlib.suppress(OSError):
+                self._done.write_text(self._stamp)
+
+    def _is_done(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return self._done is not None and self._done.read_text() == self._stamp
+        return False
+
     def disown(self) -> None:
         """Forget, in a forked process, what its parent was about to compile."""
         if self._outermost is not None and self._collects:
@@ -132,7 +146,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
     def _begin(self) -> None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of processes that torchrun starts
-        if self._locks is None or default_threads() == 1 or not is_first or hasattr(sys, "frozen"):
+        if self._locks is None or default_threads() == 1 or not is_first or hasattr(sys, "frozen") or self._is_done():
             self.is_alone = True
             return
         try:

@@ -8,6 +8,8 @@ import functools
 import logging
 import math
 import os
+import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
@@ -128,6 +130,7 @@ def uncounted_template(function: F) -> F:
 
 if JIT_ENABLED:
     from llvmlite import ir
+    from llvmlite.binding import get_host_cpu_name
     from numba.core import errors
     from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
     from numba.core.ccallback import CFunc
@@ -219,7 +222,8 @@ if JIT_ENABLED:
             return None
 
     FOLDER: Path | None = _folder()
-    FIRST_USE = FirstUse(FOLDER)
+    _BUILT_WITH: Final = _STAMP, sys.version, numba.__version__, get_host_cpu_name()
+    FIRST_USE = FirstUse(FOLDER, f"{zlib.crc32(repr(_BUILT_WITH).encode()):08x}")
     event.register("numba:compile", FIRST_USE)
     os.register_at_fork(after_in_child=FIRST_USE.disown)
 

@@ -54,6 +54,8 @@ def main(path: str, parent: str, work: str, processes: str) -> None:
     children = [_fork(lambda: _compile(uses, out)) for _ in range(int(processes) - 1)]
     _compile(uses, out)
     failed = [os.waitpid(child, 0)[1] for child in children]
+    if not any(failed):
+        FIRST_USE.note_done()
     if work == "everything":  # some functions are only there where kernels are compiled
         before = FIRST_USE.compiled
         _do(work)

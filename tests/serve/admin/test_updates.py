@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 import tierstore
-from tests.serve.replicas import WAIT_SECONDS, serving
+from tests.serve.loops import WAIT_SECONDS, wait_for
+from tests.serve.replicas import serving
 from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import updates as admin_updates
@@ -118,16 +119,6 @@ def test_an_upload_goes_on_where_the_connection_broke(replica_dir: Path, updates
         assert shown[-1] == (update.size_bytes, update.size_bytes)
         assert replica.store.version == 1
         assert list((replica_dir / "incoming").iterdir()) == []
-
-
-def wait_for(condition: Any) -> None:
-    """AssertionError unless it comes true in time."""
-    passed = threading.Event()
-    for _ in range(int(WAIT_SECONDS / 0.02)):
-        if condition():
-            return
-        passed.wait(0.02)
-    raise AssertionError("it did not come true")
 
 
 def test_a_publisher_goes_on_after_broken_connections(

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.routing import Route
 
-from tests.serve.monitored import WAIT_SECONDS, FakeSource, Served, serving
+from tests.serve.loops import WAIT_SECONDS
+from tests.serve.monitored import FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
 from tierstore.serve.admin.updates import UpdateError

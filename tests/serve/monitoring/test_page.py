@@ -11,7 +11,8 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from tests.chromium import WatchedPage
-from tests.serve.monitored import WAIT_SECONDS, Clock, FakeSource, Served, serving
+from tests.serve.loops import WAIT_SECONDS
+from tests.serve.monitored import Clock, FakeSource, Served, serving
 from tierstore.pool.stats import TierStats
 from tierstore.serve.admin.app import admin_app, admin_routes
 from tierstore.serve.messages import Status
