@@ -12,8 +12,7 @@ import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier, widen_places
-from tierstore.errors import BudgetError
-from tierstore.io import indexes, places
+from tierstore.io import indexes
 from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
@@ -142,22 +141,6 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
         assert _content(tier._file.make_map()) == again
 
 
-def test_rows_written_without_a_commit_are_in_no_later_version(tmp_path: Path) -> None:
-    """They are deleted before the next process writes anything, and not read before."""
-    keys = keys_of(0, np.arange(500))
-    with closing(_opened(tmp_path)) as tier:
-        write_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-        write_rows(tier, WIDE, keys, 2)
-    with closing(_opened(tmp_path)) as tier:
-        check_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-    for readonly in (True, False):
-        with closing(_opened(tmp_path, readonly=readonly)) as tier:
-            check_rows(tier, WIDE, keys, 1)
-            assert tier.verify().segments == -(-len(keys) // WIDE.rows_per_segment)
-
-
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a writer, which looks for what an earlier process left behind."""
     looked_at: list[int] = []
@@ -178,21 +161,6 @@ def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, mon
             assert sorted(looked_at) == numbers
 
 
-def test_what_takes_long_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(indexes, "_PART_SEGMENTS", 2)
-    with closing(_opened(tmp_path)) as tier:
-        write_rows(tier, WIDE, keys_of(0, np.arange(_NUM_ROWS)), 1)
-        commit(tier, b"")
-    assert not caplog.messages
-    caplog.set_level("INFO")
-    monkeypatch.setattr(indexes, "_TOLD_EVERY_SECONDS", 0.0)
-    with closing(_opened(tmp_path, readonly=True)) as tier:
-        check_rows(tier, WIDE, keys_of(0, np.arange(_NUM_ROWS)), 1)
-    assert "rows.lmdb: read the indexes of 4 of 10 segments, to find its rows" in caplog.text
-
-
 @pytest.mark.parametrize("num_rows", [2**34, 2**40])
 def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
     """Address space is reserved, not committed; what is done with a few rows takes no time for the others."""
@@ -209,12 +177,3 @@ def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_ro
             copied = rows.copied()
             assert np.concatenate(list(copied.stored_rows(0))).tolist() == keys.tolist()
             assert copied.differing(rows).tolist() == []
-
-
-def test_memory_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(places, "zeros", refuse)
-    with pytest.raises(BudgetError, match=r"refuses 64\.0 GiB .* map of 17,179,869,184 rows .*overcommit_memory is 2"):
-        places.new_places(2**34)
