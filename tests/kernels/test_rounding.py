@@ -14,16 +14,9 @@ import tierstore
 from tests.oracle import jagged
 from tierstore import errors, optim
 from tierstore.cache import FullCache
-from tierstore.cli import main
-from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.kernels.rounding import stochastic_bits
-from tierstore.offline.inspection import describe_store
-from tierstore.store.manifest import Manifest
-from tierstore.train import RunConfig
-from tierstore.train.build import table_configs
-from tierstore.train.config import ConfigError, EmbeddingSection
 
 HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}
 every_dtype = pytest.mark.parametrize("dtype", list(HALFS))
@@ -203,74 +196,6 @@ def test_each_update_is_that_in_float32_rounded(
         assert (not isinstance(table.pool.cache, FullCache)) == (ddr != "8MiB")
 
 
-@every_dtype
-@pytest.mark.parametrize("ddr", ["8MiB", TIGHT])
-def test_a_table_beside_it_is_rounded_to_nearest(tmp_path: Path, ddr: str, dtype: str) -> None:
-    """Both in one lookup, of one pool."""
-    ended: dict[str, list[Any]] = {}
-    for rounding in ("nearest", "stochastic"):
-        with tierstore.open(tmp_path / rounding, ddr=ddr, policy="lru") as store:
-            tables = [
-                store.create_table(table_config("a", dtype=dtype)),
-                store.create_table(table_config("b", dtype=dtype, rounding=rounding)),
-                store.create_table(table_config("c", dtype=dtype)),
-            ]
-            assert len({table.pool for table in tables}) == 1
-            collection = tierstore.TieredEmbeddingBagCollection(store)
-            generator = torch.Generator().manual_seed(0)
-            for _ in range(4):
-                lengths = torch.randint(0, 9, (60,), generator=generator)
-                ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-                out = collection(tierstore.KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths)).values()
-                (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-            ended[rounding] = [bits_of(table) for table in tables]
-    assert np.array_equal(ended["nearest"][0], ended["stochastic"][0])
-    assert np.array_equal(ended["nearest"][2], ended["stochastic"][2])
-    assert not np.array_equal(ended["nearest"][1], ended["stochastic"][1])
-
-
-@every_dtype
-def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Path, dtype: str) -> None:
-    config = table_config("t", dtype=dtype, rounding="stochastic", optimizer=optim.Adam())
-    with tierstore.open(tmp_path / "whole", ddr="8MiB") as store:
-        table = store.create_table(config)
-        for number in range(8):
-            step(table, number)
-        expected = bits_of(table)
-    with tierstore.open(tmp_path / "parts", ddr=TIGHT, policy="lru") as store:
-        table = store.create_table(config)
-        for number in range(6):
-            if number == 4:
-                store.commit()
-            step(table, number)  # the last two are lost
-    with tierstore.open(tmp_path / "parts", ddr="1MiB", policy="lfu", threads=2) as store:
-        for number in range(4, 8):
-            step(store["t"], number)
-        assert np.array_equal(bits_of(store["t"]), expected)
-        store.rollback(1)
-        for number in range(4, 8):
-            step(store["t"], number)
-        assert np.array_equal(bits_of(store["t"]), expected)
-
-
-def test_other_seeds_and_places_give_other_bits(tmp_path: Path) -> None:
-    """All rows start alike, so that only the random bits differ."""
-    ends = []
-    for number, seed in enumerate((0, 0, 1)):
-        with tierstore.open(tmp_path / str(number), ddr="8MiB") as store:
-            same = tierstore.init.Uniform(0.5, 0.5, seed=seed)
-            tables = [
-                store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic", init=same))
-                for name in "ab"
-            ]
-            for table in tables:
-                step(table, 0)
-            ends.append([bits_of(table) for table in tables])
-    assert np.array_equal(ends[0], ends[1])
-    assert not np.array_equal(ends[0][0], ends[0][1])
-    assert not np.array_equal(ends[0][0], ends[2][0])
-
-
 def test_small_steps_add_up(tmp_path: Path) -> None:
     """Each of 64 steps is 1/64 of the gap below 1.0, so a column takes Binomial(64, 1/64) gaps.
 
@@ -308,33 +233,6 @@ def test_small_steps_add_up(tmp_path: Path) -> None:
 # What a table's configuration says
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
-def test_only_halfs_are_rounded_by_chance(dtype: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"rounding='stochastic' goes with dtype float16 or bfloat16, not {dtype}; leave"
-    ):
-        table_config("t", dtype=dtype, rounding="stochastic")
-    with pytest.raises(ValueError, match="rounding='up' is not one of nearest, stochastic"):
-        table_config("t", dtype="float16", rounding="up")
-
-
-def test_the_manifest_tells_it_of_tables_that_have_it_alone(tmp_path: Path) -> None:
-    nearest, other = table_config("n", dtype="float16"), table_config("s", dtype="float16", rounding="stochastic")
-    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
-        store.create_table(nearest)
-        assert "rounding" not in (tmp_path / "store" / "manifest.json").read_text()
-        store.create_table(other)
-        with pytest.raises(errors.TableError, match="table 's' exists and differs in rounding: "):
-            store.create_table(table_config("s", dtype="float16"))
-    assert (tmp_path / "store" / "manifest.json").read_text().count('"rounding":"stochastic"') == 1
-    with tierstore.open(tmp_path / "store", mode="r", ddr="1MiB") as store:
-        assert [table.config for table in store.tables.values()] == [nearest, other]
-    assert tierstore.TableConfig.from_dict(nearest.to_dict()) == nearest
-    lines = describe_store(tmp_path / "store").splitlines()
-    assert "300 x 21 float16, sgd" in lines[1]
-    assert "300 x 21 float16 rounded stochastically, sgd" in lines[2]
-
-
 @pytest.mark.parametrize("hbm", ["1MiB", "1% of tables"])
 def test_the_device_tier_refuses_it_at_once(tmp_path: Path, hbm: str) -> None:
     config = table_config("t", dtype="bfloat16", rounding="stochastic")
@@ -351,43 +249,3 @@ def test_the_device_tier_refuses_it_at_once(tmp_path: Path, hbm: str) -> None:
         tierstore.open(tmp_path / "store", ddr="2MiB", hbm=hbm)
     with tierstore.open(tmp_path / "store", mode="r", ddr="2MiB", hbm="1MiB") as store:
         assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
-
-
-def test_exports_carry_it(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
-        store.create_table(table_config("t", dtype="bfloat16", rounding="stochastic"))
-        store.commit()
-    export_store(tmp_path / "store", tmp_path / "t.safetensors")
-    for dtype, rounding in ((None, "stochastic"), ("float16", "stochastic"), ("float32", "nearest")):
-        import_files(tmp_path / f"{dtype}", [tmp_path / "t.safetensors"], dtype=dtype)  # type: ignore[arg-type]
-        assert Manifest.read(tmp_path / f"{dtype}").tables[0].rounding == rounding
-        import_files(tmp_path / f"{dtype}", [tmp_path / "t.safetensors"], dtype=dtype)  # type: ignore[arg-type]
-    import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="nearest")
-    assert Manifest.read(tmp_path / "plain").tables[0].rounding == "nearest"
-    with pytest.raises(errors.TableError, match="rounding='nearest', not 'stochastic'; leave rounding as it is"):
-        import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="stochastic")
-
-
-def test_an_import_gives_it_to_new_tables_that_can_have_it(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(4, 3)}, tmp_path / "bag.pt")
-    arguments = ["import", str(tmp_path / "store"), str(tmp_path / "bag.pt"), "--map", "weight=t"]
-    assert main([*arguments, "--rounding", "stochastic"]) == 2
-    assert not (tmp_path / "store").exists()
-    assert main([*arguments, "--rounding", "stochastic", "--dtype", "bfloat16"]) == 0
-    assert Manifest.read(tmp_path / "store").tables[0].rounding == "stochastic"
-
-
-def test_stores_for_inference_are_without_it(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
-        for name in "ab":
-            store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic"))
-        store.commit()
-    tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["a"])
-    assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
-
-
-def test_run_files_have_it() -> None:
-    section = EmbeddingSection(dtype="bfloat16", rounding="stochastic")
-    assert {table.rounding for table in table_configs(RunConfig(embedding=section))} == {"stochastic"}
-    with pytest.raises(ConfigError, match=r"embedding\.rounding = 'stochastic': expected \"nearest\" with"):
-        EmbeddingSection(rounding="stochastic")

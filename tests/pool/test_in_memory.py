@@ -1,9 +1,7 @@
 """``Table.pooled`` where all rows are in memory: the same bits and errors as by ``Lookup``, by one compiled call."""
 
 import contextlib
-import gc
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 import tierstore
 from tierstore.errors import ClosedError, TableError
-from tierstore.kernels import jit as _jit
 from tierstore.kernels import threads
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.pool import direct
@@ -84,31 +81,6 @@ def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch
         assert torch.equal(table.pooled(ids, offsets), expected)
 
 
-def test_rows_that_are_not_in_are_brought_in(tmp_path: Path) -> None:
-    with _open(tmp_path) as store:
-        table = store["a"]
-        memory = table.pool.one_table(table.index, ROWS)
-        assert memory is not None
-        ids, offsets = torch.tensor([5, 7]), torch.tensor([0, 2])
-        assert memory.pooled(ids, offsets, 0) is None
-        expected = table.read(ids).sum(dim=0, keepdim=True)
-        assert torch.equal(table.pooled(ids, offsets), expected)
-        pooled = memory.pooled(ids, offsets, 0)
-        assert pooled is not None
-        assert torch.equal(pooled, expected)
-
-
-def test_lookups_are_counted_as_hits(tmp_path: Path) -> None:
-    with _open(tmp_path) as store:
-        table = store["a"]
-        ids, offsets = torch.arange(6), torch.tensor([0, 6])
-        table.read(ids)
-        before = table.pool.filler.counters()
-        table.pooled(ids, offsets)
-        after = table.pool.filler.counters()
-        assert (after.lookups - before.lookups, after.hits - before.hits) == (6, 6)
-
-
 @pytest.mark.parametrize("wrong", [-1, ROWS, 2**40, -(2**63)])
 @pytest.mark.parametrize("place", [0, 40, 8999])
 def test_a_wrong_id_is_named(tmp_path: Path, wrong: int, place: int) -> None:
@@ -151,20 +123,6 @@ def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
             table.pooled(ids, offsets, mode="median")
 
 
-def test_a_new_table_or_a_closed_store_is_noticed(tmp_path: Path) -> None:
-    store = _open(tmp_path)
-    table = store["b"]
-    ids, offsets = torch.arange(9), torch.tensor([0, 9])
-    expected = table.pooled(ids, offsets)
-    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
-    assert torch.equal(table.pooled(ids, offsets), expected)
-    table.write(ids, torch.ones(9, 20))
-    assert torch.equal(table.pooled(ids, offsets), torch.full((1, 20), 9.0))
-    store.close()
-    with pytest.raises(ClosedError):
-        table.pooled(ids, offsets)
-
-
 @pytest.mark.parametrize("count", [8, 9000])
 def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
     with _open(tmp_path) as store:
@@ -180,23 +138,6 @@ def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
         freed.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match="ids has no elements in memory"):
             table.read(freed)
-
-
-def test_a_table_keeps_no_pool_alive(tmp_path: Path) -> None:
-    store = _open(tmp_path)
-    table = store["b"]
-    table.pooled(torch.arange(9), torch.tensor([0, 9]))
-    pools = [weakref.ref(table.pool)]
-    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
-    pools.append(weakref.ref(table.pool))
-    store.close()
-    gc.collect()
-    assert [pool() for pool in pools] == [None, None]
-
-
-def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
-    made = direct._body(np.int64, np.float32)
-    assert made._cache._cache_file._source_stamp == _jit._STAMP
 
 
 def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:

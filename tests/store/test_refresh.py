@@ -1,8 +1,6 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
 import shutil
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,6 @@ import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected
 from tierstore.errors import StoreReplacedError
 from tierstore.offline.compaction import compact_store
-
-
-# All rows have slots of their own; rows leave; the staging memory is too small for what changed.
-@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-@pytest.mark.parametrize("policy", ["lru", "tinylfu", "reference-lru"])
-def test_a_reader_shows_the_newest_commit_once_it_moves(writer: Writer, store_dir: Path, ddr: str, policy: str) -> None:
-    with tierstore.open(store_dir, mode="r", ddr=ddr, policy=policy) as store:
-        table = store["t"]
-        assert torch.equal(table.read(EVERY), expected())
-        assert store.refresh() == 1
-        changed = list(range(0, ROWS, 7))
-        writer("write", "t", changed, 2)
-        assert store.refresh() == 1
-        assert torch.equal(table.read(EVERY), expected())
-        writer("commit", 2)
-        assert torch.equal(table.read(EVERY), expected())
-        newer = store.find_newer()
-        assert newer is not None
-        assert newer.version.number == 2
-        assert torch.equal(table.read(EVERY.flip(0)), expected().flip(0))  # rows come in and go while it is ready
-        assert (store.version, store.extra) == (1, {"step": 1})
-        assert newer.show() == 2
-        assert torch.equal(table.read(EVERY), expected(_2=changed))
-        assert torch.equal(table.pooled(EVERY, torch.arange(ROWS + 1)), expected(_2=changed))
-        assert (store.version, store.extra) == (2, {"step": 2})
-        assert store.tensors()["w"].tolist() == [2.0]
-        for pool in {table.pool for table in store.tables.values()}:
-            pool.cache.check_integrity()
-        store.verify()
 
 
 def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path) -> None:
@@ -55,57 +24,6 @@ def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path
         after = store.stats()
         assert after.ddr.misses - before.ddr.misses == after.ddr.evictions == 0
         assert after.ssd.lookups - before.ssd.lookups == 1  # the row that changed, and no other
-
-
-def test_rows_first_asked_for_while_a_version_is_made_ready_are_not_kept(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        writer("write", "t", [5], 3)
-        writer("commit", 2)
-        newer = store.find_newer()
-        assert newer is not None
-        assert torch.equal(store["t"].read(EVERY), expected())  # no row was in memory before, nor room for any
-        newer.show()
-        assert torch.equal(store["t"].read(EVERY), expected(_3=[5]))
-
-
-def test_a_reader_goes_back_with_the_writer(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        writer("write", "t", [1, 2, 3], 5)
-        writer("commit", 2)
-        assert store.refresh() == 2
-        assert torch.equal(store["t"].read(EVERY), expected(_5=[1, 2, 3]))
-        writer("rollback", 1)
-        assert store.refresh() == 1
-        assert torch.equal(store["t"].read(EVERY), expected())
-        writer("write", "t", [4], 6)
-        assert writer("commit", 3) == 3
-        assert store.refresh() == 3
-        assert torch.equal(store["t"].read(EVERY), expected(_6=[4]))
-
-
-def test_new_tables_come_along(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
-        held = store["t"]
-        held.read(EVERY)
-        writer("create", "u", 50, 16)
-        writer("write", "u", [7], 9)
-        writer("write", "t", [0], 9)
-        writer("commit", 2)
-        assert store.refresh() == 2
-        assert store["u"].read(torch.tensor([7])).tolist() == [[9.0] * 16]
-        assert held is store["t"]
-        assert torch.equal(held.read(EVERY), expected(_9=[0]).half())
-
-
-def test_every_commit_of_many_is_whole(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
-        for step in range(2, 30):
-            writer("write", "t", list(range(0, ROWS, 3)), step)
-            writer("commit", step)
-            assert store.refresh() == step
-            rows = store["t"].read(EVERY)
-            assert rows[::3].unique().tolist() == [float(step)]
-            assert torch.equal(rows[1::3], expected()[1::3])
 
 
 def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_dir: Path) -> None:
@@ -215,27 +133,6 @@ def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Wri
         assert (store["big"].read(torch.tensor(many)) == 3).all()
 
 
-def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: Path) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
-            added = pool.submit(store._catalog.tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
-            while not added.done():
-                store.stats()
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_with_a_device_tier_all_is_read_anew(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="1MiB", hbm="1MiB") as store:
-        assert torch.equal(store["t"].read(EVERY), expected())
-        writer("write", "t", [8], 2)
-        writer("commit", 2)
-        assert store.refresh() == 2
-        assert torch.equal(store["t"].read(EVERY), expected(_2=[8]))
-
-
 @pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
 @pytest.mark.parametrize("dtype", ["float32", "stored", "float16", "bfloat16", "int8", "int4"])
 def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
@@ -261,15 +158,6 @@ def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
         assert torch.equal(table.read(torch.tensor([0, 1, 2])), torch.full((3, DIM), 3.0, dtype=want.dtype))
         assert torch.equal(table.read(EVERY[3:]), want[3:])
         assert store.stats().ddr.bytes <= (4 << 20 if ddr == "4MiB" else 440 << 10)
-
-
-def test_more_rows_fit_in_fewer_bits(writer: Writer, store_dir: Path) -> None:
-    capacity = {}
-    for dtype in (None, "stored", "float16", "int4"):
-        with tierstore.open(store_dir, mode="r", ddr="430KiB", dtype=dtype) as store:
-            store["t"].read(EVERY)
-            capacity[dtype] = store.stats().ddr.capacity_rows
-    assert capacity[None] < capacity["stored"] < capacity["float16"] <= capacity["int4"]
 
 
 def test_wrong_dtypes(writer: Writer, store_dir: Path, tmp_path: Path) -> None:
