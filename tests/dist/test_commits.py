@@ -1,23 +1,18 @@
 """Commits of a sharded store: one version of all ranks, whichever of them ends when."""
 
 import contextlib
-import dataclasses
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
-from tierstore.dist import lookup as dist_lookup
 from tierstore.dist.commits import Commits, in_common
-from tierstore.errors import DiskFullError, RankError, TableError
-from tierstore.lookup import Lookup
+from tierstore.errors import DiskFullError, RankError
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
@@ -146,36 +141,6 @@ def test_ranks_go_back_together(tmp_path: Path, uninterrupted: list[list[Any]]) 
     assert [(each[1]["steps"], each[2]) for each in found] == [(1, rows) for rows in uninterrupted[1]]
 
 
-def fail_to_commit(folder: Path, failing: int, times: int) -> list[str]:
-    """Commits that fail in one rank. What each rank was told."""
-    with opened(folder) as store:
-        train(store, 0)
-        store.commit(extra={"steps": 1}, tensors={"steps": torch.tensor(1)})
-        train(store, 1)
-        told = []
-        for _ in range(times):
-            extra: dict[str, Any] = {"steps": object() if store.ranks.rank == failing else 2}
-            with pytest.raises((RuntimeError, TypeError)) as raised:
-                store.commit(extra=extra)
-            told.append(str(raised.value))
-            assert (store.extra, store.tensors()) == ({"steps": 1}, {"steps": torch.tensor(1)})
-        if times == 1:
-            store.commit(extra={"steps": 2})
-        return told
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_commit_that_fails_in_one_rank_is_no_version(
-    times: int, tmp_path: Path, uninterrupted: list[list[Any]]
-) -> None:
-    told = run(fail_to_commit, 2, tmp_path, tmp_path / "store", 1, times)
-    assert all("rank 1" in each for each in told[0])
-    found = run(train_and_commit, 2, tmp_path, tmp_path / "store", 0)
-    steps = 2 if times == 1 else 1  # where the last one did not fail, it has everything
-    assert [each[1]["steps"] for each in found] == [steps, steps]
-    assert [each[2] for each in found] == uninterrupted[steps]
-
-
 def full_disks(folder: Path, failing: Sequence[int]) -> tuple[int, int]:
     """Commits that fail, each on one rank, whose disk is full, after every row changed.
 
@@ -212,63 +177,6 @@ def test_commits_that_fail_leave_one_version_at_most_and_the_last_of_all_ranks(t
     assert all(after <= 2 * before for before, after in zip(*sizes, strict=True))
 
 
-def test_ranks_pair_by_the_commit_and_not_by_its_number(tmp_path: Path) -> None:
-    """Ranks' parts that went on from one commit each for itself have its number in common, and no later one."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    run(train_and_commit, 2, tmp_path, one, 1)
-    shutil.copytree(one, other)
-    for folder in (one, other):
-        run(train_and_commit, 2, tmp_path, folder, 2)
-    shutil.rmtree(one / "1-of-2")
-    (other / "1-of-2").rename(one / "1-of-2")
-    with tierstore.open(one, mode="r", ddr="1MiB") as whole:
-        assert (whole.version, whole.extra) == (1, {"steps": 1})
-    for steps in (0, 2, 0):
-        found = run(train_and_commit, 2, tmp_path, one, steps)
-    assert [each[:2] for each in found] == [(2, {"steps": 2})] * 2
-
-
-def train_differently() -> list[str]:
-    """Opens, steps and commits of ranks that differ in what they train by. What each rank was told."""
-    told, rank = [], dist.get_rank()
-
-    @contextlib.contextmanager
-    def raising(kind: type[Exception]) -> Iterator[None]:
-        with pytest.raises(kind) as raised:
-            yield
-        told.append(str(raised.value))
-
-    with raising(ValueError):
-        open_sharded(None, cold="memory", ddr="500KiB", backward_precision="bf16" if rank else "fp32")
-    with open_sharded(None, cold="memory", ddr="500KiB", threads=1) as store:
-        store.create_table(TABLE, sharding_type="data_parallel")
-        optimizer, before = store.optimizer(), rows(store)
-        (group,) = optimizer.param_groups
-        group["lr"] = 0.5 if rank else 0.1  # as a scheduler does that goes by each rank's own loss
-        train(store, 0)
-        with raising(RankError):
-            optimizer.step()
-        assert rows(store) == before
-        with raising(TableError):
-            store.commit()
-        group["lr"] = 0.1
-        optimizer.step()
-        assert store.commit() == 1
-        if rank:
-            store.local["t"].next_hyper()  # as if a step had been skipped elsewhere
-        with raising(TableError):
-            store.commit()
-        assert store.version == 1
-    return told
-
-
-def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
-    one, other = run(train_differently, 2, tmp_path)
-    assert one == other
-    wanted = "backward_precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
-    assert all(words in told for words, told in zip(wanted, one, strict=True))
-
-
 def test_commits_of_earlier_releases_pair_by_number() -> None:
     """They have no identities; one that has none is not one that has."""
     old, new = ({"run": "r", "number": 2, "versions": {"1": 1}, "shardings": {}} for _ in range(2))
@@ -299,64 +207,3 @@ def test_ranks_of_other_runs_or_numbers_and_lost_ranks_are_refused(tmp_path: Pat
 
 def refused(*_: Any, **__: Any) -> None:
     raise RuntimeError("this owner cannot")
-
-
-def fail_to_look_up(rank: int) -> list[str]:
-    """Lookups that fail in one rank: of a wrong id, of a wrong feature, and where it owns rows."""
-    told = []
-    with open_sharded(None, cold="memory", ddr="500KiB") as store:
-        store.create_table(TABLE)
-        module, fails = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank == rank
-        for name, row, owner in (
-            ("t", ROWS, None), ("x", 0, None), ("t", 0, (dist_lookup, "make_lookup")), ("t", 0, (Lookup, "forward"))
-        ):  # fmt: skip
-            ids = torch.tensor([row if fails else 0])
-            jagged = tierstore.KeyedJaggedTensor([name if fails else "t"], ids, offsets=torch.tensor([0, 1]))
-            with pytest.MonkeyPatch.context() as patch:
-                if fails and owner is not None:
-                    patch.setattr(*owner, refused)
-                with pytest.raises((ValueError, RuntimeError)) as raised:
-                    module(jagged)
-            told.append(str(raised.value))
-            dist.barrier()
-            train(store, 0)
-        return told
-
-
-def test_a_lookup_that_fails_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
-    others, own = run(fail_to_look_up, 2, tmp_path, 1)
-    assert all("rank 1" in told for told in others)
-    assert f"id {ROWS} is not a row of table 't'" in own[0]
-    assert "feature 't' is missing" in own[1]
-    assert own[2:] == ["this owner cannot"] * 2
-
-
-def create_differently(folder: Path) -> None:
-    one, other = (dataclasses.replace(TABLE, name=name, feature_names=()) for name in "ab")
-    with open_sharded(folder, ddr="500KiB", threads=1) as store:
-        with pytest.raises(tierstore.errors.TableError, match="same order"):
-            store.create_table(other if store.ranks.rank else one)
-        assert not store.tables
-        if store.ranks.rank:
-            store.local.create_table(one)  # as if the others had ended before they did
-        with pytest.raises(tierstore.errors.TableError, match="same order"):
-            store.create_table(other)
-        store.create_table(one)
-        assert store.create_table(other).index == 1
-        store.local.create_table(TABLE)
-        with pytest.raises(tierstore.errors.TableError, match="there is no table 't'"):
-            ShardedTieredEmbeddingBagCollection(store, tables=["t"])
-        store.create_table(TABLE)
-        for look_up in (tierstore.TieredEmbeddingBagCollection, lambda local: tierstore.TieredEmbeddingBag(local["t"])):
-            with pytest.raises(tierstore.errors.TableError, match="only a part here"):
-                look_up(store.local)(torch.arange(2), torch.tensor([0, 2]))
-
-
-def test_tables_that_ranks_create_differently_are_refused(tmp_path: Path) -> None:
-    run(create_differently, 2, tmp_path, tmp_path / "store")
-    with pytest.raises(AssertionError, match="ranks exchange rows on the CPU for now"):
-        run(open_on, 2, tmp_path, "cuda")
-
-
-def open_on(device: str) -> None:
-    open_sharded(None, cold="memory", device=device)

@@ -67,18 +67,6 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> N
         assert all(torch.equal(one, other) for one, other in zip(job.state(), expected, strict=True))
 
 
-def test_a_job_goes_back_to_where_it_was_saved_by_rollback_and_load() -> None:
-    with tierstore.open(cold="memory", ddr="4MiB") as store:
-        job = Job(store)
-        job.train(range(3))
-        checkpoint.save(store, *job.all)
-        saved = job.state()
-        job.train(range(3, 5))
-        store.rollback(store.version)
-        checkpoint.load(store, *job.all)
-        assert all(map(torch.equal, job.state(), saved))
-
-
 def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
     def weights() -> Tensor:
         return job.model[1].weight.detach().clone()
@@ -109,43 +97,6 @@ def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
         with pytest.raises(errors.TierstoreError, match="changed since version 2"):
             checkpoint.load(store, *job.all)
         store.rollback(store.version)
-
-
-def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path) as store:
-        job = Job(store)
-        checkpoint.save(store, *job.all)
-    with tierstore.open(tmp_path) as store:
-        job.train(range(0))
-        with pytest.raises(ValueError, match=r"version 1 .*checkpoint.save.*keep=2 or more.*commit\(tensors=\{\}\)"):
-            store.commit()
-        assert store.version == 1
-        checkpoint.load(store, *Job(store).all)
-        checkpoint.save(store, *job.all)
-        assert store.commit(tensors={}) == 3
-        assert store.commit() == 4
-    with tierstore.open(tmp_path, keep=2) as store:
-        checkpoint.save(store, *job.all)
-        store.commit()
-        with pytest.raises(ValueError, match=r"version 5 .*keep=2\): .*open the store with keep=3"):
-            store.commit()
-        assert store.versions == (5, 6)
-
-
-def test_what_is_no_checkpoint_is_refused() -> None:
-    def load(*given: Any) -> None:
-        checkpoint.load(store, *given)
-
-    with tierstore.open(cold="memory") as store:
-        job = Job(store)
-        with pytest.raises(errors.TierstoreError, match=r"version 0 .* has no checkpoint.*checkpoint.save"):
-            load(*job.all)
-        store.commit()
-        with pytest.raises(errors.TierstoreError, match=r"version 1 .* has no checkpoint"):
-            load(*job.all)
-        checkpoint.save(store, *job.all)
-        with pytest.raises(ValueError, match="1 optimizers given, but the checkpoint has 2"):
-            load(job.model, [job.dense], job.schedulers)
 
 
 class Kept:
@@ -206,29 +157,6 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
         assert store.version == saved
         checkpoint.load(store, model, [], [kept])
         assert kept.value is None
-
-
-def test_a_schedule_by_numpy_goes_on(tmp_path: Path) -> None:
-    def rates(store: tierstore.Store, epochs: int, *, resumes: bool) -> list[float]:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.interp(epoch, [0, 5, 9], [0.1, 1, 0]))
-        if resumes:
-            checkpoint.load(store, model, [optimizer], [schedule])
-        found = []
-        for _ in range(epochs):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        checkpoint.save(store, model, [optimizer], [schedule])
-        return found
-
-    with tierstore.open(tmp_path / "one") as store:
-        whole = rates(store, 8, resumes=False)
-    with tierstore.open(tmp_path / "two") as store:
-        first = rates(store, 3, resumes=False)
-    with tierstore.open(tmp_path / "two") as store:
-        assert first + rates(store, 5, resumes=True) == whole
 
 
 def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:

@@ -108,38 +108,6 @@ def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> Non
             ours(padded.flatten(), torch.tensor([0, -3, 7]))
 
 
-def test_results_may_be_changed_and_hooked_as_torchs(store: tierstore.Store) -> None:
-    def tried(module: nn.Module, *arguments: Tensor) -> list[Tensor]:
-        out, seen = module(*arguments), list[Tensor]()
-        out.register_hook(seen.append)
-        out.mul_(2)
-        out.sum().backward()
-        with torch.no_grad():
-            kept = module(*arguments)
-        kept += nn.Parameter(torch.ones(DIM))
-        module(*arguments).detach_()
-        assert kept.requires_grad
-        return seen
-
-    weight = rows_of(store)
-    for ours, theirs in (
-        (tierstore.TieredEmbedding(store["t"]), nn.Embedding(ROWS, DIM, _weight=weight)),
-        (tierstore.TieredEmbeddingBag(store["t"]), nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight)),
-    ):
-        assert len(tried(theirs, IDS[0])) == len(tried(ours, IDS[0])) == 1
-
-
-def test_gradients_of_all_parameters_are_given_and_train_nothing(store: tierstore.Store) -> None:
-    model, before = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 1)), rows_of(store)
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(model(IDS[0]).sum(), parameters)
-    assert [each.shape for each in gradients] == [each.shape for each in parameters]
-    assert torch.equal(rows_of(store), before)
-    assert model[0].rows.grad is None
-    model(IDS[0]).sum().backward()
-    assert not torch.equal(rows_of(store), before)
-
-
 def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -164,15 +132,6 @@ def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> Non
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_tuple_for_several_modules_is_told_from_a_list(store: tierstore.Store) -> None:
-    modules = [tierstore.TieredEmbedding(store["t"]) for _ in range(2)]
-    batches = [(IDS[0], IDS[1])]
-    with pytest.raises(TypeError) as raised:
-        list(tierstore.prefetch(batches, modules, features=lambda batch: batch))
-    assert "Of several modules give a list" in raised.value.__notes__[0]
-    assert list(tierstore.prefetch(batches, modules, features=list)) == batches
-
-
 def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
     bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
     version = store.commit()
@@ -181,13 +140,6 @@ def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
         store.rollback(version)
     optimizer.zero_grad()
     store.rollback(version)
-
-
-def test_rows_come_in_ahead_of_un_pooled_lookups(store: tierstore.Store) -> None:
-    module = tierstore.TieredEmbedding(store["t"])
-    plain = [module(ids) for ids in IDS]
-    ahead = [module(ids) for ids in tierstore.prefetch(iter(IDS), module, depth=2, features=lambda ids: ids)]
-    assert all(torch.equal(one, other) for one, other in zip(plain, ahead, strict=True))
 
 
 def test_collections_look_up_each_id(store: tierstore.Store) -> None:
@@ -221,12 +173,6 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
         for weights in (None, torch.rand(len(ids)))
     )
     assert torch.equal(module(weighted)["a"].values(), module(plain)["a"].values())
-
-
-@pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
-def test_padding_is_a_row(store: tierstore.Store, padding_idx: int) -> None:
-    with pytest.raises(ValueError, match=rf"padding_idx={padding_idx} must be in \[-{ROWS}, {ROWS - 1}\]"):
-        tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
 
 
 def modules(store: tierstore.Store) -> list[tuple[nn.Module, Any]]:
@@ -337,47 +283,6 @@ def test_weight_is_refused_with_the_way_out_which_trains(store: tierstore.Store)
     before = rows_of(store)
     module(torch.arange(ROWS)).sum().backward()
     assert (rows_of(store) != before).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype: torch.dtype) -> None:
-    table, bag = store["t"], tierstore.TieredEmbeddingBag(store["t"])
-    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2])
-    scale = torch.tensor([0.3, float("nan"), 0.5], dtype=dtype).nan_to_num(0.7).requires_grad_()
-    expected = scale.detach().float().requires_grad_()
-    with torch.no_grad():  # the rows stay
-        assert torch.equal(bag(ids, offsets, scale), bag(ids, offsets, expected))
-    rows = table.read(ids)
-    bag.requires_grad_(False)
-    bag(ids, offsets, scale).sum().backward()
-    torch.testing.assert_close(scale.grad, rows.sum(1).to(dtype))
-    for batch in tierstore.prefetch(
-        [(ids, offsets, torch.full((3,), torch.nan, dtype=dtype))], bag, features=lambda batch: batch
-    ):
-        assert bag(*batch).isnan().all()
-    new = torch.rand(3, DIM).to(dtype)
-    table.write(torch.tensor([4, 5, 6]), new)
-    assert torch.equal(table.read(torch.tensor([4, 5, 6])), new.float())
-    with tierstore.open(cold="memory", ddr="4MiB") as other:
-        name: Any = str(dtype).removeprefix("torch.")
-        half = other.create_table(tierstore.TableConfig(name="h", num_embeddings=9, embedding_dim=DIM, dtype=name))
-        half.write(torch.arange(9), torch.linspace(-1, 1, 9 * DIM).view(9, DIM))
-        assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
-    with pytest.raises(TypeError, match=r"rows must be float32, float16 or bfloat16, not torch.float64"):
-        table.write(torch.tensor([1]), torch.zeros(1, DIM, dtype=torch.float64))
-
-
-def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:
-    with tierstore.open(tmp_path / "s") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-        store.commit()
-    with tierstore.open(tmp_path / "s", mode="r") as store:
-        module = tierstore.TieredEmbedding(store["t"])
-        assert not module.rows.requires_grad
-        module.requires_grad_(True)
-        assert not module(IDS).requires_grad
-    with pytest.raises(errors.ClosedError):
-        module(IDS)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
-from tierstore import errors
 from tierstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 
 ROWS, DIM = 300, 20
@@ -146,20 +145,6 @@ def test_micro_batches_accumulate_as_torchs_do(rule: Optimizer, reference: Any, 
         assert not torch.equal(first, rows_of(store))
 
 
-def test_rows_change_in_step_only_and_zero_grad_forgets() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        twins, first = Twins(store, RULES[0][1]), rows_of(store)
-        twins.backward(batches(1)[0])
-        assert torch.equal(rows_of(store), first)
-        for optimizer in twins.optimizers:
-            optimizer.zero_grad()
-        twins.step()
-        assert torch.equal(rows_of(store), first)
-        twins.backward(batches(2)[1])
-        twins.step()
-        twins.check()
-
-
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> None:
     with opened(SGD(lr=0.5)) as store:
@@ -184,31 +169,6 @@ def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> N
             copy.deepcopy(optimizer)
 
 
-def test_rows_are_pinned_until_step_or_zero_grad() -> None:
-    with opened(SGD(lr=0.5), ddr="450KiB") as store:
-        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
-        for end in (optimizer.step, optimizer.zero_grad):
-            out = bag(batches(1)[0]).sum()
-            out.backward()
-            assert store["t"].pool.pins.num_held == 1
-            end()
-            assert store["t"].pool.pins.num_held == 0
-            optimizer.zero_grad()
-
-
-def test_a_scheduler_sets_the_rate_of_rows() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        twins = Twins(store, RULES[0][1])
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in twins.optimizers[:2]]
-        for ids in batches(5):
-            twins.backward(ids)
-            twins.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        twins.check()
-        assert store["t"].learning_rate == pytest.approx(0.005)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -> None:
     with opened(SGD(lr=0.5)) as store:
@@ -223,14 +183,6 @@ def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -
             assert norm > 0.1
             twins.step()
         twins.check()
-
-
-def test_gradients_that_are_not_finite_are_refused_on_request() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
-        (bag(batches(1)[0]).sum() * float("nan")).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            optimizer.clip_grad_norm_(max_norm=1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -250,39 +202,6 @@ def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
             assert torch.equal(before, rows_of(store)) == (number == 1)
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
         twins.check()
-
-
-def test_a_closure_gives_the_loss() -> None:
-    with opened(SGD(lr=0.01)) as store:
-        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = bag(batches(1)[0]).square().sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure) > optimizer.step(closure)
-
-
-def test_learning_rates_are_saved_and_loaded() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.param_groups[0]["lr"] = 0.25
-        saved = optimizer.state_dict()
-        store.create_table(tierstore.TableConfig(name="u", num_embeddings=10, embedding_dim=4))
-        bag = tierstore.TieredEmbeddingBag(store["u"])
-        bag(torch.tensor([[1, 2]])).sum().backward()
-        assert [group["name"] for group in optimizer.param_groups] == ["t", "u"], "a table made since has a group"
-        before = rows_of(store, "u")
-        optimizer.step()
-        assert not torch.equal(before, rows_of(store, "u"))
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.load_state_dict(saved)
-        tierstore.TieredEmbeddingBag(store["t"])(torch.tensor([[1, 2]])).sum().backward()
-        optimizer.step()
-        assert store["t"].learning_rate == 0.25
 
 
 def test_rates_are_loaded_by_the_names_of_tables() -> None:
@@ -382,36 +301,6 @@ def test_a_new_optimizer_begins_at_the_configured_rate(tmp_path: Any, caplog: py
     assert len(caplog.records) == 1, "a rate that was set is asked for"
 
 
-def test_clipping_has_the_same_bits_in_every_tier() -> None:
-    def trained(**tiers: Any) -> Tensor:
-        with opened(Adam(lr=0.05), **tiers) as store:
-            bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
-            for ids in batches(12):
-                (bag(ids) - 1).square().mean().backward()
-                optimizer.clip_grad_norm_(max_norm=0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            return rows_of(store)
-
-    expected = trained()
-    for tiers in ({"hbm": "80KiB"}, {"hbm": "4MiB"}, {"ddr": "450KiB"}):
-        assert torch.equal(trained(**{"ddr": "8MiB", "device": "cpu", **tiers}), expected), tiers
-
-
-def test_gradients_that_are_assigned_are_applied() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer, before = store.optimizer(), rows_of(store)
-        [stand_in] = optimizer.param_groups[0]["params"]
-        dense = torch.randn(ROWS, DIM)
-        indices, values = torch.tensor([[3, 1, 3]]), torch.ones(3, DIM)
-        repeated = torch.sparse_coo_tensor(indices, values, (ROWS, DIM), check_invariants=True)
-        for gradient in (dense, repeated):
-            stand_in.grad = gradient
-            optimizer.step()
-            before -= 0.5 * (gradient.to_dense() if gradient.is_sparse else gradient)
-            torch.testing.assert_close(rows_of(store), before)
-
-
 def test_what_torch_does_to_get_an_optimizers_state_changes_nothing() -> None:
     """get_state_dict of torch.distributed.checkpoint steps with gradients of zeros, at rate 0."""
     with opened(Adam(lr=0.5)) as store:
@@ -422,14 +311,3 @@ def test_what_torch_does_to_get_an_optimizers_state_changes_nothing() -> None:
             group["lr"] = 0.0
         optimizer.step(closure=None)
         assert (store["t"].learning_rate, store["t"].state.step, store.changed_tables) == (0.5, 0, ())
-
-
-def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> None:
-    with tierstore.open(tmp_path / "s") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-        first = store.optimizer()
-        store.optimizer().step()
-        with pytest.raises(RuntimeError, match="another optimizer"):
-            first.step()
-    with tierstore.open(tmp_path / "s", mode="r") as store, pytest.raises(errors.ReadOnlyError):
-        store.optimizer()

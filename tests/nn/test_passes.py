@@ -1,7 +1,6 @@
 """A backward pass updates each table once, by gradients of the rows that forward read, and only if it was asked to."""
 
 import gc
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import tierstore
 from tests.oracle import DenseTable
 from tierstore import optim
-from tierstore.lookup.hbm import HbmLookup
-from tierstore.lookup.lookup import Lookup
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
@@ -45,37 +42,6 @@ def factors(count: int) -> Tensor:
 
 
 # One pass is one update
-
-
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-@pytest.mark.parametrize("rule", [optim.Adagrad(lr=1.0), optim.Adam(lr=0.1)], ids=lambda rule: rule.kind)
-def test_lookups_of_a_table_make_one_update(store: tierstore.Store, rule: optim.Optimizer, pooling: Any) -> None:
-    """Two modules and a collection, of different batch sizes, beside a table that only one of them has."""
-    table = store.create_table(config(optimizer=rule, pooling=pooling, feature_names=("a", "b")))
-    other = store.create_table(config("other", optimizer=rule, pooling=pooling))
-    dense, dense_other = (DenseTable(each.read(ALL), rule) for each in (table, other))
-    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
-    collection = tierstore.TieredEmbeddingBagCollection(store)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        first, second = (torch.randint(0, 30, shape, generator=generator) for shape in ((7, 3), (50, 2)))
-        third = torch.randint(0, 30, (3 * 5,), generator=generator)
-        features = tierstore.KeyedJaggedTensor(["a", "b", "other"], third, offsets=torch.arange(3 * 5 + 1))
-        leaf, leaf_other = dense.weights.clone().requires_grad_(), dense_other.weights.clone().requires_grad_()
-        parts = [functional.embedding_bag(ids, leaf, mode=pooling) for ids in (first, second)]
-        parts += [functional.embedding_bag(ids[:, None], leaf, mode=pooling) for ids in (third[:5], third[5:10])]
-        parts.append(functional.embedding_bag(third[10:, None], leaf_other, mode=pooling))
-        made = [one(first), two(second), *collection(features).to_dict().values()]
-        weights = [torch.randn(part.shape, generator=generator) for part in parts]
-        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()  # type: ignore[union-attr]
-        sum((part * weight).sum() for part, weight in zip(made, weights, strict=True)).backward()  # type: ignore[union-attr]
-        assert leaf.grad is not None
-        assert leaf_other.grad is not None
-        dense.apply(leaf.grad, torch.cat([first.flatten(), second.flatten(), third[:10]]))
-        dense_other.apply(leaf_other.grad, third[10:])
-        torch.testing.assert_close(table.read(ALL), dense.weights, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(other.read(ALL), dense_other.weights, rtol=1e-5, atol=1e-5)
-    assert table.state.step == other.state.step == 2
 
 
 def test_lookups_are_merged_in_the_order_of_their_forwards(store: tierstore.Store) -> None:
@@ -201,34 +167,6 @@ def test_a_pass_within_a_pass_that_fails_trains_nothing(store: tierstore.Store) 
     failed.clear()
 
 
-def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
-    store: tierstore.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = [store.create_table(config(name, **shape)) for name, shape in (("a", {}), ("b", {"embedding_dim": 4}))]
-    out = sum(tierstore.TieredEmbeddingBag(table)(IDS).sum() for table in tables)
-    before = [table.read(ALL) for table in tables]
-
-    def interrupt_after(made: type[Any]) -> None:
-        update = made.update
-
-        def interrupted(*given: Any) -> None:
-            update(*given)
-            signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(made, "update", interrupted)
-
-    for made in (Lookup, HbmLookup):
-        interrupt_after(made)
-    with pytest.raises(KeyboardInterrupt):
-        out.backward()  # type: ignore[union-attr]
-    assert [table.state.step for table in tables] == [1, 1]
-    for table, rows in zip(tables, before, strict=True):
-        rows[:20] -= 1
-        assert torch.equal(table.read(ALL), rows)
-    store.commit()  # nothing is partly trained
-    del out
-
-
 def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:
     """Each waits, in the middle of its pass, for the others to be there too."""
     together = threading.Barrier(3)
@@ -332,29 +270,7 @@ def test_compiled_autograd_is_refused(store_dir: Path) -> None:
             bag(IDS).sum().backward()
 
 
-def test_nothing_grows_with_forwards_that_have_no_backward(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
-    for _ in range(10):
-        bag(IDS)
-    pool = table.pool
-    assert not pool.in_use
-    assert pool.pins.num_held == 0
-
-
 # Gradients see what forward read
-
-
-def test_gradients_of_weights_are_of_the_rows_before_the_update(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
-    scales = [torch.ones(IDS.shape, requires_grad=True) for _ in range(2)]
-    expected = (table.read(IDS.flatten()) * factors(1)[0].repeat_interleave(2, 0)).sum(1).view(IDS.shape)
-    made = [one(IDS, None, scales[0]), two(IDS, None, scales[1])]
-    ((made[0] + made[1]) * factors(1)[0]).sum().backward()
-    for scale in scales:
-        assert scale.grad is not None
-        torch.testing.assert_close(scale.grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def write(table: tierstore.Table, bag: Any) -> None:
@@ -382,19 +298,6 @@ def test_rows_changed_between_forward_and_backward(store: tierstore.Store, chang
     (plain + weighted + untouched).sum().backward()
     assert torch.equal(table.read(ALL[:20]), before - 1 - 2)
     assert scale.grad is not None
-
-
-def test_rows_of_another_version_are_changed_rows(store_dir: Path) -> None:
-    """A batch too large to be pinned does not keep the store from going back."""
-    ids = ALL.view(2, -1)
-    with tierstore.open(store_dir, ddr="404KiB", policy="lru") as store:
-        table = store.create_table(config())
-        store.commit()
-        scale = torch.ones(ids.shape, requires_grad=True)
-        out = tierstore.TieredEmbeddingBag(table)(ids, None, scale)
-        store.rollback(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
 
 
 @pytest.mark.parametrize("aliased", [False, True])
@@ -425,20 +328,6 @@ def test_buffers_may_be_used_anew_after_forward(
         before[own : own + 20] -= 3
         before[own : own + 20] -= 3
         assert torch.equal(table.read(ALL), before)
-
-
-def test_a_buffer_may_be_used_for_several_lookups_of_one_pass(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
-    expected = table.read(ALL)
-    ids, offsets = torch.arange(20), torch.arange(0, 20, 2)
-    one = bag(ids, offsets)
-    ids += 20
-    other = bag(ids, offsets)
-    ids.fill_(7)
-    (one.sum() + other.sum()).backward()
-    expected[:40] -= 1
-    assert torch.equal(table.read(ALL), expected)
 
 
 @pytest.mark.parametrize("part", ["ids", "offsets", "weights"])
