@@ -198,10 +198,9 @@ def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: 
 
 
 ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-40, 3e38, -3e38])
-few = settings(max_examples=settings.default.max_examples // 2)
 
 
-@few
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     dim=st.sampled_from(DIMS), dtype=st.sampled_from(DTYPES), mode=st.sampled_from(list(MODES)), scaled=st.booleans(),
     longest=st.sampled_from([0, 1, 5, 9]), is_odd=st.booleans(), is_wide=st.booleans(),
@@ -279,9 +278,9 @@ HOT: list[tuple[int, ...]] = [(), (), (70,), (330, 10, 90), *((count,) for count
 """Positions of rows that have many: runs of 64 that are just full, or a position more."""
 
 
-@few
+@settings(max_examples=settings.default.max_examples // 6)  # each takes seconds in Triton's interpreter
 @given(
-    dim=st.sampled_from([1, 3, 8, 20, 64]), dtype=st.sampled_from(DTYPES), mode=st.sampled_from(list(MODES)),
+    dim=st.sampled_from([1, 3, 8, 20]), dtype=st.sampled_from(DTYPES), mode=st.sampled_from(list(MODES)),
     rules=st.one_of(st.sampled_from(EVERY_RULE).map(lambda rule: [rule]), st.just(EVERY_RULE)), scaled=st.booleans(),
     longest=st.sampled_from([0, 3, 7]), hot=st.sampled_from(HOT), share=st.floats(0, 1),
 )  # fmt: skip
