@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.cache import Admission, AdmitStatus, FullCache, ReferenceCache, RowCache
+from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache
+from tierstore.cache.reference import ReferenceCache
 from tierstore.rows import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel

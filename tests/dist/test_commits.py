@@ -2,17 +2,19 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
 from tierstore.dist.commits import Commits, in_common
-from tierstore.errors import DiskFullError, RankError
+from tierstore.errors import DiskFullError, RankError, TableError
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
@@ -175,6 +177,63 @@ def test_commits_that_fail_leave_one_version_at_most_and_the_last_of_all_ranks(t
         again = run(train_and_commit, 2, tmp_path, folder, 0)
         assert [each[1]["steps"] for each in again] == [1, 1]
     assert all(after <= 2 * before for before, after in zip(*sizes, strict=True))
+
+
+def test_ranks_pair_by_the_commit_and_not_by_its_number(tmp_path: Path) -> None:
+    """Ranks' parts that went on from one commit each for itself have its number in common, and no later one."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(train_and_commit, 2, tmp_path, one, 1)
+    shutil.copytree(one, other)
+    for folder in (one, other):
+        run(train_and_commit, 2, tmp_path, folder, 2)
+    shutil.rmtree(one / "1-of-2")
+    (other / "1-of-2").rename(one / "1-of-2")
+    with tierstore.open(one, mode="r", ddr="1MiB") as whole:
+        assert (whole.version, whole.extra) == (1, {"steps": 1})
+    for steps in (0, 2, 0):
+        found = run(train_and_commit, 2, tmp_path, one, steps)
+    assert [each[:2] for each in found] == [(2, {"steps": 2})] * 2
+
+
+def train_differently() -> list[str]:
+    """Opens, steps and commits of ranks that differ in what they train by. What each rank was told."""
+    told, rank = [], dist.get_rank()
+
+    @contextlib.contextmanager
+    def raising(kind: type[Exception]) -> Iterator[None]:
+        with pytest.raises(kind) as raised:
+            yield
+        told.append(str(raised.value))
+
+    with raising(ValueError):
+        open_sharded(None, cold="memory", ddr="500KiB", backward_precision="bf16" if rank else "fp32")
+    with open_sharded(None, cold="memory", ddr="500KiB", threads=1) as store:
+        store.create_table(TABLE, sharding_type="data_parallel")
+        optimizer, before = store.optimizer(), rows(store)
+        (group,) = optimizer.param_groups
+        group["lr"] = 0.5 if rank else 0.1  # as a scheduler does that goes by each rank's own loss
+        train(store, 0)
+        with raising(RankError):
+            optimizer.step()
+        assert rows(store) == before
+        with raising(TableError):
+            store.commit()
+        group["lr"] = 0.1
+        optimizer.step()
+        assert store.commit() == 1
+        if rank:
+            store.local["t"].next_hyper()  # as if a step had been skipped elsewhere
+        with raising(TableError):
+            store.commit()
+        assert store.version == 1
+    return told
+
+
+def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
+    one, other = run(train_differently, 2, tmp_path)
+    assert one == other
+    wanted = "precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
+    assert all(words in told for words, told in zip(wanted, one, strict=True))
 
 
 def test_commits_of_earlier_releases_pair_by_number() -> None:

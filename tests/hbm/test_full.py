@@ -26,7 +26,7 @@ LAST = ROWS - 1
 
 
 def full(store: tierstore.Store, name: str = "t") -> FullRows:
-    found: Any = store[name].pool.hot
+    found: Any = store[name].pool.tier
     assert isinstance(found, FullRows)
     return found
 

@@ -13,11 +13,13 @@ from torch import Tensor
 import tierstore
 from tests.hbm.stores import (
     ALL,
+    LEAST,
     ROWS,
     hot,
     open_store,
     put,
     same,
+    simple,
     step,
 )
 from tierstore import optim
@@ -73,6 +75,34 @@ def test_tickets_are_forgotten_with_their_pins(store_dir: Path) -> None:
         expected = torch.zeros(ROWS)
         expected[:10] = expected[300:500] = -1
         assert torch.equal(store["t"].read(ALL)[:, 0], expected)
+
+
+@pytest.mark.parametrize("hbm", [LEAST, 2**20])
+@pytest.mark.parametrize("call", ["has_room", "stage", "readied"])
+def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, hbm: int, call: str
+) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        table = store["t"]
+        lookup: Any = table.lookup(table.jagged(ALL[:6], torch.tensor([0, 3, 6]), mode="sum"), mode="sum")
+        tier, send, gradient = type(hot(store)), type(hot(store)).send, torch.ones(2, 4)
+        replaced = []
+
+        def send_late(rows: Any, *arguments: Any) -> Any:
+            if not replaced:
+                replaced.append(rows)
+                store.create_table(simple(name="u"))
+            return send(rows, *arguments)
+
+        monkeypatch.setattr(tier, "send", send_late)
+        ready = getattr(lookup, call)(*[gradient] * (call == "readied"))
+        assert table.pool.tier is not replaced[0]
+        if call == "readied":
+            ready.train()
+        assert ready
+        lookup.release()
+        assert not table.pool.in_use
+        assert torch.equal(table.read(ALL)[:, 0], -torch.ones(ROWS) * (ALL < 6) * (call == "readied"))
 
 
 # Threads

@@ -56,7 +56,7 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         table.read(torch.arange(ROWS))
         ids, offsets = _bags(np.random.default_rng(bags), bags, longest)
         expected = _by_lookup(table, ids, offsets, mode)
-        memory = table.pool.one_table(table.index, ROWS)
+        memory = table.pool.tier.one_table(table.index, ROWS)
         assert memory is not None
         for given in (ids, ids.to(torch.int32)):
             pooled = memory.pooled(given, offsets, {"sum": 0, "mean": 1}[mode])

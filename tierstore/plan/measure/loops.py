@@ -40,10 +40,10 @@ from torch import Tensor
 from ... import optim
 from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
-from ...io.prefetch import prefetch
 from ...kernels.arrays import Int64s
 from ...kernels.threads import MIN_WORK, default_threads
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ...nn.prefetch import prefetch
 from ...rows import RowLayout
 from ...store import Store, open_store
 from ..host import per_byte, pooling_work, updating_work
