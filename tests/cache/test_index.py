@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.kernel_calls import from_python
@@ -68,6 +68,10 @@ def test_a_third_of_the_places_is_empty(capacity: int) -> None:
     assert index_places(capacity) < capacity * 1.5 + 3
 
 
+AROUND_THE_END = [key_with(fingerprint_at(PLACES - 1), rest) for rest in range(4)]
+
+
+@example([(action, key) for action in ("insert", "find", "erase") for key in AROUND_THE_END])
 @given(
     st.lists(st.tuples(st.sampled_from(["insert", "erase", "find"]), colliding_keys | st.integers(-5, 5)), max_size=60)
 )

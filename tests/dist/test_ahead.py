@@ -111,3 +111,33 @@ def descriptors() -> list[int]:
 def test_passes_use_a_process_group_again(tmp_path: Path) -> None:
     for found in run(descriptors, 3, tmp_path)[:2]:
         assert found[-1] < found[1] + 10, "one more group at most: a pass may begin while one ends"
+
+
+def ended_early() -> list[str]:
+    """What goes wrong, in order; after each the store serves."""
+    store, module = opened()
+    rank, errors = store.ranks.rank, []
+    with store:
+        for batch in itertools.islice(prefetched(module, batches(rank), 2), 2):
+            train(module, batch)
+        wrong = batches(rank)
+        if rank == 1:
+            wrong[3][0].values()[0] = ROWS
+        for given in (batches(rank)[: 4 + rank], wrong):
+            count = 0
+            try:
+                for batch in prefetched(module, given, 2):
+                    train(module, batch)
+                    count += 1
+            except (RuntimeError, ValueError) as error:
+                errors.append(f"{count}: {error}")
+            train(module, batches(rank)[0])
+    return errors
+
+
+def test_ranks_that_end_or_fail_are_named(tmp_path: Path) -> None:
+    zero, one = run(ended_early, 2, tmp_path)
+    assert zero == ["3: rank 1 cannot take part in this step; its own error says why"]
+    assert len(one) == 2
+    assert one[0].startswith("4: ranks make different calls (rank 0: no more batches; rank 1: lookup of a).")
+    assert one[1].startswith(f"3: id {ROWS} is not a row of table 'a'")

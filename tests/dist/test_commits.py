@@ -1,6 +1,7 @@
 """Commits of a sharded store: one version of all ranks, whichever of them ends when."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
+from tierstore.dist import lookup as dist_lookup
 from tierstore.dist.commits import Commits, in_common
 from tierstore.errors import DiskFullError, RankError, TableError
+from tierstore.lookup import Lookup
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
@@ -87,20 +90,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return [[each[2] for each in run(train_and_commit, 2, folder, folder / "store", steps)] for steps in (1, 2, 3, 3)]
 
 
-@pytest.mark.parametrize("point", ["commit: rows frozen", "commit: transaction committed", "prune: done"])
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize(
+    ("point", "dying"),
+    [
+        ("commit: rows frozen", 1), ("commit: transaction committed", 0), ("commit: transaction committed", 1),
+        ("prune: done", 0),
+    ],
+)  # fmt: skip
 def test_ranks_reopen_at_the_newest_version_that_all_have(
     point: str, dying: int, tmp_path: Path, uninterrupted: list[list[Any]]
 ) -> None:
     store = tmp_path / "store"
     run(die_in_commit, 2, tmp_path, store, dying, point, statuses=[DIED, 0] if not dying else [0, DIED])
-    for _ in range(2):
-        found = run(train_and_commit, 2, tmp_path, store, 0)
+    for more in (0, 3):
+        found = run(train_and_commit, 2, tmp_path, store, more)
         steps = found[0][1]["steps"]
         assert steps in ((1, 2) if point != "commit: rows frozen" else (1,))
         assert [each[1]["steps"] for each in found] == [steps, steps]
         assert [each[2] for each in found] == uninterrupted[steps]
-    run(train_and_commit, 2, tmp_path, store, 3)
     assert [each[2] for each in run(train_and_commit, 2, tmp_path, store, 3)] == uninterrupted[3]
 
 
@@ -266,3 +273,64 @@ def test_ranks_of_other_runs_or_numbers_and_lost_ranks_are_refused(tmp_path: Pat
 
 def refused(*_: Any, **__: Any) -> None:
     raise RuntimeError("this owner cannot")
+
+
+def fail_to_look_up(rank: int) -> list[str]:
+    """Lookups that fail in one rank: of a wrong id, of a wrong feature, and where it owns rows."""
+    told = []
+    with open_sharded(None, cold="memory", ddr="500KiB") as store:
+        store.create_table(TABLE)
+        module, fails = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank == rank
+        for name, row, owner in (
+            ("t", ROWS, None), ("x", 0, None), ("t", 0, (dist_lookup, "make_lookup")), ("t", 0, (Lookup, "forward"))
+        ):  # fmt: skip
+            ids = torch.tensor([row if fails else 0])
+            jagged = tierstore.KeyedJaggedTensor([name if fails else "t"], ids, offsets=torch.tensor([0, 1]))
+            with pytest.MonkeyPatch.context() as patch:
+                if fails and owner is not None:
+                    patch.setattr(*owner, refused)
+                with pytest.raises((ValueError, RuntimeError)) as raised:
+                    module(jagged)
+            told.append(str(raised.value))
+            dist.barrier()
+            train(store, 0)
+        return told
+
+
+def test_a_lookup_that_fails_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
+    others, own = run(fail_to_look_up, 2, tmp_path, 1)
+    assert all("rank 1" in told for told in others)
+    assert f"id {ROWS} is not a row of table 't'" in own[0]
+    assert "feature 't' is missing" in own[1]
+    assert own[2:] == ["this owner cannot"] * 2
+
+
+def create_differently(folder: Path) -> None:
+    one, other = (dataclasses.replace(TABLE, name=name, feature_names=()) for name in "ab")
+    with open_sharded(folder, ddr="500KiB", threads=1) as store:
+        with pytest.raises(tierstore.errors.TableError, match="same order"):
+            store.create_table(other if store.ranks.rank else one)
+        assert not store.tables
+        if store.ranks.rank:
+            store.local.create_table(one)  # as if the others had ended before they did
+        with pytest.raises(tierstore.errors.TableError, match="same order"):
+            store.create_table(other)
+        store.create_table(one)
+        assert store.create_table(other).index == 1
+        store.local.create_table(TABLE)
+        with pytest.raises(tierstore.errors.TableError, match="there is no table 't'"):
+            ShardedTieredEmbeddingBagCollection(store, tables=["t"])
+        store.create_table(TABLE)
+        for look_up in (tierstore.TieredEmbeddingBagCollection, lambda local: tierstore.TieredEmbeddingBag(local["t"])):
+            with pytest.raises(tierstore.errors.TableError, match="only a part here"):
+                look_up(store.local)(torch.arange(2), torch.tensor([0, 2]))
+
+
+def test_tables_that_ranks_create_differently_are_refused(tmp_path: Path) -> None:
+    run(create_differently, 2, tmp_path, tmp_path / "store")
+    with pytest.raises(AssertionError, match="ranks exchange rows on the CPU for now"):
+        run(open_on, 2, tmp_path, "cuda")
+
+
+def open_on(device: str) -> None:
+    open_sharded(None, cold="memory", device=device)

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 
 import tierstore
 from tierstore.cli import entry as cli
-from tierstore.dist import ShardedStore, open_sharded, reshard
+from tierstore.dist import Plan, ShardedStore, Sharding, open_sharded, reshard
 from tierstore.dist.commits import SECTION
 from tierstore.errors import (
     DiskFullError,
     ReadOnlyError,
+    StoreLockedError,
     StoreNotFoundError,
     StoreReplacedError,
     TierstoreError,
@@ -151,7 +152,31 @@ def test_numbers_of_ranks_that_change_keep_every_set_of_parts(folder: Path, tmp_
     assert run(train, 2, tmp_path, folder / "replaced-at-3", 1) == [3, 3]
 
 
+def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folder: Path, tmp_path: Path) -> None:
+    run(train, 3, tmp_path, folder, 2)
+    (folder / "1-of-3").rename(tmp_path / "lost")
+    for part in (folder / "replaced-at-3").iterdir():
+        part.rename(folder / part.name)
+    before = contents(folder)
+    for size in (1, 2):
+        assert all("1-of-3 is missing" in told for told in run(open_refused, size, tmp_path, folder))
+    assert "1-of-3 is missing" in refused(step_of, folder)
+    assert contents(folder) == before
+    (tmp_path / "lost").rename(folder / "1-of-3")
+    assert run(train, 2, tmp_path, folder, 0) == [5, 5]
+
+
 # Other runs
+
+
+def test_another_number_of_ranks_is_refused_while_a_part_is_open_for_writing(folder: Path, tmp_path: Path) -> None:
+    with tierstore.open(folder / "1-of-2", keep=2, ddr="1MiB"):
+        before = contents(folder)
+        for told in run(open_refused, 3, tmp_path, folder):
+            assert told.startswith(StoreLockedError.__name__)
+            assert all(words in told for words in (f"process {os.getpid()}", "a part of 2 ranks", "1-of-2"))
+        assert contents(folder) == before
+    assert run(train, 3, tmp_path, folder, 0) == [3] * 3
 
 
 def read_only(folder: Path) -> list[str]:
@@ -227,14 +252,45 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
 # Plans
 
 
+def open_by(folder: Path, plans: list[Path]) -> str:
+    return open_refused(folder, plan=plans[torch.distributed.get_rank()])
+
+
+def test_plans_that_differ_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    plans = [tmp_path / "one.json", tmp_path / "other.json", tmp_path / "one.json"]
+    for owner, path in enumerate(plans[:2]):
+        Plan(3, {"a": Sharding("table_wise", (owner,))}).save(path)
+    before = contents(folder)
+    for where in (folder, tmp_path / "new"):
+        assert all("plan of ranks 0 and 1 differs" in told for told in run(open_by, 3, tmp_path, where, plans))
+    assert contents(folder) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_part_that_another_plan_made_is_not_taken_for_this_ones(folder: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    Plan(3, {"a": Sharding("table_wise", (1,))}).save(one)
+    Plan(3, {"a": Sharding("table_wise", (2,))}).save(other)
+    with pytest.raises(AssertionError, match=str(DIED)):
+        run(die_by, 3, tmp_path, folder, one)
+    assert (folder / "1-of-3" / "manifest.json").exists()
+    assert not (folder / "0-of-3" / "manifest.json").exists()
+    assert run(train_by, 3, tmp_path, folder, other) == [3] * 3
+    assert step_of(folder) == 4
+
+
+def die_by(folder: Path, plan: Path) -> None:
+    """Rank 0 ends before its part is there, the others after."""
+    point = "commit: durable" if torch.distributed.get_rank() == 0 else "copy: done"
+    killpoints.hook = lambda name: os._exit(DIED) if name == point else None
+    opened(folder, plan=plan).close()
+
+
+def train_by(folder: Path, plan: Path) -> int:
+    return train(folder, 1, plan=plan)
+
+
 # Room and interruptions
-
-
-@pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        limit_room(patch)
-        yield
 
 
 def limit_room(patch: pytest.MonkeyPatch) -> None:

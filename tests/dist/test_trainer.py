@@ -1,5 +1,6 @@
 """The trainer over ranks: the bits of one process that works off the ranks' parts, whatever interrupts it."""
 
+import dataclasses
 import json
 import math
 import os
@@ -169,3 +170,13 @@ def test_torchrun_restarts_killed_ranks_and_they_end_in_the_same_bits(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (len(killed), summary["step"], summary["bits"]) == (2, STEPS, expected[0])
     assert summary["rows"] < 2 * TRAIN_ROWS
+
+
+def train_differently(made: RunConfig) -> None:
+    rank = torch.distributed.get_rank()
+    train_rank(dataclasses.replace(made, train=dataclasses.replace(made.train, seed=rank)))
+
+
+def test_ranks_with_different_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0 has train\.seed = 0, not 1 in its run file: give all ranks the"):
+        run(train_differently, 2, tmp_path, config(tmp_path, "run"))

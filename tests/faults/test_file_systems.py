@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import shutil
@@ -19,6 +20,7 @@ import tierstore
 from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
+from tierstore.io.files import take_from_lower_layer
 from tierstore.io.opened import _create
 from tierstore.store.manifest import MANIFEST_NAME, Manifest
 
@@ -87,6 +89,11 @@ def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
     _check(layered, 1.0)
 
 
+def test_a_store_of_a_lower_layer_is_rolled_back_first(layered: Path) -> None:
+    assert main(["rollback", str(layered), "1"]) == 0
+    _check(layered, 1.0)
+
+
 def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
     """It goes on to show what it showed."""
     with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
@@ -99,6 +106,15 @@ def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
         assert reader.version == 2
         assert _values(reader) == [2.0]
     _check(layered, 5.0)
+
+
+def test_a_replica_s_server_follows_from_a_lower_layer(layered: Path) -> None:
+    take_from_lower_layer(layered)
+    with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
+        with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
+            _write(writer, 3.0)
+        assert reader.refresh() == 3
+        assert _values(reader) == [3.0]
 
 
 # Files that others remove
@@ -147,6 +163,13 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
             assert _write(writer, 4.0) == 4
 
 
+def test_a_lock_that_an_earlier_release_left_is_nothing(store: Path) -> None:
+    with (store / "writer.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with tierstore.open(store, ddr="1MiB", threads=1) as writer:
+            assert _write(writer, 3.0) == 3
+
+
 # Making stores
 
 
@@ -190,6 +213,14 @@ def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypat
         assert main([command, str(store), str(tmp_path / target)]) == 0
     with tierstore.open(store, ddr="1MiB", threads=1) as writer:
         assert _write(writer, 3.0) == 3
+
+
+def test_the_root_of_a_file_system_is_empty_to_a_new_store(store: Path, tmp_path: Path) -> None:
+    for command in ("backup", "compact", "repair"):
+        (tmp_path / command / "lost+found").mkdir(parents=True)
+        assert main([command, str(store), str(tmp_path / command)]) == 0
+        _check(tmp_path / command, 2.0)
+        assert (tmp_path / command / "lost+found").is_dir()
 
 
 # Modes and names

@@ -164,6 +164,12 @@ def test_json_of_any_size_ends_in_an_error_and_bounded_memory(tmp_path: Path) ->
         assert line.startswith(f"ChecksumError {tmp_path / name / MANIFEST_NAME} is not a complete manifest")
 
 
+def test_a_sparse_manifest_of_a_gigabyte_is_not_read(store: Path) -> None:
+    os.truncate(store / MANIFEST_NAME, 1 << 40)
+    with pytest.raises(errors.FormatError, match=r"manifest\.json has 1099511627776 bytes and may have"):
+        tierstore.open(store, mode="r")
+
+
 PLAIN_FILES = (MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor", "writer.lock")
 
 
@@ -181,18 +187,17 @@ def _replace(path: Path, kind: str, target: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
 @pytest.mark.parametrize("name", PLAIN_FILES)
-def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str, mode: Any) -> None:
+def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes((store / name).read_bytes())
     before = outside.read_bytes()
     _replace(store / name, kind, outside)
-    with pytest.raises(
-        errors.TierstoreError, match=rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
-    ):
-        tierstore.open(store, mode=mode, ddr="2MiB")
+    told = rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
+    for mode in ("r", "w"):
+        with pytest.raises(errors.TierstoreError, match=told):
+            tierstore.open(store, mode=mode, ddr="2MiB")
     assert outside.read_bytes() == before
     assert not outside.with_name("nowhere").exists()
 
@@ -213,6 +218,13 @@ def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
             forked(use, path, content, mode)
     """
     assert run(code, store).splitlines() == ["ok True"] * 12
+
+
+def test_text_beside_the_lock_is_only_text(store: Path) -> None:
+    """writer.lock is believed for messages only, and bounded there."""
+    (store / "writer.lock").write_bytes(b"\x1b[2J" + b"9" * 10**6)
+    with tierstore.open(store, ddr="2MiB") as held:
+        assert held.version == 1
 
 
 def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:

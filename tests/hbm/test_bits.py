@@ -95,8 +95,8 @@ def train(out: Tensor) -> list[Tensor]:
 
 def batches(order: np.random.Generator, is_weighted: bool) -> list[tierstore.KeyedJaggedTensor]:
     made = []
-    for _ in range(5):
-        ids, offsets = jagged(order, len(NAMES) * 19, 8)
+    for _ in range(4):
+        ids, offsets = jagged(order, len(NAMES) * 9, 8)
         weights = torch.from_numpy(order.random(len(ids), np.float32)) if is_weighted else None
         made.append(tierstore.KeyedJaggedTensor(NAMES, ids, weights, offsets=offsets))
     return made
@@ -105,11 +105,11 @@ def batches(order: np.random.Generator, is_weighted: bool) -> list[tierstore.Key
 def lookups(store: tierstore.Store, order: np.random.Generator, case: Case) -> list[Any]:
     """Each kind of lookup and of write of table "a", trained where it can be."""
     table, kind = store["a"], (torch.int64, torch.int32)[case.seed % 2]
-    written = torch.from_numpy(order.integers(0, ROWS, 250)).to(kind)
-    table.write(written, torch.from_numpy(order.standard_normal((250, table.layout.dim))).to(table.layout.torch_dtype))
+    written = torch.from_numpy(order.integers(0, ROWS, 150)).to(kind)
+    table.write(written, torch.from_numpy(order.standard_normal((150, table.layout.dim))).to(table.layout.torch_dtype))
     ids, offsets = jagged(order, 30, 17)
     seen: list[Any] = [table.read(written), table.read(ids[:0])]
-    seen += [table.pooled(ids.to(kind), offsets.to(kind), mode=each) for each in MODES]
+    seen.append(table.pooled(ids.to(kind), offsets.to(kind), mode=MODES[case.seed % 3]))
     bag = tierstore.TieredEmbeddingBag(table, include_last_offset=True)
     scale = torch.from_numpy(order.random(len(ids), np.float32)).requires_grad_() if case.pooling == "sum" else None
     seen += [*train(bag(ids.to(kind), offsets.to(kind), scale)), None if scale is None else scale.grad]
@@ -117,7 +117,7 @@ def lookups(store: tierstore.Store, order: np.random.Generator, case: Case) -> l
     seen += train(tierstore.TieredEmbedding(table, padding_idx=3)(torch.from_numpy(order.integers(0, 9, (5, 8)))))
     matrix = torch.from_numpy(order.integers(0, ROWS, (30, 3)))
     seen += train(tierstore.TieredEmbeddingBag(table)(matrix) + bag(ids, offsets))  # two lookups, one update
-    waiting = [bag(ids[first:], torch.tensor([0, len(ids) - first])) for first in range(0, 60, 10)]
+    waiting = [bag(ids[first:], torch.tensor([0, len(ids) - first])) for first in range(0, 60, 15)]
     for out in reversed(waiting) if case.backwards else waiting:
         seen += train(out)
     return seen
@@ -139,13 +139,14 @@ def everything(directory: Path, case: Case, **settings: Any) -> tuple[list[bytes
                 with torch.no_grad():
                     seen.append(model(made[number - 1]).values())
         assert not any(table.pool.in_use for table in store.tables.values())
-        everywhere = tierstore.TieredEmbeddingBag(store["a"])(ALL.repeat(2), torch.arange(0, 2 * ROWS, 7))
+        ids = ALL.repeat(2)
+        everywhere = tierstore.TieredEmbeddingBag(store["a"])(ids, torch.arange(0, 2 * ROWS, 7))
+        ids.zero_()  # a reader uses its buffer again
         if case.share == 4 and not store["a"].pool.in_use:  # a batch this large pins no rows in a small tier
             store.create_table(config("late", embedding_dim=1))  # and so the pool is another one in backward
         seen += train(everywhere)
-        if store["a"].pool.hot is not None:
-            store["a"].pool.hot.check_integrity()
-        seen += [getattr(read_rows(store[name], 0, ROWS), part) for name in NAMES for part in ("weights", "state")]
+        store["a"].pool.tier.check_integrity()
+        seen += [part for name in NAMES for part in read_rows(store[name], 0, ROWS)[:2]]
         before, stats = store["a"].read(ALL), store.stats().hbm
         version = store.commit()
         train(tierstore.TieredEmbeddingBag(store["a"])(ALL[:99], torch.arange(0, 99, 3)))

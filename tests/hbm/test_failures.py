@@ -1,5 +1,7 @@
 """Work that fails half way on the device, as for want of memory: nothing is lost, and no row is there that is not."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.hbm.stores import ALL, hot, open_store, simple
 from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.cache import HbmCache
+from tierstore.hbm.overflow import Overflow
 
 
 class OutOfMemory(Exception):
@@ -77,6 +80,27 @@ def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Sto
     assert torch.equal(store["t"].read(ALL), live)
 
 
+def test_a_failed_update_is_rolled_back(store: tierstore.Store, broken: Any) -> None:
+    store["t"].write(ALL, torch.full((600, 4), 7.0))
+    store.commit()
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    out = bag(ALL[:20].view(4, 5))
+    broken(rows_twin, "update_rows", after=True)
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory"):
+        out.sum().backward()
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory"):
+        store.commit()
+    store.rollback(1)
+    assert (store["t"].read(ALL) == 7).all()
+    bag(ALL[:20].view(4, 5)).sum().backward()
+    live = store["t"].read(ALL)
+    assert (live[:20] == 6).all()
+    assert (live[20:] == 7).all()
+    store.commit()
+    assert not store["t"].pool.in_use
+    assert torch.equal(reopened(store), live)
+
+
 @pytest.mark.parametrize(("name", "after"), [("plan", True), ("commit", False), ("settle", False), ("settle", True)])
 def test_no_row_is_there_that_was_not_brought_in(store: tierstore.Store, broken: Any, name: str, after: bool) -> None:
     table = store["t"]
@@ -89,6 +113,28 @@ def test_no_row_is_there_that_was_not_brought_in(store: tierstore.Store, broken:
     hot(store).check_integrity()
     assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
     assert not table.pool.in_use
+
+
+def test_nothing_stays_pinned_where_a_lease_cannot_be_made(store: tierstore.Store, broken: Any) -> None:
+    table = store["t"]
+    table.write(ALL, torch.arange(600.0)[:, None].expand(-1, 4))
+    broken(Overflow, "touch")
+    with pytest.raises(OutOfMemory):
+        table.read(ALL[50:60])
+    hot(store).check_integrity()
+    assert not table.pool.in_use
+    assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
+
+
+def test_memory_of_a_pool_goes_with_it(store: tierstore.Store) -> None:
+    store["t"].read(ALL)
+    old = weakref.ref(hot(store).weights)
+    gc.disable()
+    try:
+        store.create_table(simple(name="other"))
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def test_defaults_of_torch_do_not_matter(store_dir: Path) -> None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import tierstore
-from tests.hbm import tracing
+from tests.hbm import stores, tracing
 from tests.hbm.counting import counting
 from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, step
 from tests.hbm.test_order import train
 from tierstore import optim
+from tierstore.errors import ClosedError
 from tierstore.hbm import rows_twin
+from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.sending import Sender
@@ -68,6 +70,25 @@ def test_rows_come_in_once_and_dirty_ones_go_down(store_dir: Path, monkeypatch: 
     assert rows[[0, 19, 20, 29, 30, 39, 40, 100, 101, LAST]].tolist() == [-1, -1, -2, -2, -1, -1, 0, 7, 7, 0]
 
 
+def test_what_could_not_go_down_stays_dirty(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(store_dir, hbm=ENOUGH) as store:
+        step(tierstore.TieredEmbeddingBag(store["t"], mode="sum"), ALL[:30])
+        hot = full(store)
+        put_down = hot._below.put
+
+        def fail(*_: Any) -> None:
+            raise OSError("no room")
+
+        monkeypatch.setattr(hot._below, "put", fail)
+        with pytest.raises(OSError, match="no room"):
+            store.commit()
+        assert hot.num_dirty == 30
+        monkeypatch.setattr(hot._below, "put", put_down)
+        store.commit()
+        assert hot.num_dirty == 0
+    assert shown(store_dir)[:, 0].sum() == -30
+
+
 def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that comes while an update is given to the device waits for it."""
     inside, go_on = threading.Event(), threading.Event()
@@ -95,6 +116,19 @@ def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyP
         assert full(store).num_dirty == 0
         store.commit()
     assert shown(store_dir)[:, 0].sum() == -6
+
+
+@pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
+def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm: int) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        step(bag, ALL[:6])
+        out, hot = bag(ALL[:6], torch.tensor([0])), store["t"].pool.tier
+        assert isinstance(hot, DeviceRows)
+        assert hot.weights.untyped_storage().nbytes() >= ROWS // 8
+    assert [each.untyped_storage().nbytes() for each in (hot.weights, hot.state)] == [0, 0]
+    with pytest.raises(ClosedError):
+        out.sum().backward()
 
 
 STEP = [
@@ -154,3 +188,12 @@ def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
         (values,), _ = sender.send([(torch.int64, 1 + number * 20_000)], fill)
         assert (values == number).all()
     assert waited == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fill_that_fails_leaves_the_buffer_free() -> None:
+    sender = Sender(Lane(), torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        sender.send([(torch.int32, 3)], lambda arrays: arrays[0].fill(1 // 0))
+    (values, empty), _ = sender.send([(torch.int32, 3), (torch.float32, 0)], lambda arrays: arrays[0].fill(4))
+    assert values.tolist() == [4, 4, 4]
+    assert empty.tolist() == []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,10 +48,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
     return There(monkeypatch)
 
 
-Work = Callable[[tierstore.Store, np.random.Generator], tuple[Tensor, list[Tensor]]]
-"""One lookup: its result, and other tensors whose gradients count."""
-
-
 def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
     there.begin()
     with open_store(store_dir, hbm=ENOUGH) as store:
@@ -89,9 +84,8 @@ def test_a_wrong_id_is_named_as_the_host_names_it(store_dir: Path, there: There,
         assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
 
 
-@SIZES
+@pytest.mark.parametrize(("hbm", "last"), [(stores.LEAST, False), (ENOUGH, True)])
 @pytest.mark.parametrize("bad", WRONG_OFFSETS)
-@pytest.mark.parametrize("last", [False, True])
 def test_wrong_offsets(store_dir: Path, there: There, hbm: int, bad: list[int], last: bool) -> None:
     with open_store(store_dir, hbm=hbm) as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=last)
@@ -171,6 +165,26 @@ def test_the_next_step_raises_the_error_if_it_is_known_by_then(
         step(bag, ALL[6:9])
         store.commit()
         assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
+
+
+def test_backward_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        out = bag(BAD, torch.tensor([0]))
+        count.catch_up()
+        before = store["t"].num_changes
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            out.sum().backward()
+        assert store["t"].num_changes == before
+        assert not store["t"].pool.in_use
+
+
+def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
+    work = late(store_dir, monkeypatch, there)
+    with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+    assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
 
 
 def test_ids_may_be_overwritten_after_forward(store_dir: Path, there: There) -> None:

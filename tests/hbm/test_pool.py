@@ -15,7 +15,7 @@ import torch
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
-from tierstore.errors import BudgetError, ChecksumError, ClosedError
+from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
@@ -167,6 +167,40 @@ class Trouble:
 ERRORS = [ChecksumError("trouble"), MemoryError("trouble"), KeyboardInterrupt("trouble")]
 
 
+def test_a_full_disk_loses_no_row(hot: HbmPool, cold: TroubledTier) -> None:
+    """All tiers are full of newer rows, and the last one takes none."""
+    for first in range(0, 400, 10):
+        write(hot, range(first, first + 10), 2.0 + first)
+    cold.before_write = Trouble(0, DiskFullError("no room"))
+    for _ in range(3):
+        with pytest.raises(DiskFullError, match="no room"):
+            read(hot, range(500, 600))
+        hot.check_integrity()
+    assert read(hot, range(380, 400)) == [2.0 + first for first in (380, 390) for _ in range(10)]
+    cold.before_write = nothing
+    assert read(hot, range(500, 600)) == [1.0] * 100
+    assert read(hot, range(400)) == [2.0 + row // 10 * 10 for row in range(400)]
+
+
+def test_rows_in_use_survive_trouble_of_others(hot: HbmPool, below: Below) -> None:
+    """Half of the batch is pinned by another lease, in the cache and in overflow slots, and not brought in again."""
+    write(hot, range(ROOM), 2.0)
+    lease = acquire(hot, range(20, ROOM))
+    below.before_take = Trouble(2, ChecksumError("trouble"))
+    with pytest.raises(ChecksumError):
+        acquire(hot, range(20, ROOM + 20))
+    hot.check_integrity()
+    below.before_take = nothing
+    assert hot.num_leased == 1
+    assert torch.equal(hot.weights[lease.slots.long(), :DIM], torch.full((20, DIM), 2.0))
+    both = acquire(hot, range(20, ROOM + 20))
+    assert set(lease.slots.tolist()) < set(both.slots.tolist())
+    lease.release()
+    both.release()
+    assert hot.num_leased == 0
+    assert (hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0)
+
+
 @pytest.mark.parametrize("name", ["plan", "commit", "release"])
 @pytest.mark.parametrize("action", ["read", "write", "flush", "forget"])
 def test_ctrl_c_waits_until_the_books_are_whole(
@@ -222,6 +256,15 @@ def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
     lease = acquire(hot, range(30))
     assert hot.hold(lease)
     lease.release()
+
+
+def test_rows_in_overflow_are_counted_as_dirty(hot: HbmPool) -> None:
+    outer = acquire(hot, range(CACHED))
+    write(hot, [100], 5.0)
+    assert hot.num_dirty == 1
+    outer.release()
+    hot.flush()
+    assert hot.num_dirty == 0
 
 
 def test_waiting_for_room_ends_in_an_error(hot: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:

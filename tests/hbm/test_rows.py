@@ -149,10 +149,13 @@ def test_wrong_ids_are_told_of_and_may_be_used(rows: Rows, bad: int) -> None:
     assert bags.bag_starts.tolist() == list(range(0, 601, 3))
 
 
-@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    ("place", "offset"), [(0, 1), (0, -1), (1, -1), (2, 601), (2, 2**40), (150, 3), (199, -5), (199, 601), (200, 599)]
-)
+    ("place", "offset", "last"),
+    [
+        (0, 1, False), (0, -1, True), (1, -1, False), (2, 601, True), (2, 2**40, False), (150, 3, True),
+        (199, -5, False), (199, 601, True), (200, 599, False), (200, 599, True),
+    ],
+)  # fmt: skip
 def test_wrong_offsets_are_told_of_and_may_be_used(rows: Rows, place: int, offset: int, last: bool) -> None:
     offsets = torch.arange(0, 601, 3)
     offsets[place] = offset
@@ -221,8 +224,7 @@ def test_any_pooling(
         check_pool(rows, batch, MODES[mode], [int(cut * len(batch.inverse)) for cut in cuts], scaled=scaled)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dtype"), [(dim, DTYPES[place % 3]) for place, dim in enumerate(DIMS)])
 def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(dim, dtype)
     slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))

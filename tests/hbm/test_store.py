@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from tests.hbm.stores import (
     ALL,
     LEAST,
     ROWS,
+    config,
     hot,
     open_store,
     put,
@@ -23,7 +25,8 @@ from tests.hbm.stores import (
     step,
 )
 from tierstore import optim
-from tierstore.errors import ClosedError
+from tierstore.errors import BudgetError, ClosedError, TableError
+from tierstore.exchange.rows import write_rows
 from tierstore.hbm import rows_twin
 
 # The same bits as without
@@ -77,6 +80,21 @@ def test_tickets_are_forgotten_with_their_pins(store_dir: Path) -> None:
         assert torch.equal(store["t"].read(ALL)[:, 0], expected)
 
 
+def test_tables_are_made_between_batches_only(store_dir: Path) -> None:
+    with open_store(store_dir) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        put(store, ALL, 5.0)
+        out = bag(ALL[:30], torch.tensor([0]))
+        for refuse in (lambda: store.create_table(simple(name="u")), lambda: write_rows(store["t"], 0, ones(), None)):
+            with pytest.raises(TableError, match="rows are in use by a batch under way"):
+                refuse()
+        out.sum().backward()
+        bag(ALL, torch.arange(0, ROWS, 5))  # in parts: nothing stays pinned
+        assert not store["t"].pool.in_use
+        with pytest.raises(BudgetError):  # what was just enough for one table
+            store.create_table(config(name="u", num_embeddings=10**5, embedding_dim=64)).read(ALL)
+
+
 @pytest.mark.parametrize("hbm", [LEAST, 2**20])
 @pytest.mark.parametrize("call", ["has_room", "stage", "readied"])
 def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
@@ -103,6 +121,10 @@ def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
         lookup.release()
         assert not table.pool.in_use
         assert torch.equal(table.read(ALL)[:, 0], -torch.ones(ROWS) * (ALL < 6) * (call == "readied"))
+
+
+def ones() -> Any:
+    return np.ones((5, 4), np.float32)
 
 
 # Threads
@@ -144,6 +166,49 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
         assert len(seen) == 2
         for each in seen:
             assert (each == -1).all()
+
+
+def test_inference_beside_training(store_dir: Path) -> None:
+    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
+        table, done = store["t"], threading.Event()
+        failures: list[Any] = []
+        checked = [0, 0]
+
+        def serve(number: int) -> None:
+            generator = torch.Generator().manual_seed(number)
+            lowest = torch.zeros(ROWS)
+            try:
+                while not done.is_set():
+                    ids = torch.randint(0, ROWS, (50,), generator=generator).unique()
+                    each = torch.arange(len(ids) + 1)
+                    rows = table.read(ids) if number else table.pooled(ids, each, mode="max")
+                    if (rows != rows[:, :1]).any() or (rows[:, 0] > lowest[ids]).any():
+                        failures.append(rows)
+                    lowest[ids] = rows[:, 0]
+                    checked[number] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        servers = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+        for server in servers:
+            server.start()
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        generator = torch.Generator().manual_seed(9)
+        expected = torch.zeros(ROWS)
+        batches = [torch.randint(0, ROWS, (60, 3), generator=generator) for _ in range(12)]
+        for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=2, features=same)):
+            bag(ids).sum().backward()
+            expected -= torch.bincount(ids.flatten(), minlength=ROWS)
+            if number % 4 == 3:
+                store.commit()
+        done.set()
+        for server in servers:
+            server.join(60)
+        assert not failures, failures[0]
+        assert min(checked) > 0
+        assert torch.equal(table.read(ALL)[:, 0], expected)
+        hot(store).check_integrity()
+        assert not table.pool.in_use
 
 
 def test_closing_the_store_ends_who_waits(store_dir: Path) -> None:

@@ -170,3 +170,15 @@ def test_a_tolerant_walk_needs_no_keys_of_branches(image: Image) -> None:
     halves[root + 6] ^= 1
     assert image.walk()[1] == WalkStatus.BAD_PAGE
     assert np.array_equal(image.walk(tolerant=True)[0], whole)
+
+
+def test_trees_in_circles_end(image: Image) -> None:
+    halves, root = image.pages.halves, image.root.page * 2048
+    nodes = [int(halves[root + 8 + i]) // 2 + root for i in range((int(halves[root + 6]) - 16) // 2)]
+    for node in nodes[1:]:
+        halves[node : node + 3] = halves[nodes[0] : nodes[0] + 3]
+    assert image.walk()[1] == WalkStatus.USED_TWICE
+    assert image.walk(tolerant=True)[1] == WalkStatus.DONE
+    walk = new_walk(2048)
+    list_tree(image.pages, image.root, walk)
+    assert walk.result[STATUS] == WalkStatus.BAD_ORDER

@@ -4,6 +4,7 @@ LMDB's own code trusts its file, so whatever could crash runs in the test's proc
 """
 
 import contextlib
+import os
 import random
 import re
 import struct
@@ -287,6 +288,16 @@ def test_a_file_that_is_none(
     damage(written / "rows.lmdb")
     with pytest.raises(error, match=rf"rows\.lmdb: .*{message}.*copy"):
         open_tier(written, readonly=readonly, create=False)
+
+
+def test_a_file_cut_while_it_is_open(written: Path) -> None:
+    with opened(written) as tier:
+        check_rows(tier, WIDE, keys_of(0, [0]), 1)
+        os.truncate(written / "rows.lmdb", place_of(tier, 0, 900).block_page * PAGE)
+        with pytest.raises(TruncatedError, match="row 900 of table 0 lies beyond the end of the file"):
+            read_rows(tier, WIDE, keys_of(0, [900]))
+        with pytest.raises(DamagedError):
+            tier.verify()
 
 
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:

@@ -13,6 +13,7 @@ from tests.io.support import open_tier
 from tierstore.io import tail
 from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.opened import OpenFile
 from tierstore.io.reads import RowReader
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
@@ -137,6 +138,21 @@ def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monke
         check_rows(follower, WIDE, keys_of(0, others), 2)
         assert follower.find_newer() is None
         assert len(segments.in_use) < 43
+
+
+def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = OpenFile.make_map, []
+
+    def make_and_drop(file: OpenFile) -> RowMap:
+        made.append(make(file))
+        if len(made) == 1:
+            file.view.rows = None
+        return made[-1]
+
+    follower.set_tables({0: (WIDE, NUM_ROWS)})
+    monkeypatch.setattr(OpenFile, "make_map", make_and_drop)
+    check_rows(follower, WIDE, FIRST, 2)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("readonly", [False, True])

@@ -88,6 +88,14 @@ def test_a_file_that_outgrows_its_maps(tmp_path: Path, monkeypatch: pytest.Monke
         assert sum(_map_lengths(tmp_path)) <= (2 * 2 + 1 + 2 * 2 * 2) * 2 * 2 * size
 
 
+def test_a_process_maps_what_files_have_and_not_what_disks_hold(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        for number in range(4):
+            (tmp_path / str(number)).mkdir()
+            _opened(stack, tmp_path / str(number))
+        assert _map_lengths(tmp_path / "0") == [1 << 30] * 3
+
+
 def test_no_address_space_for_a_longer_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written then, and once there is, the same open store goes on. If LMDB gets none, it has to be opened
     again."""

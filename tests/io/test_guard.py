@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import heal, open_tier, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
-from tierstore.io import guard
+from tierstore.io import guard, snapshot
 from tierstore.io.guard import Guard
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
@@ -101,6 +102,37 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
     with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0"):
         check_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 8 * ROWS]), 1)
     monkeypatch.undo()
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+
+
+def test_many_readers_and_a_page_that_is_refused_again_and_again(tier: LmdbColdTier) -> None:
+    rows, bad = _rows_guard(tier), page_of(tier, 0, 7)
+    others = keys_of(0, np.setdiff1d(ALL, np.arange(7 * ROWS, 8 * ROWS)))
+    errors: list[BaseException] = []
+    refusals = 0
+    done = threading.Event()
+
+    def read_others() -> None:
+        try:
+            while not done.is_set():
+                check_rows(tier, WIDE, others, 1)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read_others) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        refuse(rows, bad)
+        try:
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+        except UnreadableError:
+            refusals += 1
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert refusals > 0
     check_rows(tier, WIDE, keys_of(0, ALL), 1)
 
 
@@ -182,6 +214,24 @@ def test_a_bad_page_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None
     finally:
         is_over.set()
         thread.join()
+
+
+def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, newest, calls = opened(written, readonly=True), snapshot._newest, []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise UnreadableError("refused")
+        return newest(*arguments)
+
+    assert _child(COMMIT, written).returncode == 0
+    before = dict(reader._file.map.pins._users)
+    monkeypatch.setattr(snapshot, "_newest", fails)
+    with pytest.raises(UnreadableError, match="refused"):
+        reader.find_newer()
+    assert dict(reader._file.map.pins._users) == before
+    reader.close()
 
 
 FORK = """

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conformance.cold_tier import (
+    NARROW,
     WIDE,
     add_tables,
     check_rows,
@@ -19,7 +21,7 @@ from tests.conformance.cold_tier import (
     read_rows,
     write_rows,
 )
-from tests.io.support import flip, open_tier, place_of
+from tests.io.support import flip, open_tier, place_of, plain_lmdb
 from tierstore.errors import (
     ChecksumError,
     DiskFullError,
@@ -37,6 +39,10 @@ def _tier(path: Path, **changes: object) -> LmdbColdTier:
     tier = open_tier(path, **changes)
     add_tables(tier)
     return tier
+
+
+_RECORDS = 3
+"""The store, its head, and the log."""
 
 
 def _segments(rows: int) -> int:
@@ -112,6 +118,77 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
 
 def _no_room(*_: object) -> None:
     raise DiskFullError("no room left")
+
+
+def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn of cleaning finds more to do, as rows are written in between."""
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
+        calls: list[None] = []
+        monkeypatch.setattr(tier._writer, "_clean", lambda: not calls.append(None))
+        assert commit(tier, b"") == 1
+        assert len(calls) < 30
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Writes fail with their own error and store nothing; reads go on; with room again so do writes."""
+    process = _run(
+        """
+        import resource
+        from tierstore.errors import DiskFullError
+        folder = Path(sys.argv[1])
+        tier = open_tier(folder)
+        add_tables(tier)
+        old, new = keys_of(0, np.arange(500)), keys_of(1, np.arange(5000))
+        write_rows(tier, WIDE, old, 1)
+        commit(tier, b"one")
+        limit = (folder / "rows.lmdb").stat().st_size
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for room in (0, 4096, 10_000, 50_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit + room, hard))
+            try:
+                write_rows(tier, NARROW, new, 2)
+                raise SystemExit(f"{room} bytes of room were enough")
+            except DiskFullError as error:
+                assert "rows.lmdb" in str(error) and "intact" in str(error), error
+            try:
+                commit(tier, bytes(10_000_000))
+                raise SystemExit("the payload found room")
+            except DiskFullError:
+                pass
+            check_rows(tier, WIDE, old, 1)
+            assert not read_rows(tier, NARROW, new)[1].any()
+            assert (tier.version, tier.payload) == (1, b"one")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        write_rows(tier, NARROW, new, 3)
+        assert commit(tier, b"two") == 2
+        check_rows(tier, NARROW, new, 3)
+        tier.verify()
+        tier.close()
+        print("done")
+        """,
+        tmp_path,
+    )
+    said, _ = process.communicate()
+    assert said == "done\n"
+    tier = _tier(tmp_path)
+    check_rows(tier, NARROW, keys_of(1, np.arange(5000)), 3)
+    tier.close()
+
+
+def test_close_waits_for_reads(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(1000))
+    write_rows(tier, WIDE, keys, 1)
+    with tier.lease():
+        closing = threading.Thread(target=tier.close)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+    closing.join()
+    with plain_lmdb(tmp_path) as txn:
+        assert txn.stat()["entries"] == _segments(1000) + _RECORDS
 
 
 def _numbers(tier: LmdbColdTier) -> set[int]:

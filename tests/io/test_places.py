@@ -12,7 +12,8 @@ import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier, widen_places
-from tierstore.io import indexes
+from tierstore.errors import BudgetError
+from tierstore.io import indexes, places
 from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
@@ -141,6 +142,22 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
         assert _content(tier._file.make_map()) == again
 
 
+def test_rows_written_without_a_commit_are_in_no_later_version(tmp_path: Path) -> None:
+    """They are deleted before the next process writes anything, and not read before."""
+    keys = keys_of(0, np.arange(500))
+    with closing(_opened(tmp_path)) as tier:
+        write_rows(tier, WIDE, keys, 1)
+        commit(tier, b"")
+        write_rows(tier, WIDE, keys, 2)
+    with closing(_opened(tmp_path)) as tier:
+        check_rows(tier, WIDE, keys, 1)
+        commit(tier, b"")
+    for readonly in (True, False):
+        with closing(_opened(tmp_path, readonly=readonly)) as tier:
+            check_rows(tier, WIDE, keys, 1)
+            assert tier.verify().segments == -(-len(keys) // WIDE.rows_per_segment)
+
+
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a writer, which looks for what an earlier process left behind."""
     looked_at: list[int] = []
@@ -177,3 +194,12 @@ def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_ro
             copied = rows.copied()
             assert np.concatenate(list(copied.stored_rows(0))).tolist() == keys.tolist()
             assert copied.differing(rows).tolist() == []
+
+
+def test_memory_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(places, "zeros", refuse)
+    with pytest.raises(BudgetError, match=r"refuses 64\.0 GiB .* map of 17,179,869,184 rows .*overcommit_memory is 2"):
+        places.new_places(2**34)

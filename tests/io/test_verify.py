@@ -16,10 +16,11 @@ from tierstore.errors import ChecksumError, DamagedError, UnreadableError
 from tierstore.io import verify
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.rows import RowLayout
+from tierstore.rows import MAX_ROWS, RowLayout
 
 pytestmark = pytest.mark.kernel
 
@@ -110,6 +111,23 @@ def test_an_index_that_says_what_cannot_be(tmp_path: Path, word: int, content: i
             tier.verify()
 
 
+def test_epochs_that_the_index_denies(folder: Path) -> None:
+    """Of rows that were moved together."""
+    with leased(folder) as (tier, tree, rows):
+        segments = rows.segments[rows.layouts[2]]
+        [slot, *_] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
+        keys, _ = rows.live_rows(tree, segments.layout, np.array([slot]))
+        place, num = place_of(tier, 2, int(keys[0]) % MAX_ROWS), int(segments.arrays.rows[slot])
+        whole = (folder / "rows.lmdb").read_bytes()
+        for word in (6 + num, 6 + 2 * num - 1):
+            for epoch in (segments.arrays.oldest[slot] - 1, segments.arrays.newest[slot] + 1):
+                _say(folder, place, word, epoch)
+                with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
+                    tier.verify()
+                (folder / "rows.lmdb").write_bytes(whole)
+        tier.verify()
+
+
 def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     with leased(folder) as (tier, tree, _):
@@ -175,3 +193,16 @@ def test_a_damaged_free_list_is_found_by_a_reader_too(folder: Path, sample: Samp
         flip(folder, free_root * PAGE + PAGE - 8)
         with pytest.raises(DamagedError, match=r"rows\.lmdb: page"):
             store.verify()
+
+
+def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) -> None:
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(300)), 1)
+        with tier._writer._transaction() as txn:
+            assert txn.delete(segment_key(place_of(tier, 0, 0).number))
+        tier._file.view.move(tier._file.new_snapshot())
+        with pytest.raises(
+            DamagedError, match=r"rows\.lmdb: its tree has 1 segments, and its record of the log counts 2"
+        ):
+            tier.verify()

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,13 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Pat
     assert "compiling kernels that this machine has not used before" in run(tmp_path).stderr
 
 
+def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process() -> None:
+    code = "import numba.core.caching as c; c._CacheLocator.ensure_cache_path = lambda _: open('/dev/null/no')\n" + RUN
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+    assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
+
+
 def _twice(x: int) -> int:
     return 2 * x
 
@@ -83,6 +91,18 @@ def test_a_damaged_index_of_kernels_is_written_anew(
         if not number:
             (index,) = tmp_path.rglob("*.nbi")
             index.write_bytes(content)
+
+
+def test_a_folder_of_kernels_that_goes_away_is_made_again_or_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "gone"))
+    compiled: Any = jit.kernel(_twice)
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "gone").write_text("a file is in its place")
+    assert compiled(5) == 10
+    another: Any = jit.kernel(_twice)  # numba finds no folder
+    assert another(6) == 12
 
 
 def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(

@@ -61,6 +61,15 @@ def test_the_main_thread_borrows_torchs_threads_and_others_do_not(monkeypatch: p
     workers.close()
 
 
+def test_work_within_work() -> None:
+    workers = Workers(3)
+    done: list[int] = []
+    workers.run(lambda begin, end: workers.run(lambda a, b: done.append(b - a), range(begin, end + 1)), [0, 4, 9, 11])
+    assert done == [1] * 11
+    check_that_each_range_is_done_once(workers)
+    workers.close()
+
+
 @pytest.mark.parametrize("wrong", [0, 3, 10])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_an_error_comes_out_and_the_next_work_is_done(count: int, wrong: int) -> None:

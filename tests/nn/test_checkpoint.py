@@ -99,6 +99,27 @@ def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
         store.rollback(store.version)
 
 
+def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path) as store:
+        job = Job(store)
+        checkpoint.save(store, *job.all)
+    with tierstore.open(tmp_path) as store:
+        job.train(range(0))
+        with pytest.raises(ValueError, match=r"version 1 .*checkpoint.save.*keep=2 or more.*commit\(tensors=\{\}\)"):
+            store.commit()
+        assert store.version == 1
+        checkpoint.load(store, *Job(store).all)
+        checkpoint.save(store, *job.all)
+        assert store.commit(tensors={}) == 3
+        assert store.commit() == 4
+    with tierstore.open(tmp_path, keep=2) as store:
+        checkpoint.save(store, *job.all)
+        store.commit()
+        with pytest.raises(ValueError, match=r"version 5 .*keep=2\): .*open the store with keep=3"):
+            store.commit()
+        assert store.versions == (5, 6)
+
+
 class Kept:
     """What has a state."""
 
@@ -157,6 +178,29 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
         assert store.version == saved
         checkpoint.load(store, model, [], [kept])
         assert kept.value is None
+
+
+def test_a_schedule_by_numpy_goes_on(tmp_path: Path) -> None:
+    def rates(store: tierstore.Store, epochs: int, *, resumes: bool) -> list[float]:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.interp(epoch, [0, 5, 9], [0.1, 1, 0]))
+        if resumes:
+            checkpoint.load(store, model, [optimizer], [schedule])
+        found = []
+        for _ in range(epochs):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        checkpoint.save(store, model, [optimizer], [schedule])
+        return found
+
+    with tierstore.open(tmp_path / "one") as store:
+        whole = rates(store, 8, resumes=False)
+    with tierstore.open(tmp_path / "two") as store:
+        first = rates(store, 3, resumes=False)
+    with tierstore.open(tmp_path / "two") as store:
+        assert first + rates(store, 5, resumes=True) == whole
 
 
 def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:

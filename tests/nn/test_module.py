@@ -108,6 +108,38 @@ def test_bags_leave_padding_out_as_torchs_do(padding_idx: int, mode: Any) -> Non
             ours(padded.flatten(), torch.tensor([0, -3, 7]))
 
 
+def test_results_may_be_changed_and_hooked_as_torchs(store: tierstore.Store) -> None:
+    def tried(module: nn.Module, *arguments: Tensor) -> list[Tensor]:
+        out, seen = module(*arguments), list[Tensor]()
+        out.register_hook(seen.append)
+        out.mul_(2)
+        out.sum().backward()
+        with torch.no_grad():
+            kept = module(*arguments)
+        kept += nn.Parameter(torch.ones(DIM))
+        module(*arguments).detach_()
+        assert kept.requires_grad
+        return seen
+
+    weight = rows_of(store)
+    for ours, theirs in (
+        (tierstore.TieredEmbedding(store["t"]), nn.Embedding(ROWS, DIM, _weight=weight)),
+        (tierstore.TieredEmbeddingBag(store["t"]), nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight)),
+    ):
+        assert len(tried(theirs, IDS[0])) == len(tried(ours, IDS[0])) == 1
+
+
+def test_gradients_of_all_parameters_are_given_and_train_nothing(store: tierstore.Store) -> None:
+    model, before = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 1)), rows_of(store)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(IDS[0]).sum(), parameters)
+    assert [each.shape for each in gradients] == [each.shape for each in parameters]
+    assert torch.equal(rows_of(store), before)
+    assert model[0].rows.grad is None
+    model(IDS[0]).sum().backward()
+    assert not torch.equal(rows_of(store), before)
+
+
 def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -283,6 +315,34 @@ def test_weight_is_refused_with_the_way_out_which_trains(store: tierstore.Store)
     before = rows_of(store)
     module(torch.arange(ROWS)).sum().backward()
     assert (rows_of(store) != before).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype: torch.dtype) -> None:
+    table, bag = store["t"], tierstore.TieredEmbeddingBag(store["t"])
+    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 2])
+    scale = torch.tensor([0.3, float("nan"), 0.5], dtype=dtype).nan_to_num(0.7).requires_grad_()
+    expected = scale.detach().float().requires_grad_()
+    with torch.no_grad():  # the rows stay
+        assert torch.equal(bag(ids, offsets, scale), bag(ids, offsets, expected))
+    rows = table.read(ids)
+    bag.requires_grad_(False)
+    bag(ids, offsets, scale).sum().backward()
+    torch.testing.assert_close(scale.grad, rows.sum(1).to(dtype))
+    for batch in tierstore.prefetch(
+        [(ids, offsets, torch.full((3,), torch.nan, dtype=dtype))], bag, features=lambda batch: batch
+    ):
+        assert bag(*batch).isnan().all()
+    new = torch.rand(3, DIM).to(dtype)
+    table.write(torch.tensor([4, 5, 6]), new)
+    assert torch.equal(table.read(torch.tensor([4, 5, 6])), new.float())
+    with tierstore.open(cold="memory", ddr="4MiB") as other:
+        name: Any = str(dtype).removeprefix("torch.")
+        half = other.create_table(tierstore.TableConfig(name="h", num_embeddings=9, embedding_dim=DIM, dtype=name))
+        half.write(torch.arange(9), torch.linspace(-1, 1, 9 * DIM).view(9, DIM))
+        assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
+    with pytest.raises(TypeError, match=r"rows must be float32, float16 or bfloat16, not torch.float64"):
+        table.write(torch.tensor([1]), torch.zeros(1, DIM, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tierstore
+from tierstore import errors
 from tierstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 
 ROWS, DIM = 300, 20
@@ -169,6 +170,18 @@ def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> N
             copy.deepcopy(optimizer)
 
 
+def test_rows_are_pinned_until_step_or_zero_grad() -> None:
+    with opened(SGD(lr=0.5), ddr="450KiB") as store:
+        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
+        for end in (optimizer.step, optimizer.zero_grad):
+            out = bag(batches(1)[0]).sum()
+            out.backward()
+            assert store["t"].pool.pins.num_held == 1
+            end()
+            assert store["t"].pool.pins.num_held == 0
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -> None:
     with opened(SGD(lr=0.5)) as store:
@@ -202,6 +215,26 @@ def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
             assert torch.equal(before, rows_of(store)) == (number == 1)
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
         twins.check()
+
+
+def test_learning_rates_are_saved_and_loaded() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer = store.optimizer()
+        optimizer.param_groups[0]["lr"] = 0.25
+        saved = optimizer.state_dict()
+        store.create_table(tierstore.TableConfig(name="u", num_embeddings=10, embedding_dim=4))
+        bag = tierstore.TieredEmbeddingBag(store["u"])
+        bag(torch.tensor([[1, 2]])).sum().backward()
+        assert [group["name"] for group in optimizer.param_groups] == ["t", "u"], "a table made since has a group"
+        before = rows_of(store, "u")
+        optimizer.step()
+        assert not torch.equal(before, rows_of(store, "u"))
+    with opened(SGD(lr=0.5)) as store:
+        optimizer = store.optimizer()
+        optimizer.load_state_dict(saved)
+        tierstore.TieredEmbeddingBag(store["t"])(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        assert store["t"].learning_rate == 0.25
 
 
 def test_rates_are_loaded_by_the_names_of_tables() -> None:
@@ -301,6 +334,20 @@ def test_a_new_optimizer_begins_at_the_configured_rate(tmp_path: Any, caplog: py
     assert len(caplog.records) == 1, "a rate that was set is asked for"
 
 
+def test_gradients_that_are_assigned_are_applied() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer, before = store.optimizer(), rows_of(store)
+        [stand_in] = optimizer.param_groups[0]["params"]
+        dense = torch.randn(ROWS, DIM)
+        indices, values = torch.tensor([[3, 1, 3]]), torch.ones(3, DIM)
+        repeated = torch.sparse_coo_tensor(indices, values, (ROWS, DIM), check_invariants=True)
+        for gradient in (dense, repeated):
+            stand_in.grad = gradient
+            optimizer.step()
+            before -= 0.5 * (gradient.to_dense() if gradient.is_sparse else gradient)
+            torch.testing.assert_close(rows_of(store), before)
+
+
 def test_what_torch_does_to_get_an_optimizers_state_changes_nothing() -> None:
     """get_state_dict of torch.distributed.checkpoint steps with gradients of zeros, at rate 0."""
     with opened(Adam(lr=0.5)) as store:
@@ -311,3 +358,14 @@ def test_what_torch_does_to_get_an_optimizers_state_changes_nothing() -> None:
             group["lr"] = 0.0
         optimizer.step(closure=None)
         assert (store["t"].learning_rate, store["t"].state.step, store.changed_tables) == (0.5, 0, ())
+
+
+def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> None:
+    with tierstore.open(tmp_path / "s") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+        first = store.optimizer()
+        store.optimizer().step()
+        with pytest.raises(RuntimeError, match="another optimizer"):
+            first.step()
+    with tierstore.open(tmp_path / "s", mode="r") as store, pytest.raises(errors.ReadOnlyError):
+        store.optimizer()

@@ -1,6 +1,7 @@
 """A backward pass updates each table once, by gradients of the rows that forward read, and only if it was asked to."""
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import tierstore
 from tests.oracle import DenseTable
 from tierstore import optim
+from tierstore.lookup.hbm import HbmLookup
+from tierstore.lookup.lookup import Lookup
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
@@ -167,6 +170,34 @@ def test_a_pass_within_a_pass_that_fails_trains_nothing(store: tierstore.Store) 
     failed.clear()
 
 
+def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
+    store: tierstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [store.create_table(config(name, **shape)) for name, shape in (("a", {}), ("b", {"embedding_dim": 4}))]
+    out = sum(tierstore.TieredEmbeddingBag(table)(IDS).sum() for table in tables)
+    before = [table.read(ALL) for table in tables]
+
+    def interrupt_after(made: type[Any]) -> None:
+        update = made.update
+
+        def interrupted(*given: Any) -> None:
+            update(*given)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(made, "update", interrupted)
+
+    for made in (Lookup, HbmLookup):
+        interrupt_after(made)
+    with pytest.raises(KeyboardInterrupt):
+        out.backward()  # type: ignore[union-attr]
+    assert [table.state.step for table in tables] == [1, 1]
+    for table, rows in zip(tables, before, strict=True):
+        rows[:20] -= 1
+        assert torch.equal(table.read(ALL), rows)
+    store.commit()  # nothing is partly trained
+    del out
+
+
 def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:
     """Each waits, in the middle of its pass, for the others to be there too."""
     together = threading.Barrier(3)
@@ -300,6 +331,19 @@ def test_rows_changed_between_forward_and_backward(store: tierstore.Store, chang
     assert scale.grad is not None
 
 
+def test_rows_of_another_version_are_changed_rows(store_dir: Path) -> None:
+    """A batch too large to be pinned does not keep the store from going back."""
+    ids = ALL.view(2, -1)
+    with tierstore.open(store_dir, ddr="404KiB", policy="lru") as store:
+        table = store.create_table(config())
+        store.commit()
+        scale = torch.ones(ids.shape, requires_grad=True)
+        out = tierstore.TieredEmbeddingBag(table)(ids, None, scale)
+        store.rollback(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("aliased", [False, True])
 @pytest.mark.parametrize("names", [["other", "t"], ["t", "other"]])
 @pytest.mark.parametrize("ids_type", [torch.int64, torch.int32])
@@ -328,6 +372,20 @@ def test_buffers_may_be_used_anew_after_forward(
         before[own : own + 20] -= 3
         before[own : own + 20] -= 3
         assert torch.equal(table.read(ALL), before)
+
+
+def test_a_buffer_may_be_used_for_several_lookups_of_one_pass(store: tierstore.Store) -> None:
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    expected = table.read(ALL)
+    ids, offsets = torch.arange(20), torch.arange(0, 20, 2)
+    one = bag(ids, offsets)
+    ids += 20
+    other = bag(ids, offsets)
+    ids.fill_(7)
+    (one.sum() + other.sum()).backward()
+    expected[:40] -= 1
+    assert torch.equal(table.read(ALL), expected)
 
 
 @pytest.mark.parametrize("part", ["ids", "offsets", "weights"])

@@ -1,6 +1,7 @@
 """The pipeline: order, depth, bounds, and what happens when something fails in it."""
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -30,22 +31,26 @@ def make_collection(store: tierstore.Store, rows: int = 500) -> tierstore.Tiered
 
 
 def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
-    return tierstore.KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+    return batch_of(torch.tensor(ids))
+
+
+def batch_of(ids: Any) -> tierstore.KeyedJaggedTensor:
+    return tierstore.KeyedJaggedTensor(["a"], torch.as_tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
 
 
 def pinned(store: tierstore.Store) -> int:
     return store["a"].pool.pins.num_pinned
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead"]),
     depth=st.integers(0, 5),
     lookahead=st.sampled_from([0, 1, 3, 50]),
-    shares=st.lists(st.floats(0.001, 1.6), min_size=1, max_size=10),
+    shares=st.lists(st.floats(0.001, 1.6), min_size=1, max_size=6),
     trained=st.booleans(),
     end=st.sampled_from(["all", "break", "reader", "wrong id", "model"]),
-    at=st.integers(0, 9),
+    at=st.integers(0, 5),
 )
 def test_any_loop(
     policy: Any, depth: int, lookahead: int, shares: list[float], trained: bool, end: str, at: int
@@ -62,7 +67,7 @@ def test_any_loop(
         collection = tierstore.TieredEmbeddingBagCollection(store)
         capacity, order = store["a"].pool.cache.capacity, np.random.default_rng(at)
         ids = [(order.random(1 + int(share * capacity)) ** 2 * 3 * capacity).astype(np.int64) for share in shares]
-        batches = [batch(*each.tolist()) for each in ids]
+        batches = [batch_of(each) for each in ids]
         if end == "wrong id":
             batches[at] = batch(1, MANY)
         expected = torch.zeros(MANY)
@@ -123,16 +128,20 @@ def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> Non
         assert store.stats().ddr.misses == misses == 4
 
 
-def misses(policy: str, shares: list[float], *, depth: int, trained: bool) -> int:
-    """Of batches with so many rows, as shares of the cache, looked up or trained."""
+@functools.cache
+def skewed() -> list[Any]:
+    """Rows of 40 batches, each once, in the order of use."""
     generator = np.random.default_rng(1)
+    drawn = (generator.zipf(1.2, 20_000) % MANY for _ in range(40))
+    return [each[np.sort(np.unique(each, return_index=True)[1])] for each in drawn]
+
+
+def misses(policy: str, share: float, *, depth: int, trained: bool) -> int:
+    """Of batches with so many rows, as a share of the cache, looked up or trained."""
     with tierstore.open(cold="memory", ddr="440KiB", policy=policy) as store:
         collection = make_collection(store, rows=MANY)
-        rows = [dict.fromkeys((generator.zipf(1.2, 20_000) % MANY).tolist()) for _ in shares]
-        capacity = store["a"].pool.cache.capacity
-        batches = [
-            batch(*list(each)[: max(1, int(share * capacity))]) for each, share in zip(rows, shares, strict=True)
-        ]
+        num_rows = int(share * store["a"].pool.cache.capacity)
+        batches = [batch_of(rows[:num_rows]) for rows in skewed()]
         for item in tierstore.prefetch(batches, collection, depth=depth):
             with torch.set_grad_enabled(trained):
                 out = collection(item).values()
@@ -142,12 +151,13 @@ def misses(policy: str, shares: list[float], *, depth: int, trained: bool) -> in
         return store.stats().ddr.misses
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("caches", [0.6, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0])
+@pytest.mark.parametrize(
+    ("caches", "trained"), [(0.6, True), (1.0, False), (1.2, True), (1.5, False), (2.0, True), (3.0, False)]
+)
 def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: bool) -> None:
     """In a cache of so many batches. LFU and TinyLFU evict others where rows of batches ahead are pinned."""
     for policy, most in (("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)):
-        plain, *ahead = [misses(policy, [1 / caches] * 40, depth=depth, trained=trained) for depth in (0, 1, 2, 8)]
+        plain, *ahead = [misses(policy, 1 / caches, depth=depth, trained=trained) for depth in (0, 1, 8)]
         assert max(ahead) <= most * plain
 
 

@@ -1,7 +1,9 @@
 """``Table.pooled`` where all rows are in memory: the same bits and errors as by ``Lookup``, by one compiled call."""
 
 import contextlib
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 import tierstore
 from tierstore.errors import ClosedError, TableError
+from tierstore.kernels import jit as _jit
 from tierstore.kernels import threads
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.pool import direct
@@ -47,9 +50,14 @@ def _by_lookup(table: tierstore.Table, ids: torch.Tensor, offsets: torch.Tensor,
     return out
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize(("dim", "dtype"), [(1, "float32"), (20, "float32"), (64, "bfloat16"), (83, "float16")])
-@pytest.mark.parametrize(("bags", "longest"), [(0, 0), (1, 0), (1, 20), (70, 3), (300, 40), (3, 9000)])
+@pytest.mark.parametrize(
+    ("mode", "dim", "dtype", "bags", "longest"),
+    [
+        ("sum", 1, "float32", 0, 0), ("mean", 20, "float32", 1, 0), ("sum", 64, "bfloat16", 1, 20),
+        ("mean", 83, "float16", 70, 3), ("sum", 20, "float32", 300, 40), ("mean", 1, "float32", 3, 9000),
+        ("sum", 83, "float16", 300, 40), ("mean", 64, "bfloat16", 3, 9000),
+    ],
+)  # fmt: skip
 def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bags: int, longest: int) -> None:
     with _open(tmp_path, dim=dim, dtype=dtype, threads=3) as store:
         table = store["b"]
@@ -123,6 +131,20 @@ def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
             table.pooled(ids, offsets, mode="median")
 
 
+def test_a_new_table_or_a_closed_store_is_noticed(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    table = store["b"]
+    ids, offsets = torch.arange(9), torch.tensor([0, 9])
+    expected = table.pooled(ids, offsets)
+    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    assert torch.equal(table.pooled(ids, offsets), expected)
+    table.write(ids, torch.ones(9, 20))
+    assert torch.equal(table.pooled(ids, offsets), torch.full((1, 20), 9.0))
+    store.close()
+    with pytest.raises(ClosedError):
+        table.pooled(ids, offsets)
+
+
 @pytest.mark.parametrize("count", [8, 9000])
 def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
     with _open(tmp_path) as store:
@@ -138,6 +160,23 @@ def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
         freed.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match="ids has no elements in memory"):
             table.read(freed)
+
+
+def test_a_table_keeps_no_pool_alive(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    table = store["b"]
+    table.pooled(torch.arange(9), torch.tensor([0, 9]))
+    pools = [weakref.ref(table.pool)]
+    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    pools.append(weakref.ref(table.pool))
+    store.close()
+    gc.collect()
+    assert [pool() for pool in pools] == [None, None]
+
+
+def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
+    made = direct._body(np.int64, np.float32)
+    assert made._cache._cache_file._source_stamp == _jit._STAMP
 
 
 def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
-from tierstore.errors import ChecksumError, ClosedError
+from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
-from tierstore.pool import Pool
+from tierstore.pool import Pool, leases
 from tierstore.pool.pins import Lease
 
 CAPACITY, ROWS, DIM = 64, 1000, 4
@@ -93,6 +93,24 @@ def test_a_row_that_is_being_read_is_waited_for(made: Pool, tier: TroubledTier) 
     assert seen == [5.0] * 3
 
 
+def test_a_full_disk_loses_no_row(made: Pool, tier: TroubledTier) -> None:
+    def refuse() -> None:
+        raise DiskFullError("no room")
+
+    write(made, 2.0, *range(CAPACITY))
+    tier.before_write = refuse
+    for _ in range(2):
+        with pytest.raises(DiskFullError, match="no room"):
+            read(made, 500)
+        with pytest.raises(DiskFullError, match="no room"):
+            made.flush()
+        assert made.cache.num_dirty == CAPACITY
+    assert (read(made, *range(CAPACITY)) == 2.0).all()
+    tier.before_write = lambda: None
+    assert read(made, 500)[0] == 1.0
+    assert (read(made, *range(CAPACITY)) == 2.0).all()
+
+
 def test_a_failed_read_leaves_no_row_behind(made: Pool, tier: TroubledTier) -> None:
     def refuse() -> None:
         raise ChecksumError("row 3 is damaged")
@@ -139,6 +157,14 @@ def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> No
     lease.release()
     waiter.join(30)
     assert seen == [1.0]
+
+
+def test_waiting_for_pins_ends_in_an_error(made: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "PIN_WAIT_SECONDS", 0.1)
+    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    with pytest.raises(BudgetError, match="open the store with a larger ddr="):
+        read(made, 900)
+    lease.release()
 
 
 def test_closing_wakes_who_waits(made: Pool) -> None:

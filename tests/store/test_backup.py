@@ -174,6 +174,21 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path, new: bool) -> None:
+    def interrupt(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    if not new:
+        (tmp_path / "copy").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        trained.store.backup(tmp_path / "copy", progress=interrupt)
+    assert names(tmp_path) == (["source"] if new else ["copy", "source"])
+    assert new or names(tmp_path / "copy") == []
+    trained.store.backup(tmp_path / "copy")
+    trained.check(tmp_path / "copy", 3)
+
+
 @pytest.mark.parametrize("at", ["copied", "rename"])
 def test_what_a_killed_backup_leaves_is_no_store_and_the_next_one_replaces_it(
     trained: Trained, source: Path, tmp_path: Path, at: str
@@ -304,3 +319,23 @@ def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode:
     ):
         tierstore.open(tmp_path, mode=mode)
     assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]
+
+
+def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:
+    code = """
+    def cut_short(done, total):
+        if not os.fork():
+            time.sleep(600)
+            os._exit(0)
+        raise KeyboardInterrupt
+
+    os.setpgid(0, 0)
+    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
+        try:
+            store.backup(sys.argv[2], progress=cut_short)
+        except KeyboardInterrupt:
+            print(store.backup(sys.argv[2]).version, flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    """
+    assert children.run(code, trained.store.directory, tmp_path / "copy") == "3\n"

@@ -331,3 +331,29 @@ def test_every_copy_of_a_store_whose_tables_changed_has_their_rows(tmp_path: Pat
     for name in ("replica", "ranks/0-of-2"):
         with tierstore.open(tmp_path / name, ddr=DDR) as store, pytest.raises(TableError, match=r"reshard|published"):
             store.drop_table("d")
+
+
+@pytest.mark.parametrize("tiers", [{"cold": "memory"}, {"hbm": "1MiB"}, {"hbm": "96KiB", "ddr": "2MiB"}])
+def test_tables_of_every_tier_change_and_those_of_before_are_refused(tmp_path: Path, tiers: dict[str, Any]) -> None:
+    directory, ids = None if "cold" in tiers else tmp_path / "store", torch.arange(1000)
+    with tierstore.open(directory, **{"ddr": "8MiB", **tiers}) as store:
+        config = tierstore.TableConfig(name="a", num_embeddings=1000, embedding_dim=DIM, optimizer=optim.Adagrad())
+        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
+        bag(ids.view(100, 10)[:50]).sum().backward()
+        store.commit()
+        rows = store["a"].read(ids)
+        with pytest.raises(ValueError, match="must be at least 1000"):
+            store.change_table("a", num_embeddings=999)
+        held = bag(ids[None, :3])
+        with pytest.raises(TableError, match="in use"):
+            store.change_table("a", num_embeddings=1500)
+        del held
+        store.change_table("a", num_embeddings=1500)
+        made = store.change_table("a", optimizer=optim.Adam())
+        with pytest.raises(TableError, match="take it anew"):
+            bag(ids[None])
+        assert torch.equal(made.read(ids), rows)
+        assert not made.read_state(ids).any()
+        tierstore.TieredEmbeddingBag(made)(torch.tensor([[1, 1499]])).sum().backward()
+        assert [each.tolist() for each in made.written()] == [[*range(500), 1499]]
+        assert made.read_state(torch.tensor([1, 2])).any(dim=1).tolist() == [True, False]

@@ -5,6 +5,7 @@ commit, and no thread of it be left.
 """
 
 import gc
+import logging
 import os
 import random
 import subprocess
@@ -21,7 +22,7 @@ import torch
 
 import tierstore
 from tierstore.system import killpoints
-from tierstore.system.dropped import settle
+from tierstore.system.dropped import finish, hand_over, settle
 
 ROWS, DIM = 20_000, 16
 CONFIG = tierstore.TableConfig(
@@ -185,6 +186,55 @@ def test_stores_dropped_in_cycles_are_collected(store_dir: Path, monkeypatch: py
 @pytest.mark.soak
 def test_a_hundred_stores_dropped_in_cycles_are_collected(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _drop_many(store_dir, monkeypatch, 100, seed=int(os.environ.get("TIERSTORE_SEED", "2")))
+
+
+def test_what_finalizers_hand_over_is_done_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    """Also under a lock that the finalizer's thread holds, and where no thread can be had."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            finish(work)
+
+    lock, done = threading.Lock(), []
+
+    def work() -> None:
+        with lock:
+            done.append(threading.get_ident())
+
+    Cycle()
+    with lock:
+        gc.collect()
+        assert done == []
+    settle(60)
+    assert len(done) == 1
+    assert done != [threading.get_ident()]
+    finish(work)
+    assert done[1:] == [threading.get_ident()]
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    hand_over(fail)
+    settle(60)
+    assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
+        "what was dropped could not be closed"
+    ]
+
+
+def test_what_no_thread_can_be_had_for_is_done_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refuse)
+        hand_over(lambda: done.append(threading.get_ident()))
+    assert done == []
+    settle(60)
+    assert done == [threading.get_ident()]
 
 
 END = """

@@ -178,6 +178,39 @@ def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
     assert (shown(store_dir) == -1.0).all()
 
 
+def test_a_write_back_that_meets_a_full_disk_ends_the_commit_too(
+    store_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever evicts writes frozen rows for the commit; if that fails, the version must not be made without them."""
+    with open_store(store_dir) as store:
+        put(store, ALL, 1.0)
+        store.commit()
+        recent = ALL[-store["t"].pool.cache.capacity :]
+        put(store, recent, 2.0)
+        is_full = threading.Event()
+        monkeypatch.setattr(store["t"].pool.writeback, "rows_a_write", 100)
+        failing(store, lambda _: is_full.is_set(), monkeypatch)
+        gate.close("write-back: segments published")
+        pending = store.commit_async()
+        assert gate.reached.wait(60)
+        is_full.set()
+
+        def evict() -> None:
+            with pytest.raises(DiskFullError, match="no room"):
+                store["t"].read(ALL[:3000])
+
+        evicting = threading.Thread(target=evict)
+        evicting.start()
+        gate.open()
+        evicting.join(60)
+        with pytest.raises(DiskFullError, match="no room"):
+            pending.result(60)
+        is_full.clear()
+        assert (store["t"].read(recent) == 2.0).all()
+        store.commit()
+    assert (shown(store_dir)[recent] == 2.0).all()
+
+
 def test_training_and_commits_side_by_side(store_dir: Path) -> None:
     """Each version is the state between two steps, though steps go on in another thread's way all the time."""
     bags, per_bag, steps = 64, 40, 60
@@ -232,6 +265,28 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
         assert pool.cache.num_dirty == 1
         pool.writeback.write_frozen()
         assert table.read(torch.cat([victim, frozen, newcomer]))[:, 0].tolist() == [2.0, 1.0, 3.0]
+
+
+def _steps(store: tierstore.Store, batches: int) -> None:
+    """Steps that change most of the rows, brought in ahead."""
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    generator = torch.Generator().manual_seed(5)
+    given = [(torch.randint(ROWS, (1000,), generator=generator), torch.arange(0, 1000, 2)) for _ in range(batches)]
+    for ids, offsets in tierstore.prefetch(given, bag, depth=2, features=lambda batch: batch):
+        bag(ids, offsets).backward(torch.ones(500, DIM))
+
+
+def test_what_cannot_be_written_is_told_to_who_needs_the_room(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(store_dir) as store:
+        cold = store._cold
+        write = cold.write
+        monkeypatch.setattr(cold, "write", lambda *_, **__: (_ for _ in ()).throw(DiskFullError("no room")))
+        with pytest.raises(DiskFullError, match="no room"):
+            _steps(store, 60)
+        monkeypatch.setattr(cold, "write", write)
+        store.commit()
+        expected = store["t"].read(ALL)[:, 0]
+    assert torch.equal(shown(store_dir), expected)
 
 
 def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(store_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,3 +116,16 @@ def test_what_differs_of_a_table_is_said(tmp_path: Path, change: dict[str, objec
             store.create_table(replace(CONFIG, **change))  # type: ignore[arg-type]
         assert message in str(raised.value)
         assert len(str(raised.value)) < 400
+
+
+def test_a_learning_rate_of_the_last_commit_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "tierstore")
+    with _opened(tmp_path) as store:
+        store["item"].learning_rate = 0.05
+        store.commit()
+    assert not _told(caplog)
+    with _opened(tmp_path) as store:
+        assert store["item"].learning_rate == 0.05
+    ((_, level, message),) = _told(caplog)
+    assert level == "WARNING"
+    assert message.startswith("table 'item' goes on with learning rate 0.05, not 0.1 of its configuration")

@@ -172,6 +172,13 @@ def test_a_missing_manifest_is_damage_not_a_new_store(path: Path) -> None:
         tierstore.open(path.parent)
 
 
+def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
+    store_dir.mkdir()
+    Manifest.new(4096).write(store_dir)
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store.commit() == 1
+
+
 @pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
 def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
     with pytest.raises(errors.DamagedError, match="payload of version 3"):
@@ -228,6 +235,25 @@ def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypat
             assert (store["items"].read(ids[:50]) == (4 if version == 3 else value)).all()
             assert (store["late"].read(ids[:7]) == 1).all() == (version == 3)
             store.verify()
+
+
+def test_each_table_is_put_into_json_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the thousandth table takes as long as all before it."""
+    calls: list[str] = []
+    to_dict = tierstore.TableConfig.to_dict
+
+    def counted(config: tierstore.TableConfig) -> dict[str, Any]:
+        calls.append(config.name)
+        return to_dict(config)
+
+    names = [f"t{number}" for number in range(30)]
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        monkeypatch.setattr(tierstore.TableConfig, "to_dict", counted)
+        for name in names:
+            store.create_table(replace(CONFIG, name=name))
+    assert calls == names
+    with tierstore.open(store_dir, mode="r") as store:
+        assert list(store.tables) == names
 
 
 def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
+from tierstore.io.newer import NewerCommit
 from tierstore.store import Store
 
 SECONDS = 60.0
@@ -26,6 +27,23 @@ def commit_changed(writer: Writer) -> None:
 def require_nothing_held(store: Store) -> None:
     """No second snapshot."""
     assert store._follower._found is store._cold._follower.found is None
+
+
+def test_a_row_that_was_rolled_back_and_then_moved(writer: Writer, store_dir: Path) -> None:
+    """The follower looks only after version 3 was committed, in which row 0 is again what it was in version 1."""
+    writer("write", "t", [0], 5)
+    writer("commit", 2)
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        assert torch.equal(store["t"].read(EVERY), expected(_5=[0]))
+        writer("rollback", 1)
+        writer("open", str(store_dir), 1)
+        changed = [row for row in range(ROWS) if row % (ROWS // 4)]
+        writer("write", "t", changed, 6)
+        writer("commit", 3)
+        found = store.find_newer()
+        assert found is not None
+        found.show()
+        assert torch.equal(store["t"].read(EVERY), expected(_6=changed))
 
 
 def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_dir: Path) -> None:
@@ -47,6 +65,23 @@ def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_d
             second.show()
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED, _6=[1000]))
         require_nothing_held(store)
+
+
+def test_what_is_given_up_holds_nothing(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
+        store["t"].read(EVERY)
+        commit_changed(writer)
+        found = store.find_newer()
+        assert found is not None
+        found.close()
+        require_nothing_held(store)
+        with pytest.raises(errors.ClosedError):
+            found.show()
+        assert store.find_newer() is not None
+        writer("rollback", 1)
+        assert store.find_newer() is None
+        require_nothing_held(store)
+        assert torch.equal(store["t"].read(EVERY), expected())
 
 
 def test_a_table_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, store_dir: Path) -> None:
@@ -75,6 +110,50 @@ def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, st
         writer("write", "t", CHANGED, 5)
         assert writer("commit", 3) == store.refresh() == 3
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
+
+
+def test_tables_that_are_stored_differently_and_kept_alike(writer: Writer, store_dir: Path) -> None:
+    writer("create", "u", 50, DIM, "float16")
+    writer("write", "u", [6, 7], 5)
+    writer("commit", 2)
+    with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
+        assert store["u"].pool is store["t"].pool
+        store["t"].read(EVERY)
+        assert (store["u"].read(torch.tensor([6, 7])) == 5).all()
+        writer("write", "t", CHANGED, 5)
+        writer("write", "u", [7], 6)
+        assert writer("commit", 3) == store.refresh() == 3
+        assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
+        assert store["u"].read(torch.tensor([6, 7]))[:, 0].tolist() == [5, 6]
+
+
+def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tierstore.open(store_dir, mode="r", ddr="4MiB")
+    store["t"].read(EVERY)
+    commit_changed(writer)
+    is_reading, may_read, read = threading.Event(), threading.Event(), NewerCommit.read
+
+    def read_slowly(*arguments: Any) -> None:
+        is_reading.set()
+        assert may_read.wait(SECONDS)
+        read(*arguments)
+
+    monkeypatch.setattr(NewerCommit, "read", read_slowly)
+    found: list[Any] = []
+    finder = threading.Thread(target=lambda: found.append(store.find_newer()))
+    finder.start()
+    assert is_reading.wait(SECONDS)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    may_read.set()
+    for thread in (finder, closer):
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    with pytest.raises(errors.ClosedError, match="is closed"):
+        found[0].show()
+    found[0].close()
 
 
 class History:

@@ -181,6 +181,24 @@ def test_many_threads(store: tierstore.Store, path: Path) -> None:
     assert trace.batch_starts.tolist() == list(range(0, 401, 2))
 
 
+def test_threads_look_up_while_another_stops(store: tierstore.Store, path: Path) -> None:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            store["a"].read(torch.arange(50))
+
+    thread = threading.Thread(target=work)
+    recorder = store.record(path, rate=1.0)
+    thread.start()
+    wait_until(lambda: "in 0 batches" not in recorder.describe())
+    recorder.stop()
+    over.set()
+    thread.join()
+    trace = read_trace(path)
+    assert trace.tables["a"].ids.tolist() == list(range(50)) * (trace.num_samples // 50)
+
+
 # What becomes of the file
 
 
@@ -248,6 +266,27 @@ def test_the_file_is_written_now_and_then(
         full.clear()
         wait_until(lambda: read_trace(path).num_lookups == 2)
     assert [each.getMessage() for each in caplog.records] == ["the recording goes on, and is not on disk: no room left"]
+
+
+def test_a_recording_that_cannot_be_written_is_not_lost(
+    store_dir: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(store_dir) as store:
+        recorder = store.record(path, rate=1.0)
+        store["a"].read(torch.tensor([1]))
+
+        def full(*_: Any, **__: Any) -> None:
+            raise DiskFullError("no room left")
+
+        monkeypatch.setattr(recording, "write_trace", full)
+        with pytest.raises(DiskFullError):
+            store.close()
+    assert store.recorder is None
+    assert read_trace(path).num_lookups == 0
+    monkeypatch.undo()
+    tierstore.open(store_dir, ddr="1MiB").close()
+    recorder.stop()
+    assert read_trace(path).num_lookups == 1
 
 
 def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:

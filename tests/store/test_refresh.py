@@ -1,6 +1,8 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,17 @@ def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path
         after = store.stats()
         assert after.ddr.misses - before.ddr.misses == after.ddr.evictions == 0
         assert after.ssd.lookups - before.ssd.lookups == 1  # the row that changed, and no other
+
+
+def test_rows_first_asked_for_while_a_version_is_made_ready_are_not_kept(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        writer("write", "t", [5], 3)
+        writer("commit", 2)
+        newer = store.find_newer()
+        assert newer is not None
+        assert torch.equal(store["t"].read(EVERY), expected())  # no row was in memory before, nor room for any
+        newer.show()
+        assert torch.equal(store["t"].read(EVERY), expected(_3=[5]))
 
 
 def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_dir: Path) -> None:
@@ -133,8 +146,25 @@ def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Wri
         assert (store["big"].read(torch.tensor(many)) == 3).all()
 
 
-@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-@pytest.mark.parametrize("dtype", ["float32", "stored", "float16", "bfloat16", "int8", "int4"])
+def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
+            added = pool.submit(store._catalog.tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
+            while not added.done():
+                store.stats()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ddr"),
+    [
+        ("float32", "4MiB"), ("stored", "440KiB"), ("float16", "4MiB"), ("bfloat16", "440KiB"), ("int8", "440KiB"),
+        ("int4", "4MiB"),
+    ],
+)  # fmt: skip
 def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
     writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any, ddr: str
 ) -> None:

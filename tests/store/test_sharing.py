@@ -73,6 +73,20 @@ def test_a_writer_that_copies_its_directory_loses_nothing(children: ExitStack, t
     assert rows(folder) == [1.0]
 
 
+def test_a_reader_that_copies_the_directory_sees_the_same_rows_still(children: ExitStack, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder)
+    begin(writer)
+    reader = new_reader(children, folder)
+    reader("copy", str(folder), str(tmp_path / "copy"))
+    for value in range(2, 8):
+        write(writer, value)
+        writer("commit", value)
+        assert reader("read", "big") == [1.0]
+    assert reader("refresh") == 7
+    assert reader("read", "big") == [7.0]
+
+
 def test_a_new_writer_leaves_the_trees_alone_that_older_readers_show(children: ExitStack, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     writer = new_writer(children, folder)
@@ -197,6 +211,16 @@ def test_no_child_keeps_the_lock_of_a_writer_that_closed(children: ExitStack, st
     tierstore.open(store).close()
 
 
+def test_a_child_is_told_that_its_parent_is_the_writer(store: Path) -> None:
+    code = """
+    store = tierstore.open(sys.argv[1], ddr="2MiB", threads=1)
+    print(os.getpid())
+    forked(tierstore.open, sys.argv[1])
+    """
+    pid, answer = run(code, store, changes={"PYTHONWARNINGS": "ignore"}).splitlines()
+    assert answer.startswith(f"StoreLockedError {store}: process {pid} has the store open for writing")
+
+
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_child_opens_what_its_parent_has_open(store: Path, mode: str) -> None:
     code = """
@@ -230,6 +254,19 @@ def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None
     said = run(code, store, changes={"PYTHONWARNINGS": "ignore"})
     assert said.startswith("StoreLockedError")
     assert "open the store in a new process" in said
+
+
+def test_a_reader_in_the_writer_s_process_is_as_any_other(store: Path) -> None:
+    with tierstore.open(store, ddr="2MiB") as writer, tierstore.open(store, mode="r", ddr="2MiB") as reader:
+        ids = torch.arange(2000)
+        before = reader["t"].read(ids)
+        for value in range(1, 6):
+            writer["t"].write(ids, torch.full((2000, 16), float(value)))
+            writer.commit()
+            assert torch.equal(reader["t"].read(ids), before)
+        assert reader.refresh() == writer.version
+        assert reader["t"].read(ids).unique().tolist() == [5.0]
+        writer.verify()
 
 
 @pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
@@ -326,6 +363,32 @@ def test_a_writer_whose_descriptors_are_all_others_harms_nobody(
         write(writer, value)
     writer.kill()
     assert rows(folder) == [1.0]
+
+
+def test_the_floor_is_not_written_to_a_file_that_has_its_number(children: ExitStack, store: Path) -> None:
+    pins = Pins(store / "rows.lmdb")
+    children.callback(pins.close)
+    opened = tierstore.open(store, ddr="2MiB", threads=1)
+    number = opened._cold._writer._floor._table.number
+    os.close(number)
+    other = os.open(store.parent / "other", os.O_RDWR | os.O_CREAT)
+    assert other == number
+    children.callback(os.close, other)
+    pins.hold(1)
+    with pytest.raises(errors.ClosedError, match=r"rows\.lmdb-lock: somebody in this process closed"):
+        opened.commit()
+    opened.close()
+    assert os.fstat(other).st_size == 0
+
+
+def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, children: ExitStack) -> None:
+    pins = Pins(store / "rows.lmdb")
+    children.callback(pins.close)
+    opened = tierstore.open(store, mode="r", ddr="2MiB", threads=1)
+    os.close(opened._cold._file.map.pins.descriptor)
+    assert pins.oldest(1 << 40) == opened._cold._file.snapshot.txn_id
+    opened.close()
+    assert pins.oldest(1 << 40) is None
 
 
 def test_a_child_forked_amid_lookups_is_refused_and_ends(store: Path) -> None:
