@@ -67,36 +67,8 @@ def _with_scans(keys: Keys, every: int, length: int) -> Keys:
     return np.where(scanned, _NEVER_BEFORE + np.arange(len(keys)), keys)
 
 
-def _in_turns(one: Keys, other: Keys, every: int) -> Keys:
-    """All of both, by turns."""
-    starts = range(0, len(one), every)
-    return np.concatenate([part[start : start + every] for start in starts for part in (one, other)])
-
-
 def _alternating(one: Keys, other: Keys, every: int) -> Keys:
     return np.where(np.arange(len(one)) // every % 2 == 0, one, other + 2 * _NEVER_BEFORE)
-
-
-def changing(capacity: int, seed: int = 1) -> dict[str, Keys]:
-    """Lookups that change their nature, once or by turns, in caches of 20 to 60 % of the rows: 10 to 36 a slot."""
-    rng = np.random.default_rng(seed)
-    found: dict[str, Keys] = {}
-    for share, accesses in ((0.2, 36), (0.4, 20), (0.6, 10)):
-        num, num_rows = accesses * capacity // 2, int(capacity / share / 2)
-        skewed = rng.permutation(num_rows)[_skewed(rng, num_rows, num)]
-        others = {
-            "sliding": _sliding(rng, num, num_rows / 5, max(1, num // num_rows)),
-            "recent": _recent(rng, num, num_rows / num, 3 * num_rows),
-            "another skewed": rng.permutation(num_rows)[_skewed(rng, num_rows, num)],
-        }
-        for name, other in others.items():
-            told = f"{share:.0%} of rows, {accesses} a slot: "
-            found[f"{told}skewed, then {name}"] = np.concatenate([skewed, other + 2 * _NEVER_BEFORE])
-            found[f"{told}{name}, then skewed"] = np.concatenate([other + 2 * _NEVER_BEFORE, skewed])
-            for times in (0.3, 2):
-                turns = _in_turns(skewed, other + 2 * _NEVER_BEFORE, int(times * capacity))
-                found[f"{told}skewed and {name} by turns of {times}"] = turns
-    return found
 
 
 def drifting(capacity: int, num: int, seed: int = 1) -> dict[str, Keys]:

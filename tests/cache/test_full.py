@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache, full_size_bytes
-from tierstore.cache.numbering import TABLE_BYTES
+from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache
 from tierstore.cache.reference import ReferenceCache
 from tierstore.rows import KEY_ROW_BITS
 
@@ -124,18 +123,3 @@ def test_absent_rows_are_told_from_those_that_are_in() -> None:
     cache.filled(admission.missing_slots)
     assert cache.are_in(asked[:2])
     assert cache.absent(asked).tolist() == [7]
-
-
-def test_its_size_is_what_it_says() -> None:
-    cache = full_cache()
-    size = full_size_bytes(12, weight_words=2, state_words=1) + (max(TABLES) + 1) * TABLE_BYTES
-    assert cache.size_bytes <= size <= cache.size_bytes + 8 * TABLE_BYTES
-    assert cache.weights.shape == (12, 2)
-    assert cache.state.shape == (12, 1)
-    assert cache.weights.ctypes.data % 64 == cache.state.ctypes.data % 64 == 0
-
-
-@pytest.mark.parametrize("tables", [{}, {0: range(0)}, {0: range(2**31)}])
-def test_a_capacity_out_of_range_is_refused(tables: dict[int, range]) -> None:
-    with pytest.raises(ValueError, match="capacity="):
-        FullCache(tables, weight_words=1, state_words=0)

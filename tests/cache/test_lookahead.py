@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.oracles import belady_hits, belady_rows_read
-from tests.conformance.row_cache import keys_from, order_of, visit
+from tests.conformance.row_cache import keys_from
 from tierstore.cache import Admission, AdmitStatus, DdrCache
 from tierstore.cache.books import MAX_BATCHES, USES_PER_ROW
 from tierstore.kernels.arrays import Int64s
@@ -96,25 +96,3 @@ def test_uses_and_batches_are_bounded() -> None:
         cache.retire(batch)
     assert cache.can_announce(full)
     cache.check_integrity()
-
-
-@pytest.mark.kernel
-def test_a_batch_retired_out_of_turn_is_not_waited_for() -> None:
-    cache = lookahead_cache(4)
-    visit(cache, 1, 2, 3)
-    first, second, third = (cache.announce(keys_from(*keys)) for keys in ((1, 2), (2,), (2, 3)))
-    assert order_of(cache) == [3, 1, 2]
-    cache.retire(second)
-    assert order_of(cache) == [3, 1, 2]
-    cache.retire(first)
-    assert order_of(cache) == [1, 3, 2]
-    cache.retire(third)
-    assert order_of(cache) == [1, 2, 3]
-    cache.check_integrity()
-
-
-def test_other_policies_make_nothing_of_announcements() -> None:
-    cache = DdrCache(4, weight_words=0, state_words=0, policy="lru")
-    assert cache.can_announce(10**9)
-    assert cache.announce(keys_from(1)) == 0
-    cache.retire(0)

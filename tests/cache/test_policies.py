@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.data import criteo_keys
-from tests.cache.drift import changing, drifting
+from tests.cache.drift import drifting
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
 from tierstore.cache import DdrCache
 from tierstore.cache.books import Tally
@@ -79,16 +79,6 @@ def test_long_history(policy: PolicyName, skew: str) -> None:
     assert order_of(cache) == oracle_order(oracle)
 
 
-@pytest.mark.kernel
-def test_buckets_are_reused() -> None:
-    cache = bare_cache("lfu", 8)
-    rng = np.random.default_rng(6)
-    for _ in range(30):
-        cache.access(rng.zipf(1.5, 100).astype(np.int64) % 20)
-        cache.check_integrity()
-    assert cache._books.tallies[Tally.USED_BUCKETS] <= 8
-
-
 @pytest.fixture(scope="module")
 def real_keys(criteo_path: Path) -> Int64s:
     return criteo_keys(criteo_path)
@@ -104,14 +94,6 @@ def test_hit_rates_on_real_lookups(real_keys: Int64s, policy: PolicyName, capaci
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ORACLES)
-def test_real_lookups_access_for_access(real_keys: Int64s, policy: PolicyName) -> None:
-    keys = real_keys[:300_000]
-    cache, oracle = bare_cache(policy, 10_000), ORACLES[policy](10_000)
-    assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
-    assert order_of(cache) == oracle_order(oracle)
-
-
 DRIFT_CAPACITY = 500
 
 
@@ -123,17 +105,6 @@ def test_tinylfu_is_never_a_point_below_lru_on_drifting_ids(seed: int) -> None:
         behind[name] = round(100 * float(lru - tiny), 2)
     assert max(behind.values()) < 1, behind
     assert behind["skewed, no drift"] < -5
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tinylfu_follows_accesses_that_change_their_nature(seed: int) -> None:
-    ahead = {}
-    for name, keys in changing(2000, seed).items():
-        lru, lfu, tiny = (bare_cache(policy, 2000).access(keys).mean() for policy in ORACLES)
-        ahead[name] = round(100 * float(tiny - lru), 2), round(100 * float(tiny - lfu), 2)
-    assert min(min(points) for points in ahead.values()) > -1.2, ahead
-    assert max(points[0] for points in ahead.values()) > 3, ahead
-    assert max(points[1] for points in ahead.values()) > 20, ahead
 
 
 @pytest.mark.kernel
@@ -150,16 +121,3 @@ def test_tinylfu_changes_its_window_and_halves_as_its_twin() -> None:
     assert limits == {3, capacity}
     assert not JIT_ENABLED or unhalved != sorted(unhalved)
     assert order_of(cache) == oracle_order(oracle)
-
-
-@pytest.mark.kernel
-def test_tinylfu_remembers_what_left() -> None:
-    cache = bare_cache("tinylfu", 4)
-    assert cache._duel is not None
-    cache._duel.turn()
-    cache._duel = None  # the window stays narrow
-    cache.access(np.array([1] * 9 + [2, 3, 4, 5, 6, 7, 8, 9], np.int64))
-    cache.evict(cache.find(np.array([1], np.int64)))
-    cache.access(np.array([1, 10, 11, 12, 13, 14], np.int64))
-    assert cache.find(np.array([1], np.int64))[0] >= 0
-    cache.check_integrity()

@@ -97,50 +97,12 @@ class ColdTierConformance:
         yield tier
         tier.close()
 
-    def test_rows_never_written_are_absent(self, tier: ColdTier) -> None:
-        for table, (layout, num_rows) in TABLES.items():
-            _, present = read_rows(tier, layout, keys_of(table, [0, num_rows - 1, num_rows // 2]))
-            assert not present.any()
-
-    def test_reads_see_what_was_written(self, tier: ColdTier) -> None:
-        for table, (layout, num_rows) in TABLES.items():
-            rows = np.random.default_rng(table).permutation(num_rows)
-            written, others = rows[: num_rows // 2], rows[num_rows // 2 :]
-            write_rows(tier, layout, keys_of(table, written), 1)
-            check_rows(tier, layout, keys_of(table, written), 1)
-            assert not read_rows(tier, layout, keys_of(table, others))[1].any()
-
-    def test_the_last_write_wins_and_neighbours_stay(self, tier: ColdTier) -> None:
-        for table, (layout, num_rows) in TABLES.items():
-            rows = np.arange(num_rows)
-            write_rows(tier, layout, keys_of(table, rows), 1)
-            for generation in (2, 3, 4):
-                chosen = rows[generation::5]
-                write_rows(tier, layout, keys_of(table, chosen), generation)
-                if generation == 3:
-                    commit(tier, b"between")
-            for row in rows.tolist():
-                generation = row % 5 if row % 5 >= 2 else 1
-                check_rows(tier, layout, keys_of(table, [row]), generation)
-
     def test_a_row_of_zeros_is_present(self, tier: ColdTier) -> None:
         weights, state = np.zeros((1, WIDE.weight_words), np.uint64), np.zeros((1, WIDE.state_words), np.uint64)
         tier.write(keys_of(0, [5]), np.zeros(1, np.int32), weights, state, epoch=1)
         words, present = read_rows(tier, WIDE, keys_of(0, [4, 5, 6]))
         assert present.tolist() == [False, True, False]
         assert not words.any()
-
-    def test_one_call_spans_tables_of_one_layout(self, tier: ColdTier) -> None:
-        keys = np.concatenate([keys_of(2, [76, 0]), keys_of(0, [999, 3]), keys_of(2, [5])])
-        write_rows(tier, WIDE, keys, 8)
-        check_rows(tier, WIDE, keys, 8)
-        check_rows(tier, WIDE, np.repeat(keys[::-1], 1), 8)
-
-    def test_nothing_asked_nothing_done(self, tier: ColdTier) -> None:
-        empty = keys_of(0, [])
-        write_rows(tier, WIDE, empty, 1)
-        assert len(read_rows(tier, WIDE, empty)[0]) == 0
-        assert tier.counters().rows_read == 0
 
     def test_versions_count_from_one_and_carry_their_payload(self, tier: ColdTier) -> None:
         assert (tier.version, tier.payload) == (0, b"")
@@ -163,14 +125,6 @@ class ColdTierConformance:
         assert counters.read_seconds > 0
         assert counters.write_seconds > 0
 
-    def test_verify_counts_what_is_there(self, tier: ColdTier) -> None:
-        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
-        write_rows(tier, NARROW, keys_of(1, np.arange(70)), 1)
-        calls: list[tuple[int, int]] = []
-        report = tier.verify(lambda done, total: calls.append((done, total)))
-        assert (report.tables, report.rows) == (2, 170)
-        assert calls[-1][0] == calls[-1][1]
-
     @pytest.mark.parametrize(
         ("table", "row"), [(0, 1000), (3, 0), (77, 0), (1 << 21, 0)], ids=["row", "gap", "table", "far table"]
     )
@@ -182,32 +136,14 @@ class ColdTierConformance:
                 read_rows(tier, WIDE, keys)
         assert not read_rows(tier, WIDE, keys_of(0, [1]))[1].any()
 
-    def test_keys_of_two_layouts(self, tier: ColdTier) -> None:
-        keys = np.append(keys_of(0, [1]), keys_of(1, [1]))
-        with pytest.raises(ValueError, match=r"layout"):
-            write_rows(tier, WIDE, keys, 1)
-        with pytest.raises(ValueError, match=r"layout"):
-            read_rows(tier, WIDE, keys)
-
     def test_a_key_twice(self, tier: ColdTier) -> None:
         with pytest.raises(ValueError, match=r"twice"):
             write_rows(tier, WIDE, keys_of(0, [1, 2, 1]), 1)
-
-    def test_arenas_of_another_width(self, tier: ColdTier) -> None:
-        with pytest.raises(ValueError, match=r"layout"):
-            write_rows(tier, NARROW, keys_of(0, [1]), 1)
 
     def test_tables_out_of_range_or_added_twice(self, tier: ColdTier) -> None:
         for table, num_rows, named in ((0, 10, "added"), (-1, 10, "table_index"), (9, -1, "num_rows")):
             with pytest.raises(ValueError, match=named):
                 tier.add_table(table, WIDE, num_rows)
-
-    def test_a_table_added_later(self, tier: ColdTier) -> None:
-        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
-        tier.add_table(3, WIDE, 10**9)
-        write_rows(tier, WIDE, keys_of(3, [0, 999_999_999]), 2)
-        check_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
-        check_rows(tier, WIDE, keys_of(3, [0, 999_999_999]), 2)
 
     def test_tables_that_are_dropped(self, tier: ColdTier) -> None:
         write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
@@ -231,11 +167,6 @@ class ColdTierConformance:
         with pytest.raises(ValueError, match=r"keys"):
             read_rows(tier, WIDE, keys_of(2, [0]))
         assert tier.verify().rows == 78
-
-    def test_a_writer_finds_nothing_newer(self, tier: ColdTier) -> None:
-        write_rows(tier, WIDE, keys_of(0, [1]), 1)
-        commit(tier, b"")
-        assert tier.find_newer() is None
 
     def test_a_layout_for_other_pages(self, tier: ColdTier) -> None:
         with pytest.raises(ValueError, match=r"page_bytes"):

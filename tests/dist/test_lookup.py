@@ -26,7 +26,7 @@ from tierstore.dist.table import ShardedTable
 
 from .ranks import run
 
-ROWS, DIM, STEPS, SAMPLES = 300, 20, 4, 8
+ROWS, DIM, STEPS, SAMPLES = 300, 20, 3, 8
 FEATURES = ["a1", "a2", "b1", "b2"]
 TIERS: dict[str, dict[str, Any]] = {
     "in place": {"ddr": "1MiB"},
@@ -136,12 +136,10 @@ def owned(store: ShardedStore, table: ShardedTable) -> list[tuple[Shard, Tensor]
 
 
 def cases(tiers: dict[str, Any], ranks: int) -> list[Case]:
-    if ranks == 1:
-        return CASES[::3]
-    if "hbm" not in tiers:
-        return CASES
-    not_there = [case for case in CASES if case.rounding != "nearest" or is_rowwise_by_columns(case)]
-    return [case for case in CASES if case not in not_there]
+    if "hbm" in tiers:
+        there = [case for case in CASES if case.rounding == "nearest" and not is_rowwise_by_columns(case)]
+        return there[::2]
+    return CASES if (ranks, tiers) == (2, TIERS["evicting"]) else CASES[ranks % 3 :: 3]
 
 
 def is_rowwise_by_columns(case: Case) -> bool:

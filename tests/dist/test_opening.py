@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,17 +166,6 @@ def test_a_newer_set_that_lacks_a_part_is_not_passed_over_for_an_older_one(folde
     assert run(train, 2, tmp_path, folder, 0) == [5, 5]
 
 
-def test_parts_without_a_commit_are_no_obstacle_and_no_run(folder: Path, tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    for size in (2, 3):
-        assert run(train, size, tmp_path, new, 0) == [0] * size
-    assert run(train, 1, tmp_path, new, 1) == [0]
-    assert run(train, 3, tmp_path, tmp_path / "other", 0) == [0] * 3
-    for part in (tmp_path / "other").iterdir():  # beside a run
-        part.rename(folder / part.name)
-    assert run(train, 3, tmp_path, folder, 0) == [3] * 3
-
-
 # Other runs
 
 
@@ -260,24 +249,6 @@ def test_parts_in_each_others_place_are_refused_by_all_that_open_them(
     assert len(told) >= 7
 
 
-def forget(folder: Path) -> None:
-    """Make parts those of a release that wrote no rank."""
-    for rank in range(2):
-        with tierstore.open(folder / f"{rank}-of-2", keep=2, ddr="1MiB") as store:
-            extra, number = store.extra, store.version
-            for key in ("rank", "ranks"):
-                del extra[SECTION][key]
-            extra[SECTION] |= {"number": 4, "versions": {"3": number}}
-            store.commit(extra=extra)
-
-
-def test_parts_of_a_release_that_wrote_no_rank_get_one_with_the_next_commit(folder: Path, tmp_path: Path) -> None:
-    forget(folder)
-    assert run(train, 2, tmp_path, folder, 1) == [3, 3]
-    swap(folder)
-    assert "exchanged" in refused(step_of, folder)
-
-
 # Plans
 
 
@@ -319,24 +290,7 @@ def train_by(folder: Path, plan: Path) -> int:
     return train(folder, 1, plan=plan)
 
 
-def test_parts_that_two_plans_made_are_no_set(folder: Path, tmp_path: Path) -> None:
-    for name, rank in (("one", 1), ("other", 2)):
-        plan = Plan(3, {"a": Sharding("table_wise", (rank,))})
-        reshard.reshard(folder, tmp_path / name, plan=plan, num_ranks=3, progress=lambda _done, _total: None)
-    shutil.rmtree(tmp_path / "one" / "2-of-3")
-    shutil.copytree(tmp_path / "other" / "2-of-3", tmp_path / "one" / "2-of-3")
-    with pytest.raises(StoreNotFoundError, match="no commit in common"):
-        tierstore.open(tmp_path / "one", mode="r")
-
-
 # Room and interruptions
-
-
-@pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        limit_room(patch)
-        yield
 
 
 def limit_room(patch: pytest.MonkeyPatch) -> None:
@@ -367,15 +321,6 @@ def test_ranks_ask_for_room_before_they_begin(folder: Path, tmp_path: Path) -> N
         assert "are needed and 50.0 KiB are free" in told
     assert contents(folder) == before
     assert run(train, 3, tmp_path, folder, 0) == [3] * 3
-
-
-@pytest.mark.usefixtures("no_room")
-def test_the_command_asks_for_room_before_it_begins(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["reshard", str(folder), str(tmp_path / "new"), "--ranks", "3"]) == 1
-    assert "are needed and 50.0 KiB are free" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("words", [["--ranks", "3"], ["--plain"]])

@@ -131,21 +131,3 @@ def test_passes_before_a_step_give_the_bits_of_one_process(kind: dict[str, Any],
     for each in run(accumulate_rank, RANKS, tmp_path, kind, False, True):
         for found in each:
             assert all(torch.equal(found[name], rows[name]) for name in "ab")
-
-
-def by_columns() -> None:
-    with open_sharded(None, cold="memory", ddr="1MiB") as store:
-        rule = optim.RowWiseAdagrad(lr=0.3)
-        store.create_table(
-            tierstore.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule),
-            sharding_type="column_wise",
-        )
-        module, optimizer = ShardedTieredEmbeddingBagCollection(store), store.optimizer()
-        jagged = tierstore.KeyedJaggedTensor(["a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
-        module(jagged).values().sum().backward()
-        with pytest.raises(RuntimeError, match="shard it by rows"):
-            optimizer.clip_grad_norm_(max_norm=1.0)
-
-
-def test_mean_squares_of_whole_rows_are_not_clipped(tmp_path: Path) -> None:
-    run(by_columns, RANKS, tmp_path)

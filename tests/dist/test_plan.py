@@ -14,7 +14,7 @@ import tierstore
 from tierstore import optim
 from tierstore.dist import Plan, Sharding
 from tierstore.dist.plan import ShardingType
-from tierstore.dist.table import local_config, whole_config
+from tierstore.dist.table import local_config
 
 
 @st.composite
@@ -41,16 +41,6 @@ def test_every_value_has_one_owner_or_all(sharding: tuple[int, Sharding], num_ro
         ] += 1
     assert (owners == (size if own.sharding_type == "data_parallel" else 1)).all()
     assert Sharding.from_json(json.loads(json.dumps(own.to_json())), size) == own
-
-
-@pytest.mark.parametrize("rule", [optim.SGD(), optim.RowWiseAdagrad(eps=0.5), optim.Adam()], ids=lambda rule: rule.kind)
-def test_a_parts_configuration_tells_that_of_the_whole(rule: optim.Optimizer) -> None:
-    config = tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=12, optimizer=rule)
-    for kind, ranks in (("column_wise", (2, 0, 1)), ("row_wise", (0, 1, 2)), ("column_wise", (1,))):
-        sharding = Sharding.checked(kind, ranks, "rows", 4)
-        parts = [local_config(config, sharding, rank) for rank in range(4)]
-        assert {part.embedding_dim for part in parts} == {12 // len(ranks) if kind == "column_wise" else 12}
-        assert all(whole_config(part, sharding) == config for part in parts)
 
 
 @given(tables=st.dictionaries(st.text(min_size=1), shardings().map(lambda pair: pair[1])))

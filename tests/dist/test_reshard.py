@@ -1,9 +1,7 @@
 """Another number of ranks: tables, optimizer state and training go on as they were, whenever it is cut short."""
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +10,11 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.cli import entry as cli
-from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded, reshard
+from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist.parts import open_parts
 from tierstore.exchange.rows import read_rows
 
-from .ranks import DIED, run
+from .ranks import run
 
 ROWS, DIM = 301, 12
 TABLES: dict[str, tuple[str, optim.Optimizer]] = {
@@ -71,54 +69,6 @@ def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
         assert sorted(parts) == [f"{rank}-of-{size}" for rank in range(size)]
         run(train, size, tmp_path, folder, 2)
         assert whole(folder) != before
-
-
-def cut_short(folder: Path, done: int) -> None:
-    """End one rank when it has made that many of the parts' tables, or, with 100, its part and not the store."""
-    count = 0
-
-    def write(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if int(os.environ["CUT_RANK"]) == torch.distributed.get_rank() and count > done:
-            os._exit(DIED)
-        return real(*arguments)
-
-    real = reshard.write_rows
-    os.environ["CUT_RANK"] = "1"
-    with mock.patch.object(reshard, "write_rows", write):
-        try:
-            with opened(folder) as store:
-                if store.ranks.rank == 1:
-                    os._exit(DIED)
-        except RuntimeError:
-            pass
-
-
-@pytest.mark.parametrize("done", [0, 2, 100])
-def test_what_is_cut_short_is_made_again(done: int, tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    run(train, 2, tmp_path, folder, 3)
-    before = whole(folder)
-    run(cut_short, 3, tmp_path, folder, done, statuses=[0, DIED, 0])
-    assert whole(folder) == before
-    run(train, 3, tmp_path, folder, 0)
-    assert whole(folder) == before
-
-
-def refuse(folder: Path) -> str:
-    try:
-        open_sharded(folder, ddr="1MiB").close()
-    except tierstore.errors.StoreNotFoundError as error:
-        return str(error)
-    return ""
-
-
-def test_missing_parts_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    run(train, 2, tmp_path, folder, 1)
-    (folder / "1-of-2").rename(tmp_path / "lost")
-    assert "1-of-2 is missing" in run(refuse, 1, tmp_path, folder)[0]
 
 
 def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

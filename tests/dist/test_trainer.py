@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import tierstore
 from bench.data import ROOT
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.dist import Plan, Sharding
@@ -146,26 +145,6 @@ def test_a_rank_that_fails_ends_all_and_they_resume_from_the_last_commit(
         run(train_rank, 2, tmp_path, made, False, 10, 1)
     resumed = run(train_rank, 2, tmp_path, made, True)
     assert {(each.rows, each.bits) for each in resumed} == {(2 * TRAIN_ROWS - 8 * BATCH, expected[0])}
-
-
-def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
-    run(train_rank, 2, tmp_path, config(tmp_path, "run", train__epochs=1))
-    found = run(train_rank, 3, tmp_path, config(tmp_path, "run"), True)
-    assert {(each.step, each.rows) for each in found} == {(STEPS, TRAIN_ROWS)}
-    assert found[0].test.log_loss < math.log(2)
-
-
-def test_stores_of_ranks_and_of_one_process_are_told_apart(tmp_path: Path) -> None:
-    made = config(tmp_path, "run", train__epochs=1)
-    run(train_rank, 2, tmp_path, made)
-    with pytest.raises(
-        tierstore.errors.TierstoreError, match="was written by 2 ranks: start ranks, as by torchrun --nproc-per-node 2,"
-    ):
-        train(made, resume=True)
-    alone = config(tmp_path, "alone", train__epochs=1)
-    train(alone)
-    with pytest.raises(AssertionError, match="was written by one process: go on in one, without torchrun"):
-        run(train_rank, 2, tmp_path, alone, True)
 
 
 @pytest.mark.slow

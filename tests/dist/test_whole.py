@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import tierstore
-from tests.serve.whole import serving, wait_for
 from tierstore import errors, optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist.commits import SECTION
 from tierstore.exchange.rows import read_rows
-from tierstore.serve.client import Client
 from tierstore.updates import apply_update, write_update
 
 from .ranks import run
@@ -135,17 +133,6 @@ def test_a_reader_opened_before_all_have_the_last_commit_moves_on(folder: Path) 
         assert rows_of(store) == contents(folder)
 
 
-def test_new_tables_come_with_a_commit(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    ranks_train(folder, 1, "ab")
-    with tierstore.open(folder, mode="r", **SMALL) as store:
-        ranks_train(folder, 2, "abcde")
-        assert store.refresh() == 2
-        assert [table.config for table in store.tables.values()] == [config_of(name) for name in TABLES]
-        assert rows_of(store) == contents(folder) == contents(plain(folder))
-
-
 def test_columns_of_a_row_that_only_one_rank_has_written(tmp_path: Path) -> None:
     source, folder, plan = tmp_path / "source", tmp_path / "store", tmp_path / "plan.json"
     with tierstore.open(source, **SMALL) as store:
@@ -165,34 +152,3 @@ def test_columns_of_a_row_that_only_one_rank_has_written(tmp_path: Path) -> None
 
 def weights(folder: Path) -> dict[str, bytes]:
     return {name: each[0] for name, each in contents(folder).items()}
-
-
-def test_a_replica_follows_by_what_changed(folder: Path) -> None:
-    replica, since = folder.with_name("replica"), 0
-    for number in (1, 2, 3, 4):
-        if number > 1:
-            ranks_train(folder, number)
-        if number == 3:  # a replica that missed it: more than the kept versions ago
-            continue
-        update = write_update(folder, folder.with_name(f"update-{number}"), since=since)
-        assert update.header.since == since
-        assert update.header.num_rows <= 40 * len(TABLES) * (number - since)
-        assert apply_update(replica, update.path).version == number
-        assert weights(replica) == weights(folder)
-        since = number
-
-
-def test_a_server_follows_the_ranks(folder: Path) -> None:
-    with serving(folder) as server, Client(server.url) as client:
-        assert served(client) == weights(folder)
-        ranks_train(folder, 2)
-        wait_for(lambda: server.engine.version == 2)
-        assert served(client) == weights(folder)
-
-
-def served(client: Client) -> dict[str, bytes]:
-    rows = {name: torch.from_numpy(client.rows(range(ROWS), table=name).copy()) for name in TABLES}
-    return {
-        name: each.bfloat16().view(torch.uint8).numpy().tobytes() if name == "d" else each.numpy().tobytes()
-        for name, each in rows.items()
-    }

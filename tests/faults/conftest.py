@@ -8,13 +8,13 @@ import pytest
 
 from .workload import Trained, copied, first_tables
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
     """A directory in memory, where the system has such a place: syncs are recorded, not waited for."""
-    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else tmp_path) as name:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else tmp_path) as name:
         yield Path(name)
 
 

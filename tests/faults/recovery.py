@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ class Counts:
     Attributes:
         crash_points: instants at which power was lost.
         states: different states of the files, each opened and compared.
-        exhaustive: crash points of which every subset of the changes in flight was tried.
-        pending_most: changes in flight at a crash point, at most.
         torn: states in which single sectors of writes arrived.
         trained: states in which a training step on every row showed that its optimizer state was right too.
         reader_refused, reader_right: opens for reading before the store was repaired by one for writing.
@@ -40,8 +38,6 @@ class Counts:
 
     crash_points: int = 0
     states: int = 0
-    exhaustive: int = 0
-    pending_most: int = 0
     torn: int = 0
     trained: int = 0
     reader_refused: int = 0
@@ -49,10 +45,6 @@ class Counts:
     went_back: int = 0
     went_ahead: int = 0
     seen: set[Any] = field(default_factory=set, repr=False)
-
-    def to_dict(self) -> dict[str, int]:
-        """The figures, without what they were counted from."""
-        return {name: value for name, value in asdict(self).items() if name != "seen"}
 
 
 @contextmanager
@@ -97,33 +89,21 @@ def explore(
     points: int,
     states_each: int,
     generator: np.random.Generator,
-    least: int = 0,
-    needs_both: bool = False,
     boots: int = 1,
-    part: int = 0,
-    parts: int = 1,
 ) -> Counts:
     """Lose power at so many instants of a record, in about so many ways each, and check what opens.
 
     Args:
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
-        points: 0 for all; with ``parts`` of each part.
-        least: states; while there were fewer, further instants are tried. How many each has depends on threads.
-        needs_both: also while no state showed the version before a commit, or none the one under way.
-        part, parts: try only every ``parts``-th of these instants.
+        points: 0 for all.
         boots: how often the machine has started anew with the last of these losses.
     """
     counts = Counts()
-    for time in _ordered(recorder, first, points, generator)[part::parts]:
-        is_one_missing = needs_both and not (counts.went_back and counts.went_ahead)
-        if 0 < points <= counts.crash_points and counts.states >= least and not is_one_missing:
-            break
+    for time in _ordered(recorder, first, points, generator)[: points or None]:
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)
         counts.crash_points += 1
-        counts.exhaustive += 2 ** len(unsafe) <= states_each
-        counts.pending_most = max(counts.pending_most, len(unsafe))
         for loss in losses(recorder, unsafe, generator, states_each):
             tree = state(recorder, safe, loss, unsafe)
             key = _digest(tree), tuple(id(version) for version in versions), len(tables)
@@ -153,7 +133,9 @@ def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.ran
     last = [time for time in anchored if time > begun]
     chosen = [*last[:_ANCHORS], *last[-_ANCHORS:], fullest]
     drawn = generator.permutation(sorted({*under_way} - {*chosen}))[: points // 3].tolist()
-    return list(dict.fromkeys([*chosen, *drawn, *generator.permutation(times).tolist()]))
+    return list(
+        dict.fromkeys([*generator.permutation([*chosen, *drawn]).tolist(), *generator.permutation(times).tolist()])
+    )
 
 
 def _digest(tree: Tree) -> bytes:

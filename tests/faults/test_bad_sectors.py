@@ -4,7 +4,6 @@ The disk is an image behind a loop device. Its end is cut off, so that the devic
 cache holds is read all the same. So the pages of a file that are to be bad are those put out of the page cache.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -29,7 +28,7 @@ from tierstore.offline.salvage import salvage
 from tierstore.plan.measure.page_cache import drop
 
 from .test_real_devices import _run, mounted
-from .workload import DDR, Trained, Workload, copied, differences
+from .workload import DDR, Trained, Workload, copied
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
 
@@ -187,47 +186,6 @@ def trained(disk: Disk, initial: dict[str, Trained]) -> Workload:
     workload.commit()
     workload.close()
     return workload
-
-
-def test_a_trainer_on_a_bad_disk(disk: Disk, trained: Workload) -> None:
-    trained.open(disk.place / "store")
-    store = trained.store
-    with contextlib.closing(trained):
-        store["trained"].read(torch.arange(1))
-        pages = pages_of(store, "trained")
-        page = int(np.bincount(pages[pages > 0]).argmax())
-        bad = np.flatnonzero(pages == page)
-        assert len(bad) > 1
-        disk.lose(disk.place / "store" / "rows.lmdb", [page])
-        for _ in range(2):
-            refused(lambda: trained.train_rows(bad))
-        trained.unfinished = None
-        good = np.flatnonzero((pages > 0) & (pages != page))[:20]
-        trained.train_rows(good)
-        disk.heal()
-        trained.train_rows(bad)
-        trained.train(2)
-        kept = trained.commit()
-    with tierstore.open(disk.place / "store", mode="r", ddr=DDR, threads=1) as store:
-        assert differences(store, kept) == []
-        store.verify()
-
-
-def test_a_commit_on_a_bad_disk(disk: Disk, trained: Workload) -> None:
-    """Rows are appended: those beside them on a page that cannot be read are not asked for."""
-    trained.open(disk.place / "store", slack=1.4)  # cleaning would write behind that page, which healing undoes
-    with contextlib.closing(trained):
-        rows = np.arange(4)
-        trained.train_rows(rows)
-        page = int(pages_of(trained.store, "trained")[0])
-        disk.lose(disk.place / "store" / "rows.lmdb", [page])
-        trained.commit()
-        trained.train_rows(rows)
-        kept = trained.commit()
-        disk.heal()
-    with tierstore.open(disk.place / "store", mode="r", ddr=DDR, threads=1) as store:
-        assert differences(store, kept) == []
-        store.verify()
 
 
 def test_repair_saves_what_a_bad_disk_still_reads(disk: Disk, trained: Workload, tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ class Data(torch.utils.data.Dataset):
 if __name__ == "__main__":
     with tierstore.open(sys.argv[1], ddr="2MiB", threads=1) as store:
         loader = torch.utils.data.DataLoader(
-            Data(sys.argv[1]), batch_size=8, num_workers=2, multiprocessing_context="spawn")
+            Data(sys.argv[1]), batch_size=8, num_workers=1, multiprocessing_context="spawn")
         for rows in loader:
             assert rows.shape == (8, 16) and (rows == 3.0).all()
             store["t"].write(torch.arange(2000), torch.full((2000, 16), 3.0))

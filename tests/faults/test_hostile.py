@@ -58,23 +58,6 @@ def test_no_source_can_run_what_a_file_holds() -> None:
     assert {path: offences for path, offences in found.items() if offences} == KNOWN
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pickle.loads(x)",
-        "pickle.Unpickler",
-        "from pickle import loads",
-        "import marshal",
-        "eval(x)",
-        "np.load(f)",
-        "torch.load(f)",
-        "torch.load(f, weights_only=no)",
-    ],
-)
-def test_the_search_for_offences_finds_them(line: str) -> None:
-    assert len(_offences(ast.parse(line))) == 1
-
-
 def test_using_a_store_runs_nothing_and_opens_nothing_outside(store: Path, tmp_path: Path) -> None:
     """Python's own audit of what runs code, starts processes, connects, or opens files, over a whole use of a store.
 
@@ -204,18 +187,17 @@ def _replace(path: Path, kind: str, target: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
 @pytest.mark.parametrize("name", PLAIN_FILES)
-def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str, mode: Any) -> None:
+def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes((store / name).read_bytes())
     before = outside.read_bytes()
     _replace(store / name, kind, outside)
-    with pytest.raises(
-        errors.TierstoreError, match=rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
-    ):
-        tierstore.open(store, mode=mode, ddr="2MiB")
+    told = rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
+    for mode in ("r", "w"):
+        with pytest.raises(errors.TierstoreError, match=told):
+            tierstore.open(store, mode=mode, ddr="2MiB")
     assert outside.read_bytes() == before
     assert not outside.with_name("nowhere").exists()
 

@@ -1,6 +1,5 @@
 """The record is exact: replayed from nothing it gives the same bytes, and a call that is failed fails."""
 
-import ctypes
 import errno
 import os
 from pathlib import Path
@@ -44,19 +43,6 @@ def test_a_run_replayed_from_nothing_is_the_same_byte_for_byte(scratch: Path, in
     assert sum(len(operation.data) for operation in writes) > 2 * len(written["store/rows.lmdb"])
 
 
-def test_a_record_starts_from_the_files_that_are_there(scratch: Path, initial: dict[str, Trained]) -> None:
-    (scratch / "run").mkdir()
-    workload = Workload(copied(initial), np.random.default_rng(0)).open(scratch / "run" / "store")
-    workload.train(2)
-    workload.commit()
-    with Recorder(scratch / "run") as recorder:
-        workload.train(2)
-        workload.commit()
-        workload.close()
-    assert recorder.problems == []
-    assert contents(replayed(recorder, scratch / "replayed")) == contents(scratch / "run")
-
-
 def test_every_kind_of_call_is_replayed(scratch: Path) -> None:
     root = scratch / "run"
     root.mkdir()
@@ -85,24 +71,6 @@ def test_every_kind_of_call_is_replayed(scratch: Path) -> None:
     ]
 
 
-def test_calls_that_the_record_does_not_hold_are_told(scratch: Path) -> None:
-    with Recorder(scratch) as recorder:
-        os.symlink("nowhere", scratch / "link")
-    assert recorder.problems == ["symlink is not recorded"]
-
-
-def test_nothing_is_led_through_python_afterwards(scratch: Path) -> None:
-    from . import syscalls
-
-    places = [ctypes.c_uint64.from_address(entry.address) for entry in syscalls._table()]
-    before = [place.value for place in places]
-    with Recorder(scratch) as recorder:
-        assert all(place.value != old for place, old in zip(places, before, strict=True))
-    assert [place.value for place in places] == before
-    (scratch / "file").write_bytes(b"not seen")
-    assert recorder.operations == []
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_a_failure_reaches_python_with_its_number(scratch: Path, code: int) -> None:
     with Recorder(scratch, fail=lambda call: Failure(code) if call.name == "pwrite" else None) as recorder:
@@ -128,16 +96,6 @@ def test_a_failure_reaches_lmdb_with_its_number(scratch: Path) -> None:
         txn.put(b"key", b"value")
     environment.close()
     assert [(call.number, call.path.name) for call in calls] == [(0, "file")]
-
-
-def test_a_write_cut_short_says_so(scratch: Path) -> None:
-    with Recorder(scratch, fail=lambda call: Failure(0) if call.size_bytes == 8 else None) as recorder:
-        descriptor = os.open(scratch / "file", os.O_RDWR | os.O_CREAT)
-        assert os.write(descriptor, b"01234567") == 4
-        assert os.write(descriptor, b"89") == 2
-        os.close(descriptor)
-    assert (scratch / "file").read_bytes() == b"012389"
-    assert contents(replayed(recorder, scratch / "replayed")) == {"file": b"012389"}
 
 
 def recorded(scratch: Path, operations: list[Operation]) -> Recorder:

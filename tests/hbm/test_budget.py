@@ -129,18 +129,6 @@ def test_staging_in_host_memory_is_part_of_ddr(store_dir: Path, ddr: str) -> Non
     assert without.capacity_rows - with_hbm.capacity_rows > 0.9 * staging / (row_bytes * 17 / 16)
 
 
-def test_a_ddr_budget_too_small_for_staging_names_what_is_enough(store_dir: Path) -> None:
-    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": 64}
-    message = r"beside write staging and \d+\.\d KiB to move rows to hbm"
-    with (
-        make(store_dir, [table], ddr="500KiB", hbm="8MiB") as store,
-        pytest.raises(BudgetError, match=message) as caught,
-    ):
-        use(store)
-    with make(store_dir, [table], ddr=needed(caught.value, "ddr"), hbm="8MiB") as store:
-        use(store)
-
-
 def test_a_budget_larger_than_the_tables_takes_what_they_can_fill(store_dir: Path) -> None:
     """A slot for each row, and staging. No row is ever a miss."""
     tables: list[dict[str, Any]] = [{"num_embeddings": 1000, "embedding_dim": dim} for dim in (4, 64)]
@@ -151,42 +139,6 @@ def test_a_budget_larger_than_the_tables_takes_what_they_can_fill(store_dir: Pat
         stats = store.stats().hbm
         assert stats.bytes < 0.4 * 2**20
         assert (stats.misses, stats.hits, stats.evictions, stats.split_batches) == (0, 4000, 0, 0)
-
-
-@pytest.mark.parametrize("hbm", [0, "0", "0%", "0% of tables"])
-def test_no_budget_is_no_tier(store_dir: Path, hbm: Any) -> None:
-    table: dict[str, Any] = {"num_embeddings": 1000, "embedding_dim": 4}
-    with make(store_dir, [table], ddr="1MiB", hbm=hbm) as store:
-        assert use(store) == []
-        assert not store["table 0"].pool.tier.on_device
-        assert store.stats().hbm == tierstore.TierStats()
-
-
-def test_a_share_of_the_tables(store_dir: Path) -> None:
-    table: dict[str, Any] = {"num_embeddings": 50_000, "embedding_dim": 64}
-    with make(store_dir, [table], ddr="1MiB", hbm="10% of tables") as store:
-        use(store)
-        stats = store.stats().hbm
-        assert stats.bytes <= 50_000 * 64 * 4 // 10
-        assert stats.capacity_rows > 0.75 * 5000
-
-
-@pytest.mark.parametrize("rows", [1, FEWEST_ROWS - 2])
-def test_tables_of_a_few_rows(store_dir: Path, rows: int) -> None:
-    with make(store_dir, [{"num_embeddings": rows, "embedding_dim": 4}], ddr="8MiB", hbm="1MiB") as store:
-        store["table 0"].read(torch.arange(rows))
-
-
-def test_a_small_table_of_another_layout_beside_a_large_one(store_dir: Path) -> None:
-    shapes = [(100, 4), (10**8, 64)]
-    tables: list[dict[str, Any]] = [{"num_embeddings": rows, "embedding_dim": dim} for rows, dim in shapes]
-    with make(store_dir, tables, ddr="64MiB", hbm="4MiB") as store:
-        use(store)
-
-
-def test_a_large_budget_over_small_tables_does_no_harm(store_dir: Path) -> None:
-    with make(store_dir, [{"num_embeddings": 1000, "embedding_dim": 64}], ddr="4MiB", hbm="1GiB") as store:
-        use(store)
 
 
 @pytest.mark.parametrize("hbm", [0, "1% of tables", "0.0000001% of tables"])

@@ -129,15 +129,6 @@ def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) ->
         assert found.tolist() == expected
 
 
-def test_ages_are_halved() -> None:
-    ranks = torch.arange(600) << 40 | torch.arange(600) + 2**39
-    for kernels in (cache_twin, cache_triton):
-        aged = ranks.clone().to(DEVICE)
-        kernels.age(aged)
-        expected = [max(count // 2, 1) << 40 | count + 2**39 for count in range(600)]
-        assert aged.tolist() == expected
-
-
 @given(
     edit=st.fixed_dictionaries(
         {
@@ -162,18 +153,6 @@ def test_flags(edit: Any, size: int) -> None:
         flags = before.to(DEVICE, copy=True)
         kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
         assert flags.tolist() == expected
-
-
-def test_no_keys() -> None:
-    keys = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    for kernels in (cache_twin, cache_triton):
-        books, own = Books.empty(40, DEVICE), summary()
-        slots, statuses = kernels.plan(books, keys, number(0), None, None, own)
-        assert (slots == -1).all()
-        assert (statuses == Status.NO_KEY).all()
-        kernels.commit(books, Plan(keys, slots, statuses, None, own), summary(), 0, False, False)
-        assert not own.any()
-        assert not books.ranks.any()
 
 
 def places_of(key: int, width: int) -> list[int]:

@@ -17,7 +17,6 @@ from tests.hbm.stores import ALL, ROWS, bits, config, open_store, simple
 from tests.hbm.test_full import ENOUGH
 from tierstore import optim
 from tierstore.errors import TableError
-from tierstore.nn import function
 from tierstore.store import arguments
 
 NAMES = ["a", "b", "c"]
@@ -122,12 +121,6 @@ def test_replays_are_steps_to_the_bit(tmp_path: Path, device: Device | Cuda, rul
     assert train(tmp_path / "captured", device, rule, pooling, captured=True) == expected
 
 
-@BOTH
-def test_with_the_optimizer_of_the_store(tmp_path: Path, device: Device | Cuda) -> None:
-    expected = train(tmp_path / "eager", device, RULES[1], "sum", captured=False)
-    assert train(tmp_path / "captured", device, RULES[1], "sum", captured=True, with_optimizer=True) == expected
-
-
 class Bag:
     """One table whose rows count down by one with each batch that has them, trained by a graph."""
 
@@ -212,17 +205,6 @@ def test_flush_and_closing_wait_for_replays(store_dir: Path, device: Device) -> 
     assert not device.pending
 
 
-def test_each_graph_has_a_word_of_its_own(store_dir: Path, device: Device) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        one, other = Bag(store, device), Bag(store, device, ids=2)
-        one.replay(3, ROWS, 4)
-        other.replay(5, 6)
-        with pytest.raises(ValueError, match=f"id {ROWS}"):
-            store.commit()
-        store.commit()
-        assert values(store, 8) == [-2, -2, -1, 0, 0, -1, -1, 0]
-
-
 def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device: Device) -> None:
     with open_store(store_dir, hbm=ENOUGH) as store:
         bag = Bag(store, device)
@@ -239,25 +221,6 @@ def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device:
         bag.replay(0, 1, 2)
         store.commit()
     assert stores.shown(store_dir)[:4, 0].tolist() == [-2, -2, -2, 0]
-
-
-def test_lookups_without_training_and_rows_that_are_written(store_dir: Path, device: Device) -> None:
-    """An optimizer that goes by the step's number does not matter where nothing is trained."""
-    with open_store(store_dir, simple(), config("u", optimizer=optim.Adam()), hbm=ENOUGH) as store, torch.no_grad():
-        ids, offsets, out = torch.tensor([1, 2]), torch.tensor([0]), torch.zeros(1, 4)
-        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum")
-        bag(ids, offsets)
-        with device.capture() as graph:
-            out.copy_(bag(ids, offsets))
-            out.sub_(bag(ids[:1], offsets))
-        assert graph.names == ["join_ids", "pool_rows", "add_", "copy_", "join_ids", "pool_rows", "add_", "sub_"]
-        stores.put(store, ALL, 3.0)
-        store["u"].write(ALL[:2], torch.full((2, 4), 5.0))
-        ids.copy_(torch.tensor([0, 1]))
-        graph.replay()
-        device.synchronize()
-        assert out.tolist() == [[5.0] * 4]
-        assert store["u"].state.step == 0
 
 
 def test_a_step_is_eleven_operations(store_dir: Path, device: Device) -> None:
@@ -311,29 +274,3 @@ def test_what_no_graph_can_have(store_dir: Path, device: Device, monkeypatch: py
         assert store["t"].state.step == 3
         monkeypatch.setattr(arguments, "is_there", lambda *_: False)
         refuse(device, "ids must be on the store's device", step)
-
-
-def test_rows_and_batches_that_no_graph_can_have(tmp_path: Path, device: Device) -> None:
-    tables = [simple(name="a"), simple(name="b", pooling="mean")]
-    batch = tierstore.KeyedJaggedTensor(["a", "b"], ALL[:4], offsets=torch.tensor([0, 2, 4]))
-    with open_store(tmp_path / "two lookups", *tables, hbm=ENOUGH) as store:
-        collection = tierstore.TieredEmbeddingBagCollection(store)
-        collection(batch)
-        refuse(device, "the features of one lookup", lambda: collection(batch))
-    with open_store(tmp_path / "some rows") as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        stores.step(bag, ALL[:3])
-        refuse(device, "rows must all be in device memory: give more hbm=", lambda: stores.step(bag, ALL[:3]))
-
-
-def test_a_prefetched_batch_is_for_no_graph(store_dir: Path, device: Device) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        prepared = bag._prepare(ALL[:4].reshape(2, 2))
-        assert prepared.stage()
-        refuse(
-            device,
-            "no batch is used that was prefetched",
-            lambda: function._forward(prepared, prepared.shape, keep=True),
-        )
-        assert not store["t"].pool.in_use

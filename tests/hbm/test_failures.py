@@ -153,13 +153,3 @@ def test_defaults_of_torch_do_not_matter(store_dir: Path) -> None:
         torch.set_default_dtype(before)
     assert out.dtype == read.dtype == torch.float32
     assert (read == -1).all()
-
-
-def test_rows_that_come_down_are_no_lookups(store: tierstore.Store) -> None:
-    store["t"].read(ALL)
-    before = store.stats()
-    store["t"].write(ALL[:100], torch.zeros(100, 4))
-    hot(store).flush()
-    after = store.stats()
-    came_up = after.hbm.misses - before.hbm.misses
-    assert after.ddr.lookups - before.ddr.lookups == came_up

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import tierstore
 from tests.hbm import stores, tracing
 from tests.hbm.counting import counting
-from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, simple, step
+from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, step
 from tests.hbm.test_order import train
 from tierstore import optim
-from tierstore.errors import ClosedError, TableError
+from tierstore.errors import ClosedError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
@@ -33,55 +31,6 @@ def full(store: tierstore.Store, name: str = "t") -> FullRows:
     found: Any = store[name].pool.tier
     assert isinstance(found, FullRows)
     return found
-
-
-def batches() -> list[tierstore.KeyedJaggedTensor]:
-    generator = torch.Generator().manual_seed(5)
-    made = []
-    for _ in range(8):
-        lengths = torch.randint(0, 5, (27,), generator=generator)
-        ids = torch.randint(0, SHARED, (int(lengths.sum()),), generator=generator)
-        made.append(tierstore.KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths))
-    return made
-
-
-def collection(directory: Path, hbm: int, depth: int) -> list[Tensor]:
-    """Tables of two layouts, two of them with rules of their own, trained together."""
-    tables = [
-        config("a", optimizer=optim.Adam(lr=0.1)),
-        config("b", num_embeddings=SHARED, optimizer=optim.Adam(lr=0.2, weight_decay=0.01)),
-        config("c", embedding_dim=3, pooling="mean", optimizer=optim.RowWiseAdagrad(lr=0.1)),
-    ]
-    with open_store(directory, *tables, hbm=hbm) as store:
-        model = tierstore.TieredEmbeddingBagCollection(store)
-        outs = []
-        for number, batch in enumerate(tierstore.prefetch(batches(), model, depth=depth, features=stores.same)):
-            outs.append(model(batch).values())
-            (outs[-1] * torch.linspace(-1, 1, outs[-1].numel()).view_as(outs[-1])).sum().backward()
-            if number == 4:
-                store["a"].learning_rate = 0.05
-                store.commit()
-        if hbm:
-            assert full(store, "a") is full(store, "b") is not full(store, "c")
-            assert [full(store, name).num_leased for name in "ac"] == [0, 0]
-        return [*(store[name].read(torch.arange(SHARED)) for name in "abc"), *(out.detach() for out in outs)]
-
-
-@pytest.mark.parametrize("depth", [0, 3])
-def test_tables_of_several_layouts_and_rules(tmp_path: Path, depth: int) -> None:
-    expected = collection(tmp_path / "without", 0, 0)
-    ended = collection(tmp_path / "with", ENOUGH, depth)
-    assert [place for place, pair in enumerate(zip(expected, ended, strict=True)) if not torch.equal(*pair)] == []
-
-
-@pytest.mark.parametrize("depth", range(5))
-def test_work_on_a_row_is_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    expected = train(tmp_path / "expected", depth=0)
-    trace = tracing.install(monkeypatch, depth)
-    ended = train(tmp_path / "traced", depth=depth, evaluate=True, hbm="64KiB")
-    assert trace.problems == []
-    assert trace.num_accesses > 1000
-    assert torch.equal(ended, expected)
 
 
 def test_the_tracer_notices_a_flush_that_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +89,6 @@ def test_what_could_not_go_down_stays_dirty(store_dir: Path, monkeypatch: pytest
     assert shown(store_dir)[:, 0].sum() == -30
 
 
-def test_of_equal_ids_the_last_is_written(store_dir: Path) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        ids = torch.tensor([5, LAST, 5, 0, 5])
-        store["t"].write(ids, torch.arange(5.0)[:, None].expand(5, 4))
-        assert store["t"].read(torch.tensor([0, 5, LAST, 6]))[:, 0].tolist() == [3, 4, 1, 0]
-
-
-@pytest.mark.parametrize("is_staged", [False, True])
-@pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
-def test_an_id_outside_its_table_is_an_error_before_anything_changes(
-    store_dir: Path, hbm: int, is_staged: bool
-) -> None:
-    with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
-        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum")
-        for bad in (-1, ROWS):
-            ids = torch.tensor([[1, 2], [3, bad]])
-            with pytest.raises(ValueError, match=rf"{bad}.*'u'|'u'.*{bad}"):
-                bag.bring_in(bag.prepare(ids)) if is_staged else bag(ids)
-        assert not store["u"].pool.in_use
-        step(bag, ALL[:3])
-        assert store["u"].read(ALL).sum() == -12
-        assert store["t"].read(ALL).sum() == 0
-
-
 def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that comes while an update is given to the device waits for it."""
     inside, go_on = threading.Event(), threading.Event()
@@ -193,20 +118,6 @@ def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyP
     assert shown(store_dir)[:, 0].sum() == -6
 
 
-def test_a_batch_in_flight_keeps_rows_from_being_replaced(store_dir: Path) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        store.commit()
-        out = bag(ALL[:6], torch.tensor([0]))
-        assert full(store).num_leased == 1
-        with pytest.raises(TableError, match="rows are in use"):
-            store.rollback(store.version)
-        out.sum().backward()
-        assert full(store).num_leased == 0
-        store.rollback(store.version)
-        assert store["t"].read(ALL).sum() == 0
-
-
 @pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
 def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm: int) -> None:
     with open_store(store_dir, hbm=hbm) as store:
@@ -218,20 +129,6 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
     assert [each.untyped_storage().nbytes() for each in (hot.weights, hot.state)] == [0, 0]
     with pytest.raises(ClosedError):
         out.sum().backward()
-
-
-class Sent:
-    """Counts what a sender sends, by the number of arrays."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts: list[int] = []
-        real = Sender.send
-
-        def counted(sender: Sender, fields: Sequence[Any], fill: Any) -> Any:
-            self.counts.append(len(fields))
-            return real(sender, fields, fill)
-
-        monkeypatch.setattr(Sender, "send", counted)
 
 
 STEP = [
@@ -259,18 +156,6 @@ def test_a_training_step_is_ten_launches_at_most_and_no_wait(
                 assert sorted(count.launches) == sorted(STEP + changing)
                 assert count.waits == []
                 count.catch_up()
-
-
-def test_rules_are_sent_when_they_change(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag, sent = tierstore.TieredEmbeddingBag(store["t"], mode="sum"), Sent(monkeypatch)
-        for rate, expected in ((1.0, [4, 2, 4, 4]), (3.0, [4, 2, 4, 4])):
-            store["t"].learning_rate = rate
-            sent.counts.clear()
-            for _ in range(3):
-                step(bag, ALL[:6])
-            assert sent.counts == expected
-        assert store["t"].read(ALL[:6])[:, 0].tolist() == [-12] * 6
 
 
 def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
@@ -312,23 +197,3 @@ def test_a_fill_that_fails_leaves_the_buffer_free() -> None:
     (values, empty), _ = sender.send([(torch.int32, 3), (torch.float32, 0)], lambda arrays: arrays[0].fill(4))
     assert values.tolist() == [4, 4, 4]
     assert empty.tolist() == []
-
-
-def test_more_positions_than_numbers_go_are_refused(store_dir: Path) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        hot, positions = full(store), Many()
-        store["t"].read(ALL[:1])
-        with pytest.raises(ValueError, match="a batch of 1073741825 ids is too large"):
-            hot.send(positions)
-
-
-class Many:
-    columns = np.zeros(1, np.int32)
-    bag_starts, table_of = np.array([0, 1]), np.zeros(1, np.int32)
-    batch, scale = 1, np.empty(0, np.float32)
-
-    def __len__(self) -> int:
-        return 2**30 + 1
-
-    def write(self, numbering: Any, out: Any) -> None:
-        raise AssertionError

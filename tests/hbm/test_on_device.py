@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tests.hbm import stores, test_order, tracing
+from tests.hbm import stores
 from tests.hbm.counting import Count, counting
-from tests.hbm.stores import ALL, ROWS, bits, config, jagged, open_store, simple, step
-from tests.hbm.test_full import ENOUGH, SHARED, batches, collection
+from tests.hbm.stores import ALL, ROWS, config, open_store, simple, step
+from tests.hbm.test_full import ENOUGH
 from tierstore import optim
 from tierstore.hbm.base import DeviceRows
 from tierstore.store import arguments
@@ -49,123 +48,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
     return There(monkeypatch)
 
 
-def both(there: There, run: Callable[[str], Any]) -> tuple[Any, Any]:
-    """What a run gives with ids on the host and with ids on the device."""
-    expected = run("host")
-    assert not there.num_joined
-    there.begin()
-    return expected, run("device")
-
-
-Work = Callable[[tierstore.Store, np.random.Generator], tuple[Tensor, list[Tensor]]]
-"""One lookup: its result, and other tensors whose gradients count."""
-
-
-def bags(
-    mode: Any, *, last: bool = False, scaled: bool = False, ids: torch.dtype = torch.int64,
-    offsets: torch.dtype = torch.int64,
-) -> Work:  # fmt: skip
-    def work(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
-        found, starts = jagged(order, 23, 4)
-        scale = torch.from_numpy(order.random(len(found), np.float32)).requires_grad_() if scaled else None
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode=mode, include_last_offset=last)
-        out = bag(found.to(ids), starts[: None if last else -1].to(offsets), scale)
-        return out, [] if scale is None else [scale]
-
-    return work
-
-
-def matrix(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
-    ids = torch.from_numpy(order.integers(0, ROWS, (17, 3)))
-    return tierstore.TieredEmbeddingBag(store["t"])(ids), []
-
-
-def one_each(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
-    return tierstore.TieredEmbedding(store["t"])(torch.from_numpy(order.integers(0, ROWS, (5, 6)))), []
-
-
-def padded(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
-    return tierstore.TieredEmbedding(store["t"], padding_idx=3)(torch.from_numpy(order.integers(0, 9, 40))), []
-
-
-def twice(store: tierstore.Store, order: np.random.Generator) -> tuple[Tensor, list[Tensor]]:
-    """Two lookups of one table in one pass, merged before its update."""
-    return matrix(store, order)[0][:9] + bags("sum", scaled=False)(store, order)[0][:9], []
-
-
-WORKS: dict[str, tuple[Any, Work]] = {
-    "sum": ("sum", bags("sum")),
-    "last given": ("sum", bags("sum", last=True)),
-    "int32": ("sum", bags("sum", ids=torch.int32, offsets=torch.int32)),
-    "int32 offsets": ("sum", bags("sum", offsets=torch.int32)),
-    "weights": ("sum", bags("sum", scaled=True)),
-    "mean": ("mean", bags("mean")),
-    "max": ("max", bags("max")),
-    "matrix": ("sum", matrix),
-    "one each": ("sum", one_each),
-    "padded": ("sum", padded),
-    "twice": ("sum", twice),
-}
-
-
-@SIZES
-@pytest.mark.parametrize("name", WORKS)
-def test_bits(tmp_path: Path, there: There, name: str, hbm: int) -> None:
-    pooling, work = WORKS[name]
-
-    def run(where: str) -> list[bytes]:
-        found: list[Tensor] = []
-        made = config(pooling=pooling, optimizer=optim.RowWiseAdagrad(lr=0.1))
-        with open_store(tmp_path / where, made, hbm=hbm) as store:
-            order = np.random.default_rng(5)
-            for _ in range(4):
-                out, others = work(store, order)
-                (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-                found += [out, *(each.grad for each in others if each.grad is not None)]
-            return [bits(each) for each in (*found, store["t"].read(ALL))]
-
-    expected, ended = both(there, run)
-    assert ended == expected
-    # The row at the places of a padding_idx comes by a lookup of its own.
-    assert there.num_joined == (8 if name in ("twice", "padded") else 4)
-
-
-@SIZES
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_collection(tmp_path: Path, there: There, depth: int, hbm: int) -> None:
-    """Tables of one layout, with rules of their own; ids prefetched or not."""
-
-    def run(where: str) -> list[bytes]:
-        names = ["a", "b", "c"]
-        rules = [optim.Adam(lr=0.1), optim.Adam(lr=0.2, weight_decay=0.01), optim.Adam(lr=0.3)]
-        sizes = [ROWS, SHARED, ROWS]
-        tables = [
-            config(name, optimizer=rule, num_embeddings=size)
-            for name, rule, size in zip(names, rules, sizes, strict=True)
-        ]
-        with open_store(tmp_path / where, *tables, hbm=hbm) as store:
-            model, found = tierstore.TieredEmbeddingBagCollection(store), []
-            for batch in tierstore.prefetch(batches(), model, depth=depth, features=stores.same):
-                found.append(model(batch).values())
-                (found[-1] * torch.linspace(-1, 1, found[-1].numel()).view_as(found[-1])).sum().backward()
-            return [bits(each) for each in (*found, *(store[name].read(ALL[:SHARED]) for name in names))]
-
-    expected, ended = both(there, run)
-    assert ended == expected
-    assert there.num_joined == len(batches())
-
-
-def test_batches_that_have_more_than_one_lookup_go_by_the_host(tmp_path: Path, there: There) -> None:
-    def unpooled(where: str) -> list[Tensor]:
-        with open_store(tmp_path / f"{where}-unpooled", config("a"), config("b"), hbm=ENOUGH) as store:
-            found = tierstore.TieredEmbeddingCollection(store)(batches()[0])
-            return [found[name].values() for name in "ab"]
-
-    expected, ended = both(there, lambda where: collection(tmp_path / where, ENOUGH, 0) + unpooled(where))
-    assert all(map(torch.equal, expected, ended))
-    assert not there.num_joined
-
-
 def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
     there.begin()
     with open_store(store_dir, hbm=ENOUGH) as store:
@@ -176,44 +58,6 @@ def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
         with pytest.raises(ValueError, match="end at the number of ids, 4"):
             bag(ALL[:4], torch.zeros(1, dtype=torch.int64))
         assert not there.num_joined
-
-
-@SIZES
-def test_the_host_fetches_what_it_needs(tmp_path: Path, there: There, hbm: int) -> None:
-    """Gradients that are collected, a trace, and rows whose pool is replaced between forward and backward."""
-
-    def run(where: str) -> list[bytes]:
-        with open_store(tmp_path / where, hbm=hbm) as store:
-            bag, found = tierstore.TieredEmbeddingBag(store["t"], mode="sum"), []
-            optimizer = store.optimizer()
-            for _ in range(2):
-                step(bag, ALL[:30])
-            optimizer.step()
-            prepared = bag._prepare(ALL[:9], torch.tensor([0, 4]))
-            store.create_table(config("late"))
-            lookup, out = prepared.lookups[0], torch.empty(2, 4)
-            lookup.forward(out, keep=True)
-            lookup.update(torch.ones(2, 4))
-            found.append(out)
-            return [bits(each) for each in (*found, store["t"].read(ALL))]
-
-    expected, ended = both(there, run)
-    assert ended == expected
-    assert there.num_joined == 3
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("hbm", ["12KiB", "64KiB"])
-def test_work_on_a_row_is_ordered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: There, depth: int, hbm: str
-) -> None:
-    expected = test_order.train(tmp_path / "expected", depth=0)
-    there.begin()
-    trace = tracing.install(monkeypatch, depth)
-    ended = test_order.train(tmp_path / "traced", depth=depth, evaluate=True, hbm=hbm)
-    assert trace.problems == []
-    assert there.num_joined
-    assert torch.equal(ended, expected)
 
 
 # What is wrong
@@ -240,9 +84,8 @@ def test_a_wrong_id_is_named_as_the_host_names_it(store_dir: Path, there: There,
         assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
 
 
-@SIZES
+@pytest.mark.parametrize(("hbm", "last"), [(stores.LEAST, False), (ENOUGH, True)])
 @pytest.mark.parametrize("bad", WRONG_OFFSETS)
-@pytest.mark.parametrize("last", [False, True])
 def test_wrong_offsets(store_dir: Path, there: There, hbm: int, bad: list[int], last: bool) -> None:
     with open_store(store_dir, hbm=hbm) as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=last)
@@ -295,16 +138,6 @@ def test_who_waits_raises_the_error_once(
         assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
 
 
-def test_a_new_table_raises_the_error_where_no_row_is_to_be_written(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
-    with late(store_dir, monkeypatch, there) as (store, bag, _), torch.no_grad():
-        bag(BAD, torch.tensor([0]))
-        with pytest.raises(ValueError, match=f"id {ROWS}"):
-            store.create_table(config("late"))
-        store.create_table(config("late"))
-
-
 def test_what_the_host_fetches_is_right_or_an_error(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
 ) -> None:
@@ -352,13 +185,6 @@ def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
         bag(BAD, torch.tensor([0]))
     assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
-
-
-def test_closing_for_an_exception_leaves_that_one(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
-    with pytest.raises(ZeroDivisionError), late(store_dir, monkeypatch, there) as (_, bag, _):
-        _ = bag(BAD, torch.tensor([0])).shape[0] // 0
 
 
 def test_ids_may_be_overwritten_after_forward(store_dir: Path, there: There) -> None:

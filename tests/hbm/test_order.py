@@ -41,19 +41,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return train(tmp_path_factory.mktemp("expected") / "store", depth=0)
 
 
-@pytest.mark.parametrize("depth", range(9))
-def test_work_on_a_row_is_ordered(
-    tmp_path: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    for seed, hbm in enumerate(("8KiB", "12KiB", "14KiB")):
-        trace = tracing.install(monkeypatch, seed)
-        ended = train(tmp_path / str(seed), depth=depth, evaluate=True, hbm=hbm, policy=("lru", "lfu")[seed % 2])
-        assert trace.problems == []
-        assert trace.num_accesses > 1000
-        assert torch.equal(ended, expected)
-        monkeypatch.undo()
-
-
 @pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once"])
 def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     trace = tracing.install(monkeypatch, 0)

@@ -14,16 +14,14 @@ import torch
 
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
-from tierstore.cache.flags import RESIDENT
 from tierstore.config import TableConfig
-from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError, TableError
+from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
 from tierstore.hbm.sending import Sender
-from tierstore.hbm.staging import Staging
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
@@ -114,29 +112,6 @@ def acquire(hot: HbmPool, rows: Any) -> HbmLease:
 # What goes up and down
 
 
-def test_rows_that_fit_go_up_once(hot: HbmPool, below: Below) -> None:
-    for _ in range(3):
-        assert read(hot, [*range(ROOM), *range(ROOM)]) == [1.0] * 2 * ROOM
-    assert sorted(below.up) == list(range(ROOM))
-    assert hot.conflict_misses == OVERFLOW
-    assert (hot.split_batches, below.down) == (0, [])
-    counted = hot.counters
-    assert (counted.lookups, counted.misses, counted.hits) == (6 * ROOM, ROOM, 2 * ROOM)
-
-
-def test_one_row_more_than_there_is_room_for_splits_the_batch(hot: HbmPool) -> None:
-    assert read(hot, range(ROOM + 1)) == [1.0] * (ROOM + 1)
-    assert hot.split_batches == 1
-
-
-def test_clean_victims_do_not_go_down(hot: HbmPool, below: Below) -> None:
-    order = random.Random(0)
-    for _ in range(10):
-        read(hot, order.sample(range(ROWS), 60))
-    assert hot.counters.evictions > ROWS / 2
-    assert below.down == []
-
-
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_a_newer_row_goes_down_once(below: Below, policy: str) -> None:
     hot = make(below, policy)
@@ -151,42 +126,9 @@ def test_a_newer_row_goes_down_once(below: Below, policy: str) -> None:
     hot.check_integrity()
 
 
-def test_a_row_that_was_flushed_goes_down_again_only_if_it_changes(hot: HbmPool, below: Below) -> None:
-    write(hot, range(ROOM), 2.0)
-    hot.flush()
-    assert sorted(below.down) == list(range(ROOM))
-    write(hot, [5, 39], 3.0)
-    for rows in (range(ROOM), range(100, 180)):
-        read(hot, rows)
-    hot.flush()
-    assert sorted(below.down[ROOM:]) == [5, 39]
-
-
-def test_a_row_changed_under_one_of_two_leases_stays_newer(hot: HbmPool, below: Below) -> None:
-    first, second = acquire(hot, range(ROOM)), acquire(hot, range(ROOM))
-    hot.weights[first.slots.long()] = 7.0
-    first.release(changed=True)
-    second.release(changed=False)
-    assert read(hot, range(200, 200 + ROOM)) == [1.0] * ROOM
-    assert sorted(below.down) == list(range(ROOM))
-    assert read(hot, range(ROOM)) == [7.0] * ROOM
-
-
 def forget(hot: HbmPool) -> None:
     with hot.emptied():
         pass
-
-
-def test_flushing_under_a_lease_does_not_lose_what_changes_later(hot: HbmPool, below: Below) -> None:
-    write(hot, range(ROOM), 2.0)
-    lease = acquire(hot, range(ROOM))
-    hot.flush()
-    hot.weights[lease.slots.long()] = 4.0
-    lease.release(changed=True)
-    hot.flush()
-    assert sorted(below.down) == sorted([*range(ROOM)] * 2)
-    forget(hot)
-    assert read(hot, range(ROOM)) == [4.0] * ROOM
 
 
 def test_state_and_padding_go_along(hot: HbmPool) -> None:
@@ -203,28 +145,6 @@ def test_state_and_padding_go_along(hot: HbmPool) -> None:
     for arena, words in zip((hot.cache.weights, hot.cache.state), expected, strict=True):
         assert torch.equal(arena[lease.slots.long()], words)
     lease.release()
-
-
-def test_of_equal_keys_the_last_is_written(hot: HbmPool) -> None:
-    order = random.Random(1)
-    rows = [order.randrange(60) for _ in range(500)]
-    hot.write(keys(rows), torch.arange(500.0)[:, None].expand(-1, DIM))
-    assert hot.split_batches == 1
-    last = {row: float(place) for place, row in enumerate(rows)}
-    assert read(hot, range(60)) == [last.get(row, 1.0) for row in range(60)]
-
-
-def test_forgetting(hot: HbmPool, below: Below) -> None:
-    write(hot, range(ROOM), 2.0)
-    lease = acquire(hot, [3])
-    with pytest.raises(TableError, match="rows are in use by a batch under way"):
-        forget(hot)
-    lease.release()
-    forget(hot)
-    assert len(hot.cache.slots_with(RESIDENT)) == len(hot.overflow.resident_slots()) == 0
-    below.up.clear()
-    assert read(hot, range(ROOM)) == [2.0] * ROOM
-    assert sorted(below.up) == list(range(ROOM))
 
 
 # Trouble below
@@ -245,43 +165,6 @@ class Trouble:
 
 
 ERRORS = [ChecksumError("trouble"), MemoryError("trouble"), KeyboardInterrupt("trouble")]
-
-
-@pytest.mark.parametrize("place", range(ROOM // STAGED))
-def test_trouble_while_rows_are_brought_in(hot: HbmPool, below: Below, place: int) -> None:
-    error = ERRORS[place % len(ERRORS)]
-    write(hot, range(ROOM), 2.0)
-    below.before_take = Trouble(place, error)
-    with pytest.raises(type(error), match="trouble"):
-        hot.read(keys(range(100, 100 + ROOM)))
-    hot.check_integrity()
-    assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
-    below.before_take = nothing
-    assert read(hot, range(ROOM)) == [2.0] * ROOM
-    assert read(hot, range(100, 100 + ROOM)) == [1.0] * ROOM
-    assert sorted(below.down) == list(range(ROOM))
-
-
-@pytest.mark.parametrize("place", range(ROOM // STAGED))
-def test_trouble_while_rows_are_written_down(hot: HbmPool, below: Below, place: int) -> None:
-    error = ERRORS[place % len(ERRORS)]
-    write(hot, range(ROOM), 2.0)
-    below.up.clear()
-    for action in (lambda: hot.read(keys(range(100, 100 + ROOM))), hot.flush, lambda: forget(hot)):
-        below.before_put = trouble = Trouble(place, error)
-        try:
-            with pytest.raises(type(error), match="trouble"):
-                action()
-        finally:
-            below.before_put = nothing
-        assert trouble.raised
-        hot.check_integrity()
-        assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
-        assert below.up == []
-        write(hot, range(ROOM), 2.0)  # what went down is newer once more
-    below.before_put = nothing
-    assert read(hot, range(100, 180)) == [1.0] * 80
-    assert read(hot, range(ROOM)) == [2.0] * ROOM
 
 
 def test_a_full_disk_loses_no_row(hot: HbmPool, cold: TroubledTier) -> None:
@@ -357,29 +240,6 @@ def test_ctrl_c_waits_until_the_books_are_whole(
 # Leases
 
 
-def test_pins_come_back_when_leases_are_released_or_dropped(hot: HbmPool) -> None:
-    leases = [acquire(hot, range(first, first + 10)) for first in range(0, ROOM, 10)]
-    assert hot.num_leased == 4
-    assert hot.cache.num_pinned + hot.overflow.num_pinned == ROOM
-    leases[0].release()
-    leases[0].release()
-    with leases[1].in_use():
-        pass
-    del leases[1:3]
-    assert hot.num_leased == 1
-    assert hot.cache.num_pinned + hot.overflow.num_pinned == 10
-    leases.clear()
-    assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
-
-
-def test_what_is_not_changed_by_a_dropped_lease_stays_newer(hot: HbmPool, below: Below) -> None:
-    write(hot, range(ROOM), 2.0)
-    lease = acquire(hot, range(ROOM))
-    del lease
-    read(hot, range(100, 180))
-    assert sorted(below.down) == list(range(ROOM))
-
-
 def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
     leases = []
     while True:
@@ -396,16 +256,6 @@ def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
     lease = acquire(hot, range(30))
     assert hot.hold(lease)
     lease.release()
-
-
-def test_held_overflow_slots_leave_half_of_them(hot: HbmPool) -> None:
-    outer = acquire(hot, range(CACHED))
-    leases = [acquire(hot, [100 + number]) for number in range(OVERFLOW)]
-    assert [hot.hold(lease) for lease in leases] == [True] * (OVERFLOW // 2) + [False] * (OVERFLOW // 2)
-    del leases[OVERFLOW // 2 :]
-    assert read(hot, range(200, 250)) == [1.0] * 50
-    outer.release()
-    leases.clear()
 
 
 def test_rows_in_overflow_are_counted_as_dirty(hot: HbmPool) -> None:
@@ -467,14 +317,6 @@ def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) ->
         lease.release(changed=True)
     thread.join(30)
     assert got == [[5.0] * 10]
-
-
-def test_staging_takes_as_much_as_it_says(hot: HbmPool) -> None:
-    layout = CONFIG.layout(4096)
-    size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    assert hot.host_bytes == size.host_bytes(layout)
-    assert isinstance(hot._staging, Staging)
-    assert hot._staging.host_bytes == 3 * STAGED * layout.row_bytes
 
 
 # At random

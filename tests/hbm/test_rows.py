@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
@@ -45,12 +47,13 @@ class Rows(NamedTuple):
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         pytest.param((rows_twin, "cpu"), id="twin"),
         pytest.param((rows_triton, "cpu"), id="interpreted", marks=needs_interpreter),
         pytest.param((rows_twin, "cuda"), id="twin-cuda", marks=pytest.mark.gpu),
         pytest.param((rows_triton, "cuda"), id="cuda", marks=pytest.mark.gpu),
-    ]
+    ],
 )
 def rows(request: pytest.FixtureRequest) -> Rows:
     return Rows(*request.param)
@@ -146,10 +149,13 @@ def test_wrong_ids_are_told_of_and_may_be_used(rows: Rows, bad: int) -> None:
     assert bags.bag_starts.tolist() == list(range(0, 601, 3))
 
 
-@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    ("place", "offset"), [(0, 1), (0, -1), (1, -1), (2, 601), (2, 2**40), (150, 3), (199, -5), (199, 601), (200, 599)]
-)
+    ("place", "offset", "last"),
+    [
+        (0, 1, False), (0, -1, True), (1, -1, False), (2, 601, True), (2, 2**40, False), (150, 3, True),
+        (199, -5, False), (199, 601, True), (200, 599, False), (200, 599, True),
+    ],
+)  # fmt: skip
 def test_wrong_offsets_are_told_of_and_may_be_used(rows: Rows, place: int, offset: int, last: bool) -> None:
     offsets = torch.arange(0, 601, 3)
     offsets[place] = offset
@@ -194,44 +200,31 @@ def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: 
             assert np.array_equal(bits(arg_max), best)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
-def test_pooling(rows: Rows, dim: int, dtype: torch.dtype) -> None:
-    batch = make_batch(dim, dtype)
-    for mode in MODES.values():
-        check_pool(rows, batch, mode, [], scaled=False)
-    check_pool(rows, batch, kernels.SUM, [], scaled=True)
+ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-40, 3e38, -3e38])
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_pooling_in_parts(rows: Rows, mode: str, scaled: bool) -> None:
-    """Parts that end inside a bag, at a bag's end, at the batch's begin, and where nothing is."""
-    batch = make_batch(3, torch.float32, longest=9)
-    length = len(batch.inverse)
-    check_pool(rows, batch, MODES[mode], [0, 1, 1, int(batch.bag_starts[3]), length - 2], scaled=scaled)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_pooling_of_rows_that_are_not_numbers(rows: Rows, mode: str, dtype: torch.dtype) -> None:
-    batch = make_batch(8, dtype, longest=5)
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-40, 3e38, -3e38])
-    batch.weights.view(-1)[::3] = odd.to(dtype).repeat(30)[: len(batch.weights.view(-1)[::3])]
+@settings(max_examples=settings.default.max_examples // 3)
+@given(
+    dim=st.sampled_from(DIMS), dtype=st.sampled_from(DTYPES), mode=st.sampled_from(list(MODES)), scaled=st.booleans(),
+    longest=st.sampled_from([0, 1, 5, 9]), is_odd=st.booleans(), is_wide=st.booleans(),
+    cuts=st.lists(st.floats(0, 1), max_size=4).map(sorted),
+)  # fmt: skip
+def test_any_pooling(
+    rows: Rows, dim: int, dtype: torch.dtype, mode: str, scaled: bool, longest: int, is_odd: bool, is_wide: bool,
+    cuts: list[float],
+) -> None:  # fmt: skip
+    """In parts that end anywhere, of rows that may be no numbers, into results that may need int64 to be counted."""
+    batch = make_batch(dim, dtype, longest=longest)
+    if is_wide:
+        batch = replace(batch, columns=batch.columns.astype(np.int64))
+    if is_odd:
+        some = batch.weights.view(-1)[::3]
+        some[:] = ODD.to(dtype).repeat(len(some) // len(ODD) + 1)[: len(some)]
     with np.errstate(invalid="ignore", over="ignore"):
-        check_pool(rows, batch, MODES[mode], [4], scaled=True)
-        check_pool(rows, batch, MODES[mode], [4], scaled=False)
+        check_pool(rows, batch, MODES[mode], [int(cut * len(batch.inverse)) for cut in cuts], scaled=scaled)
 
 
-def test_a_batch_without_positions(rows: Rows) -> None:
-    batch = make_batch(4, torch.float32, longest=0)
-    assert not len(batch.inverse)
-    check_pool(rows, batch, kernels.MEAN, [], scaled=True)
-    check_update(rows, batch, [optim.SGD()])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dtype"), [(dim, DTYPES[place % 3]) for place, dim in enumerate(DIMS)])
 def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(dim, dtype)
     slots, inverse = (torch.from_numpy(each).to(rows.device) for each in (batch.slots, batch.inverse))
@@ -282,16 +275,24 @@ def check_update(
             assert int(dirty.sum()) == number
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dim", DIMS)
-def test_updates(rows: Rows, dim: int, rule: str) -> None:
-    check_update(rows, make_batch(dim, DTYPES[dim % 3]), [RULES[rule]])
+EVERY_RULE = [*RULES.values(), optim.RowWiseAdagrad(lr=0.1, eps=0.1), optim.Adam(lr=0.3, betas=(0.5, 0.7))]
+HOT: list[tuple[int, ...]] = [(), (), (70,), (330, 10, 90), *((count,) for count in (63, 64, 65, 128, 129))]
+"""Positions of rows that have many: runs of 64 that are just full, or a position more."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", RULES)
-def test_updates_of_each_type_in_parts(rows: Rows, rule: str, dtype: torch.dtype) -> None:
-    check_update(rows, make_batch(8, dtype, longest=7), [RULES[rule]], cut=6)
+@settings(max_examples=settings.default.max_examples // 6)  # each takes seconds in Triton's interpreter
+@given(
+    dim=st.sampled_from([1, 3, 8, 20]), dtype=st.sampled_from(DTYPES), mode=st.sampled_from(list(MODES)),
+    rules=st.one_of(st.sampled_from(EVERY_RULE).map(lambda rule: [rule]), st.just(EVERY_RULE)), scaled=st.booleans(),
+    longest=st.sampled_from([0, 3, 7]), hot=st.sampled_from(HOT), share=st.floats(0, 1),
+)  # fmt: skip
+def test_any_update(
+    rows: Rows, dim: int, dtype: torch.dtype, mode: str, rules: list[Any], scaled: bool, longest: int,
+    hot: tuple[int, ...], share: float,
+) -> None:  # fmt: skip
+    """By one rule or by one of each table, in two parts that meet anywhere."""
+    batch = make_batch(dim, dtype, longest=longest, hot=hot, tables=len(rules))
+    check_update(rows, batch, rules, mode=mode, scaled=scaled, cut=int(share * len(batch.slots)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -311,50 +312,11 @@ def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
         check_update(rows, batch, [optim.SGD(lr=1.0)])
 
 
-@pytest.mark.parametrize(("mode", "scaled"), [("sum", False), ("sum", True), ("mean", True), ("max", True)])
-@pytest.mark.parametrize("dim", [3, 64])
-def test_updates_of_a_hot_row(rows: Rows, dim: int, mode: str, scaled: bool) -> None:
-    """Two rows have scores and hundreds of positions: runs that several programs sum, in either of two parts."""
-    batch = make_batch(dim, torch.float32, hot=(330, 10, 90))
-    assert (batch.lengths > 64).sum() >= 2
-    assert batch.lengths.max() > 5 * 64
+def test_updates_of_rows_with_thousands_of_positions(rows: Rows) -> None:
+    """Super-runs of 4096 that are just full, or a position more, and begin anywhere, in either of two parts."""
+    batch = make_batch(4, torch.float32, hot=(2 * SUPER_RUN, 10, SUPER_RUN + 1, SUPER_RUN))
     hottest = int(batch.lengths.argmax())
-    check_update(rows, batch, [RULES["rowwise_adagrad"]], mode=mode, scaled=scaled, cut=hottest + 1)
-
-
-@pytest.mark.parametrize("hot", [63, 64, 65, 127, 128, 129, 4095, 4096, 4097, 8192, 8193])
-def test_updates_where_a_run_or_a_super_run_is_just_full(rows: Rows, hot: int) -> None:
-    batch = make_batch(8, torch.float32, longest=0, hot=(hot,), samples=2)
-    assert batch.lengths.tolist() == [hot]
-    check_update(rows, batch, [RULES["sgd"]], scaled=True)
-
-
-@pytest.mark.parametrize(("mode", "scaled"), [("sum", True), ("mean", False), ("max", True)])
-def test_updates_of_rows_with_thousands_of_positions(rows: Rows, mode: str, scaled: bool) -> None:
-    """Super-runs of three rows, which begin anywhere, in either of two parts."""
-    batch = make_batch(4, torch.float32, hot=(8700, 10, 4130, 5000))
-    assert (batch.lengths > SUPER_RUN).sum() == 3
-    assert batch.lengths.max() > 2 * SUPER_RUN
-    hottest = int(batch.lengths.argmax())
-    check_update(rows, batch, [RULES["rowwise_adagrad"]], mode=mode, scaled=scaled, cut=hottest + 1)
-
-
-@pytest.mark.parametrize("dim", [1, 8])
-def test_tables_with_rules_of_their_own(rows: Rows, dim: int) -> None:
-    rules: list[Any] = [*RULES.values(), optim.RowWiseAdagrad(lr=0.1, eps=0.1), optim.Adam(lr=0.3, betas=(0.5, 0.7))]
-    batch = make_batch(dim, torch.float32, hot=(70,), tables=len(rules))
-    assert set(batch.table_of_row.tolist()) == set(range(len(rules)))
-    check_update(rows, batch, rules, cut=4)
-
-
-def test_columns_of_merged_lookups(rows: Rows) -> None:
-    """int64: results are many matrices, one behind the other."""
-    batch = make_batch(8, torch.float32, hot=(70,))
-    wide = replace(batch, columns=batch.columns.astype(np.int64))
-    for by_row in (False, True):
-        expected = pool(rows, batch, kernels.SUM, [], scaled=True, by_row=by_row)[0]
-        assert torch.equal(pool(rows, wide, kernels.SUM, [], scaled=True, by_row=by_row)[0], expected)
-    check_update(rows, wide, [RULES["sgd"]])
+    check_update(rows, batch, [RULES["rowwise_adagrad"]], scaled=True, cut=hottest + 1)
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -4,8 +4,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -28,14 +26,12 @@ from tests.hbm.stores import (
     jagged,
     open_store,
     put,
-    same,
     shown,
     step,
 )
 from tierstore import optim
-from tierstore.errors import ChecksumError, DiskFullError, PartlyTrainedError, TableError
-from tierstore.exchange import export_store, import_files
-from tierstore.exchange.rows import read_rows, write_rows
+from tierstore.errors import ChecksumError, DiskFullError, PartlyTrainedError
+from tierstore.exchange.rows import read_rows
 from tierstore.pool import Pool
 
 # Versions
@@ -67,143 +63,7 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, g
     assert torch.equal(shown(store_dir)[:, 0], expected)
 
 
-def test_training_and_commits_side_by_side(store_dir: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, ROWS, (40, 5), generator=generator) for _ in range(30)]
-    expected = torch.zeros(ROWS)
-    with open_store(store_dir, keep=100, ddr="404KiB", policy="lru") as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        states, pending = {}, []
-        for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=3, features=same)):
-            bag(ids).sum().backward()
-            expected -= torch.bincount(ids.flatten(), minlength=ROWS)
-            if number % 3 == 2:
-                pending.append(store.commit_async(extra={"step": number}))
-                states[pending[-1].version] = expected.clone()
-        assert [commit.result() for commit in pending] == list(states) == list(store.versions)
-    for version, state in states.items():
-        assert torch.equal(shown(store_dir, version)[:, 0], state), f"version {version}"
-
-
-def test_rolling_back_forgets_what_was_in_device_memory(store_dir: Path) -> None:
-    with open_store(store_dir, config(optimizer=optim.Adam(lr=0.1)), keep=3) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        kept = {}
-        for version in (1, 2, 3):
-            step(bag, ALL[: 200 * version])
-            assert store.commit() == version
-            kept[version] = read_rows(store["t"], 0, ROWS)
-        step(bag, ALL)
-        out = bag(ALL[:5], torch.tensor([0]))
-        with pytest.raises(TableError, match=r"in use by a batch under way .*; go back before"):
-            store.rollback(2)
-        del out
-        for version in (3, 2):
-            step(bag, ALL[version:])
-            store.rollback(version)
-            rows = read_rows(store["t"], 0, ROWS)
-            assert bits(store["t"].read(ALL)) == bits(rows.weights) == bits(kept[version].weights)
-            assert bits(rows.state) == bits(kept[version].state)
-        step(bag, ALL)
-        expected = store["t"].read(ALL)
-        store.commit()
-    assert torch.equal(shown(store_dir), expected)
-
-
-SERVER = """
-import sys, torch, tierstore
-settings = {"mode": "r", "ddr": "404KiB", "policy": "lru", "hbm": sys.argv[2]}
-store = tierstore.open(sys.argv[1], **settings)
-for line in sys.stdin:
-    if line == "open again\\n":
-        store.close()
-        store = tierstore.open(sys.argv[1], **settings)
-    rows = store["t"].read(torch.arange(600))
-    pooled = tierstore.TieredEmbeddingBag(store["t"])(torch.arange(600), torch.arange(0, 600, 100)) / 100
-    assert not pooled.requires_grad
-    pool = store["t"].pool.tier
-    pool.check_integrity()
-    assert pool.num_dirty == pool.num_leased == 0
-    print(store.version, *rows[:, 0].unique(return_counts=True)[1].tolist(), round(pooled[0, 0].item(), 3), flush=True)
-"""
-
-
-def test_a_read_only_server_beside_a_writer(store_dir: Path) -> None:
-    with open_store(store_dir, keep=3) as writer:
-        put(writer, ALL, 1.0)
-        writer.commit()
-        command = [sys.executable, "-c", SERVER, str(store_dir), str(writer._pools._memory.hbm)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdin is not None
-            assert server.stdout is not None
-
-            def ask(question: str) -> str:
-                print(question, file=server.stdin, flush=True)
-                return server.stdout.readline().strip()  # type: ignore[union-attr]
-
-            try:
-                assert ask("read") == "1 600 1.0"
-                for number in (2, 3):
-                    put(writer, ALL[100 * number :], float(number))
-                    writer.commit()
-                    put(writer, ALL[:10], 9.0)
-                    assert ask("read") == "1 600 1.0"
-                assert ask("open again") == "3 190 100 300 10 1.8"
-            finally:
-                server.stdin.close()
-
-
-def test_weights_get_gradients_on_a_read_only_server(store_dir: Path) -> None:
-    with open_store(store_dir, config(optimizer=optim.SGD())) as store:
-        expected = store["t"].read(ALL)
-        store.commit()
-    with tierstore.open(store_dir, mode="r", ddr="2MiB", hbm="1MiB") as store:
-        scale = torch.ones(ROWS, requires_grad=True)
-        tierstore.TieredEmbeddingBag(store["t"], mode="sum")(ALL, torch.tensor([0]), scale).sum().backward()
-        assert scale.grad is not None
-        pairs = expected[:, :2] + expected[:, 2:]
-        assert torch.equal(scale.grad, pairs[:, 0] + pairs[:, 1])
-        assert not store["t"].pool.in_use
-        assert torch.equal(store["t"].read(ALL), expected)
-
-
 # Whole tables in and out
-
-
-def test_an_open_stores_rows_are_read_and_written_whole(store_dir: Path) -> None:
-    with open_store(store_dir, config(optimizer=optim.Adagrad())) as store:
-        table = store["t"]
-        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-        for _ in range(2):
-            step(bag, ALL[:100])
-            rows = read_rows(table, 0, ROWS)
-            assert bits(rows.weights) == bits(table.read(ALL))
-            assert (rows.state[:100] > 0).all()
-            assert (rows.state[100:] == 0).all()
-        step(bag, ALL[:100])
-        weights, state = np.full((100, 4), 3.0, np.float32), np.full((100, 4), 8.0, np.float32)
-        assert write_rows(table, 50, weights, state) == 100
-        assert (table.read(ALL[50:150]) == 3.0).all()
-        assert table.read(ALL[:50]).ne(3.0).all()
-        step(bag, ALL[50:150])
-        after = read_rows(table, 0, ROWS)
-        assert (after.state[50:150] == 9.0).all()
-        assert (after.state[:50] == 3.0).all()
-        assert write_rows(table, 0, after.weights, after.state) == 0
-
-
-def test_files_out_of_and_into_a_store_trained_with_device_memory(tmp_path: Path) -> None:
-    with open_store(tmp_path / "one", config(optimizer=optim.Adam())) as store:
-        for _ in range(3):
-            step(tierstore.TieredEmbeddingBag(store["t"]), ALL[::2])
-        store.commit()
-        expected = read_rows(store["t"], 0, ROWS)
-        step(tierstore.TieredEmbeddingBag(store["t"]), ALL)  # not committed, and so not in the file
-    export_store(tmp_path / "one", tmp_path / "rows.safetensors", state=True)
-    import_files(tmp_path / "two", [tmp_path / "rows.safetensors"])
-    with open_store(tmp_path / "two", config(optimizer=optim.Adam())) as store:
-        assert bits(store["t"].read(ALL)) == bits(expected.weights)
-        assert bits(read_rows(store["t"], 0, ROWS).state) == bits(expected.state)
 
 
 # Trouble
@@ -308,28 +168,6 @@ def test_a_backward_that_fails_leaves_the_last_commit_to_go_back_to(
             assert store["t"].state == state
             assert bits(store["t"].read(ALL)) == bits(saved.weights)
             assert bits(read_rows(store["t"], 0, ROWS).state) == bits(saved.state)
-
-
-def test_a_disk_that_is_full_at_a_commit(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise DiskFullError("no room")
-
-    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
-        put(store, ALL, 1.0)
-        assert store.commit() == 1
-        put(store, ALL[:100], 2.0)
-        monkeypatch.setattr(store._cold, "write", refuse)
-        for _ in range(2):
-            with pytest.raises(DiskFullError, match="no room"):
-                store.commit()
-            hot(store).check_integrity()
-        monkeypatch.undo()
-        assert store.version == 1
-        put(store, ALL[50:60], 3.0)
-        expected = torch.tensor([2.0] * 50 + [3.0] * 10 + [2.0] * 40 + [1.0] * 500)
-        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
-        store.commit()
-    assert torch.equal(shown(store_dir)[:, 0], expected)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser

@@ -104,6 +104,11 @@ def refuse(guarded: Guard, page: int, count: int = 1) -> None:
     os.close(empty)
 
 
+def heal(guarded: Guard, pages: int) -> None:
+    """Have the first pages of a map be the file's again."""
+    guarded._put_back(guarded._address, 0, pages * mmap.PAGESIZE)
+
+
 def flip(path: Path, offset: int, bits: int = 1) -> None:
     """Change one byte of the rows file."""
     with (path / "rows.lmdb").open("r+b") as file:

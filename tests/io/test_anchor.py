@@ -17,11 +17,10 @@ from tests.conformance.cold_tier import (
     check_rows,
     commit,
     keys_of,
-    read_rows,
     write_rows,
 )
 from tests.io.support import STORE_ID, open_tier, recover
-from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
+from tierstore.errors import ChecksumError, DamagedError, FormatError
 from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
@@ -116,61 +115,6 @@ def test_any_mixture_opens_at_the_last_commit(tmp_path: Path, other_boot: Callab
     ]
     for number, survives in enumerate(mixtures):
         check_second_commit(lose_power(synced, later, tmp_path / f"lost {number}", survives))
-
-
-def test_power_lost_between_the_transaction_and_its_anchor(
-    tmp_path: Path, other_boot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commit did not return, so the one before it stands, whatever reached the device."""
-    synced = written_after_commit(tmp_path / "store", 5, 0)
-    tier = open_tier(tmp_path / "store")
-    add_tables(tier)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 4)
-
-    def refuse(*_: object) -> None:
-        raise OSError("device gone")
-
-    monkeypatch.setattr(anchor, "save_anchor", refuse)
-    with pytest.raises(TierstoreError, match=r"rows\.anchor could not be written"):
-        commit(tier, b"third")
-    with pytest.raises(TierstoreError, match="close it and open it again"):
-        read_rows(tier, WIDE, keys_of(0, ROWS))
-    later = copy_store(tmp_path / "store", tmp_path / "third later")
-    tier.close()
-    monkeypatch.undo()
-    other_boot()
-    check_second_commit(copy_store(later, tmp_path / "all of it arrived"))
-    generator = np.random.default_rng(0)
-    # What was synced when the last anchor was set: the second commit, and the reopening after it.
-    shutil.copyfile(later / ANCHOR_NAME, synced / ANCHOR_NAME)
-    half = lose_power(later, later, tmp_path / "half", lambda sectors: generator.random(sectors) < 0.5)
-    check_second_commit(half)
-
-
-def test_a_reader_does_not_trust_what_power_loss_left(tmp_path: Path, other_boot: Callable[[], None]) -> None:
-    synced = written_after_commit(tmp_path / "store", 6, 3)
-    lost = lose_power(synced, tmp_path / "store later", tmp_path / "lost", lambda sectors: np.ones(sectors, np.bool_))
-    other_boot()
-    with pytest.raises(DamagedError, match='open it once with mode="w"'):
-        open_tier(lost, readonly=True)
-    open_tier(lost).close()
-    reader = open_tier(lost, readonly=True)
-    add_tables(reader)
-    check_rows(reader, WIDE, keys_of(0, ROWS), 2)
-    reader.close()
-
-
-def test_only_what_an_anchor_vouches_for_is_built_on(tmp_path: Path) -> None:
-    """The system may yet fail to write what a process that ended left to it: that is not waited for."""
-    synced = written_after_commit(tmp_path / "store", 7, 4)
-    later = tmp_path / "store later"
-    before = (later / "rows.lmdb").read_bytes()
-    recover(later / "rows.lmdb")
-    after = (later / "rows.lmdb").read_bytes()
-    assert after != before
-    assert after[:8192] == (synced / "rows.lmdb").read_bytes()[:8192]
-    assert after[8192:] == before[8192:]
-    check_second_commit(later)
 
 
 def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
@@ -321,16 +265,6 @@ def test_no_pin_falls_further_behind_than_three_limits(
     assert (max(behind) > 2 * limit + step) == is_slow
     keeper.close()
     assert not pins
-
-
-def test_after_a_clean_close_readers_need_no_writer_first(tmp_path: Path, other_boot: Callable[[], None]) -> None:
-    """Even with rows written after the last commit, and whether or not the machine tells its starts apart."""
-    written_after_commit(tmp_path / "store", 10, 2)
-    other_boot()
-    reader = open_tier(tmp_path / "store", readonly=True)
-    add_tables(reader)
-    check_rows(reader, WIDE, keys_of(0, ROWS), 2)
-    reader.close()
 
 
 def test_a_device_that_takes_writes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from tierstore.io import btree
 from tierstore.io.btree import (
-    NO_ROOT,
     STATUS,
     Entries,
     Pages,
@@ -20,7 +19,6 @@ from tierstore.io.btree import (
     find_entries,
     list_tree,
     new_walk,
-    parse_meta,
 )
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
@@ -184,18 +182,3 @@ def test_trees_in_circles_end(image: Image) -> None:
     walk = new_walk(2048)
     list_tree(image.pages, image.root, walk)
     assert walk.result[STATUS] == WalkStatus.BAD_ORDER
-
-
-def test_an_empty_tree(tmp_path: Path) -> None:
-    path = tmp_path / "tree.lmdb"
-    environment = open_environment(path, 1 << 28)
-    file_map = FileMap(path, 1 << 28)
-    snapshot = Snapshot(path, file_map, 4096)
-    assert len(snapshot.walk()) == 0
-    assert snapshot.get(bytes(16)) is None
-    meta = parse_meta(path.read_bytes()[:152])
-    assert not isinstance(meta, str)
-    assert meta.main.page == NO_ROOT
-    snapshot.close()
-    environment.close()
-    file_map.close()

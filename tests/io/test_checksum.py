@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.io.checksum import bytes_checksum, mix_key, row_checksum, two_row_checksums
+from tierstore.io.checksum import row_checksum, two_row_checksums
 from tierstore.kernels.jit import kernel
 
 pytestmark = pytest.mark.kernel
@@ -24,11 +24,6 @@ def _two(words, start_a, start_b, count, seed_a, seed_b):
     return two_row_checksums(words, start_a, start_b, count, seed_a, seed_b, np.empty(8, np.uint64))
 
 
-@kernel
-def _mix(first, second):
-    return mix_key(first, second)
-
-
 @given(st.integers(0, 70), st.integers(0, 9), SEEDS, SEEDS)
 def test_words_hash_as_their_bytes_do(count: int, start: int, seed: int, content: int) -> None:
     words = np.random.default_rng(content).integers(0, 2**64, start + count, np.uint64)
@@ -42,12 +37,3 @@ def test_two_at_once_are_two_alone(count: int, gap: int, seed_a: int, seed_b: in
     a, b = _two(words, 0, count + gap, count, np.uint64(seed_a), np.uint64(seed_b))
     assert int(a) == xxhash.xxh64_intdigest(words[:count].tobytes(), seed=seed_a)
     assert int(b) == xxhash.xxh64_intdigest(words[count + gap :].tobytes(), seed=seed_b)
-
-
-def test_metadata() -> None:
-    assert bytes_checksum(b"tierstore") == xxhash.xxh64_intdigest(b"tierstore")
-
-
-def test_mixed_pairs_differ_and_depend_on_the_order_of_their_parts() -> None:
-    mixed = {int(_mix(np.uint64(first), np.uint64(second))) for first in range(100) for second in range(20)}
-    assert len(mixed) == 2000

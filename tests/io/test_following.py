@@ -104,40 +104,6 @@ def test_following_copies_no_map_and_reads_new_indexes_only(
     assert not copies
 
 
-def test_a_lease_goes_on_to_show_the_version_that_it_began_with(
-    writer: LmdbColdTier, follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies, copied = [], RowMap.copied
-    monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
-    reader = follower.reader
-    with follower.lease() as (snapshot, rows):
-        write_rows(writer, WIDE, FIRST, 3)
-        writer.commit(b"", 3)
-        found = follower.find_newer()
-        assert found is not None
-        found.show()
-        leased = reader.stored(snapshot, rows, FIRST)
-        words = np.concatenate([leased.weights, leased.state], axis=1)
-        np.testing.assert_array_equal(words, words_of(FIRST, 2, words.shape[1]))
-        check_rows(follower, WIDE, FIRST, 3)
-    assert len(copies) == 1
-    check_rows(follower, WIDE, keys_of(0, np.arange(1, 210)), 1)
-
-
-def test_a_newer_version_is_read_before_it_is_shown(writer: LmdbColdTier, follower: LmdbColdTier) -> None:
-    """Rows that it wrote, more than once, and rows that it did not, as a sharded store reads them."""
-    for generation in (3, 4):
-        write_rows(writer, WIDE, keys_of(0, np.arange(5)), generation, epoch=3)
-    writer.commit(b"", 3)
-    found = follower.find_newer()
-    assert found is not None
-    check_rows(found, WIDE, keys_of(0, np.arange(5)), 4)
-    check_rows(found, WIDE, keys_of(0, np.arange(5, 210)), 1)
-    check_rows(follower, WIDE, FIRST, 2)
-    found.close()
-    check_rows(follower, WIDE, FIRST, 2)
-
-
 def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease on an old snapshot goes on to find every row, and slots are not given again before it ends."""
     copies, copied = [], RowMap.copied

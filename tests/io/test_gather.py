@@ -7,11 +7,9 @@ import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of
-from tests.kernel_calls import from_python
 from tierstore.errors import ChecksumError
 from tierstore.io.gather import (
     BLIND_ROWS,
-    HASH_GROUP,
     MAX_GROUP,
     QUEUE_DEPTH,
     SAMPLE_EVERY,
@@ -19,13 +17,12 @@ from tierstore.io.gather import (
     Source,
     Target,
     Wanted,
-    count_pages,
     gather,
     new_scratch,
 )
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
-from tierstore.io.segments import SegmentStatus, geometry
+from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read
+from tierstore.io.segments import SegmentStatus
 from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.rows import PAIR_WORDS, RowLayout
 
@@ -61,17 +58,6 @@ def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, ca
     tier.close()
 
 
-@pytest.mark.parametrize("layout", [TINY, NARROW, WIDE, TWO_PAGES], ids=["tiny", "narrow", "wide", "long"])
-@pytest.mark.parametrize("count", [1, 2, 3, HASH_GROUP + 1, MAX_GROUP + 1])
-def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) -> None:
-    num_rows = 2 * MAX_GROUP + 2
-    tier = _tier(tmp_path, layout, num_rows)
-    for cold in (False, True):
-        tier.reader.is_cold = cold
-        check_rows(tier, layout, keys_of(0, np.random.default_rng(count).permutation(num_rows)[:count]), 1)
-    tier.close()
-
-
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 2, 37, 99])
 def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
@@ -101,24 +87,6 @@ def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
         pages |= set(range(place.pair // 4096, (end - 1) // 4096 + 1))
     assert tier.counters().pages_read == len(pages)
     tier.close()
-
-
-@pytest.mark.parametrize("layout", [NARROW, WIDE, TWO_PAGES], ids=["narrow", "wide", "long"])
-def test_pages_are_counted_alike_in_bits_and_in_a_table(layout: RowLayout) -> None:
-    geo = geometry(layout, 0)
-    words, num_rows = layout.stored_row_words, 300
-    for num_pages in (1000, 30_000_000):
-        offsets = np.random.default_rng(num_pages).integers(2, num_pages - 70, num_rows) * geo.page_words + 4
-        offsets[::2] = offsets[: num_rows // 2] + words  # the next row: on the same page or across its end
-        offsets[::7] = 0
-        pages = {
-            page for at in offsets[offsets != 0].tolist() for page in range(at // 512, (at + words - 1) // 512 + 1)
-        }
-        count = from_python(count_pages)
-        bits, scratch = (num_pages + 31) // 32, len(new_scratch(geo, num_pages, num_rows).seen)
-        assert scratch == (bits if num_pages == 1000 else len(new_scratch(geo, 1 << 32, num_rows).seen))
-        for length in {bits, scratch}:
-            assert count(geo.page_words, words, num_pages, offsets, np.zeros(length, np.uint32)) == len(pages)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -201,11 +169,3 @@ def test_system_calls_in_kernels(tmp_path: Path) -> None:
         file_map.words[0] = 1
     file_map.close()
     file_map.close()
-
-
-def test_zeros_are_zeros() -> None:
-    for length in (0, 10, 3_000_000):
-        array = zeros(length, np.uint32)
-        assert (array.shape, array.dtype) == ((length,), np.uint32)
-        assert not array.any()
-        array[length // 2 :] = 1

@@ -22,7 +22,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
-from tests.io.support import open_tier, page_of, refuse
+from tests.io.support import heal, open_tier, page_of, refuse
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import guard, snapshot
 from tierstore.io.guard import Guard
@@ -136,23 +136,6 @@ def test_many_readers_and_a_page_that_is_refused_again_and_again(tier: LmdbColdT
     check_rows(tier, WIDE, keys_of(0, ALL), 1)
 
 
-def test_more_pages_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 16 * 5000)
-    file_map = FileMap(path, path.stat().st_size)
-    since = file_map.guard.begin()
-    for page in range(5000):
-        refuse(file_map.guard, page)
-    assert not file_map.words[: 5000 * PAGE // 8].any()
-    assert file_map.guard.refused(since).stops.tolist() == [file_map.length_bytes]
-    with pytest.raises(UnreadableError, match="file: the device refuses to read bytes 0 to"):
-        file_map.guard.require(since)
-    since = file_map.guard.begin()
-    assert (file_map.words[: 5000 * PAGE // 8].view(np.uint8).reshape(-1, 256) == np.arange(256)).all()
-    file_map.guard.require(since)
-    file_map.close()
-
-
 def test_a_file_that_is_cut_short_while_it_is_read(tier: LmdbColdTier) -> None:
     """The rows before the cut are served throughout, the others are errors; when the file is whole again, all are."""
     content = tier.path.read_bytes()
@@ -211,15 +194,6 @@ def test_a_cut_behind_the_look_at_the_length(tier: LmdbColdTier, monkeypatch: py
     tier.verify()
     monkeypatch.undo()
     write_rows(tier, WIDE, keys_of(0, ALL), 2)
-
-
-def test_verify_lists_what_cannot_be_read_and_goes_on(tier: LmdbColdTier) -> None:
-    for block in (7, 20):
-        refuse(_rows_guard(tier), page_of(tier, 0, block))
-    expected = f"row {7 * ROWS} of table 0 in segment .* cannot be read.*; and 22 more places, 30 in all.*log says why"
-    with pytest.raises(UnreadableError, match=expected):
-        tier.verify()
-    tier.verify()
 
 
 def test_a_bad_page_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None:
@@ -317,18 +291,6 @@ def test_pages_of_the_index(written: Path) -> None:
     reader.close()
 
 
-def test_rows_that_cannot_be_read_can_be_written(tier: LmdbColdTier) -> None:
-    lost = ALL[7 * ROWS : 8 * ROWS]
-    refuse(_rows_guard(tier), page_of(tier, 0, 7))
-    write_rows(tier, WIDE, keys_of(0, lost), 2)
-    commit(tier, b"two")
-    check_rows(tier, WIDE, keys_of(0, lost), 2)
-    check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, lost)), 1)
-    with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0 in segment"):
-        tier.verify()
-    tier.verify()
-
-
 def _child(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
@@ -351,7 +313,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
         with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*repair"):
             step()
         assert tier._file._state == "open"
-        index._put_back(index._address, 0, pages * PAGE)
+        heal(index, pages)
         step()
     check_rows(tier, WIDE, keys_of(0, ALL), 2)
     tier.verify()

@@ -178,21 +178,6 @@ def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, mon
             assert sorted(looked_at) == numbers
 
 
-def test_what_takes_long_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(indexes, "_PART_SEGMENTS", 2)
-    with closing(_opened(tmp_path)) as tier:
-        write_rows(tier, WIDE, keys_of(0, np.arange(_NUM_ROWS)), 1)
-        commit(tier, b"")
-    assert not caplog.messages
-    caplog.set_level("INFO")
-    monkeypatch.setattr(indexes, "_TOLD_EVERY_SECONDS", 0.0)
-    with closing(_opened(tmp_path, readonly=True)) as tier:
-        check_rows(tier, WIDE, keys_of(0, np.arange(_NUM_ROWS)), 1)
-    assert "rows.lmdb: read the indexes of 4 of 10 segments, to find its rows" in caplog.text
-
-
 @pytest.mark.parametrize("num_rows", [2**34, 2**40])
 def test_a_table_of_any_size_takes_memory_for_what_it_has(tmp_path: Path, num_rows: int) -> None:
     """Address space is reserved, not committed; what is done with a few rows takes no time for the others."""

@@ -19,7 +19,6 @@ from tierstore.io.segments import (
     build_segment,
     check_index,
     geometry,
-    row_seed,
     unpack_block_word,
 )
 from tierstore.kernels.jit import kernel
@@ -43,7 +42,6 @@ PAGE = 7
 """Where the segment lies in the image of a file."""
 
 _check_index = from_python(check_index)
-_row_seed = from_python(row_seed)
 
 
 class Rows(NamedTuple):
@@ -139,12 +137,6 @@ def test_a_segment_is_what_the_format_says(layout: RowLayout, epochs: list[int])
     for count in counts_of(layout):
         rows = some_rows(layout, count, epochs)
         assert built(layout, rows) == oracle_segment(layout, rows)
-
-
-def test_row_seeds() -> None:
-    for key, number, index in ((0, 1, 0), (5 << 40 | 77, NUMBER, 3), ((1 << 62) - 1, 1 << 63, 1 << 20)):
-        found = int(_row_seed(np.uint64(key), np.uint64(number), np.uint64(index)))
-        assert found % 2**64 == oracle_seed(key, number, index)
 
 
 @kernel

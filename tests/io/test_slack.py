@@ -11,9 +11,8 @@ from tierstore.io import anchor, slots
 from tierstore.rows import RowLayout
 
 
-@pytest.mark.parametrize("slack", [1.1, 1.4])
+@pytest.mark.parametrize(("slack", "writes"), [(1.1, 1), (1.4, 3)])
 @pytest.mark.parametrize("num_rows", [1, 40, 6000])
-@pytest.mark.parametrize("writes", [1, 3])
 def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, num_rows: int, writes: int) -> None:
     """Half of the rows are rewritten for each version, so that every segment loses some, in few transactions or one."""
     tier = open_tier(tmp_path, slack=slack)

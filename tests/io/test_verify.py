@@ -20,7 +20,6 @@ from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.offline.inspection import verify_store
 from tierstore.rows import MAX_ROWS, RowLayout
 
 pytestmark = pytest.mark.kernel
@@ -73,17 +72,6 @@ def test_every_damaged_place_is_named(folder: Path) -> None:
     ]
     assert "; ".join(sorted(named[:2]) + named[2:]) in message
     assert "tierstore repair DIR NEW_DIR" in message
-
-
-def test_an_index_is_named_with_all_else(folder: Path) -> None:
-    with leased(folder) as (tier, _, _):
-        index, row = place_of(tier, 0, 3), place_of(tier, 1, 500)
-        flip(folder, index.segment_page * PAGE + 16 + 48)
-        flip(folder, row.row)
-        with pytest.raises(ChecksumError) as caught:
-            tier.verify()
-    expected = f"segment {index.number} is damaged (BAD_INDEX); row 500 of table 1 in segment {row.number} does not"
-    assert expected in str(caught.value)
 
 
 def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
@@ -140,37 +128,6 @@ def test_epochs_that_the_index_denies(folder: Path) -> None:
         tier.verify()
 
 
-def test_many_places_are_counted_and_the_first_ones_named(folder: Path) -> None:
-    """A page with many rows zeroed: each of its rows is damaged, and the header of the block."""
-    with leased(folder) as (tier, _, rows):
-        place, arrays = place_of(tier, 1, 3), rows.segments[rows.layouts[1]].arrays
-        rows_per_block = rows.layouts[1].rows_per_block
-        first = place.index - place.index % rows_per_block
-        [slot] = np.flatnonzero(arrays.numbers == place.number)
-        num_places = min(rows_per_block, int(arrays.rows[slot]) - first) + 1
-    data = bytearray((folder / "rows.lmdb").read_bytes())
-    data[place.block_page * PAGE : (place.block_page + 1) * PAGE] = bytes(PAGE)
-    (folder / "rows.lmdb").write_bytes(data)
-    message = error(folder)
-    assert f"and {num_places - 8} more places, {num_places} in all" in message
-    assert message.count("; ") == 8
-
-
-def test_more_places_than_are_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them are counted."""
-    data = np.fromfile(folder / "rows.lmdb", np.uint64)
-    with leased(folder) as (tier, _, _):
-        whole = tier.verify()
-        for table, (_, num_rows) in tier._file.tables.items():
-            for row in range(num_rows - 1):
-                data[place_of(tier, table, row).pair // 8 + 1] ^= np.uint64(1)
-    data.tofile(folder / "rows.lmdb")
-    monkeypatch.setattr(verify, "_LISTED", 100)
-    message = error(folder)
-    assert f"; and {NUM_ROWS - 8} more places, {NUM_ROWS} in all" in message
-    assert whole.rows == NUM_ROWS
-
-
 def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     with leased(folder) as (tier, tree, _):
@@ -191,23 +148,6 @@ def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.Monk
         assert calls[-1] == ((folder / "rows.lmdb").stat().st_size,) * 2
         assert len(calls) == -(-len(stored) // size) + 1
         calls.clear()
-
-
-def test_rows_are_counted_once(tmp_path: Path) -> None:
-    """However often they were written, and also those of no version yet."""
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
-        for generation in (1, 2, 3):
-            write_rows(tier, WIDE, keys_of(0, np.arange(0, 100 * generation)), generation)
-            write_rows(tier, WIDE, keys_of(2, [generation]), generation)
-            if generation < 3:
-                tier.commit(b"", generation, keep=2)
-        assert tier.verify()[::2] == (2, 300 + 3)
-        for version, count in ((1, 101), (2, 202)):
-            with contextlib.closing(open_tier(tmp_path, readonly=True, version=version)) as reader:
-                add_tables(reader)
-                report = reader.verify()
-                assert (report.rows, report.bytes) == (count, tier.verify().bytes)
 
 
 def test_of_tables_that_are_not_known_the_index_is_checked(tmp_path: Path) -> None:
@@ -266,9 +206,3 @@ def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) 
             DamagedError, match=r"rows\.lmdb: its tree has 1 segments, and its record of the log counts 2"
         ):
             tier.verify()
-
-
-def test_in_words(folder: Path) -> None:
-    with leased(folder) as (tier, _, _):
-        segments = tier.verify().segments
-    assert f"version 5 is sound: {NUM_ROWS} rows in {segments} segments of 3 tables, " in verify_store(folder)

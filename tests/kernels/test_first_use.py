@@ -50,11 +50,6 @@ def test_a_kernel_is_claimed_by_one_process(tmp_path: Path) -> None:
     assert not is_claimed_elsewhere(tmp_path, "admit")
 
 
-def test_a_folder_that_cannot_be_written_claims_nothing(tmp_path: Path) -> None:
-    with FirstUse(tmp_path / "not there").claimed("admit", wait=False) as is_mine:
-        assert is_mine
-
-
 def test_the_wait_for_another_process_is_told_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     child = os.fork()
@@ -73,23 +68,6 @@ def test_the_wait_for_another_process_is_told_and_ends_with_it(tmp_path: Path, m
     os.close(write)
 
 
-def test_progress_and_garbage_while_a_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    first_use = FirstUse(None)
-    kernel, helper = (SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)}) for _ in range(2))
-    for each in (kernel, helper):
-        first_use.on_start(each)
-        assert not gc.isenabled()
-    first_use._heard = b"9\n++"
-    for each in (helper, kernel):
-        first_use.on_end(each)
-    assert gc.isenabled()
-    first_use.on_start(kernel)
-    first_use.on_end(kernel)
-    lines = sys.stderr.getvalue().split("\r\x1b[K")
-    assert [line.rpartition(": ")[2] for line in lines] == ["", "0", "", "3 of 9", ""]
-
-
 @pytest.mark.parametrize("stderr", [None, object(), "closed"], ids=["none", "no file", "closed"])
 def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
     if stderr == "closed":
@@ -103,20 +81,6 @@ def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyP
     first_use.on_start(kernel)
     first_use.disown()
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize(("handlers", "level"), [([], logging.WARNING), ([logging.NullHandler()], logging.INFO)])
-def test_a_program_that_set_logging_up_is_told_as_information(
-    handlers: list[logging.Handler], level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-    logger = logging.Logger("tierstore", logging.INFO)
-    logger.handlers = handlers
-    monkeypatch.setattr(logger, "handle", lambda record: told.append(record.levelno))
-    monkeypatch.setattr("tierstore.kernels.first_use._LOG", logger)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    FirstUse(None)._tell()
-    assert told == [level]
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
-from tierstore.kernels.simd import load, store
 
 pytestmark = pytest.mark.kernel
 HALVES = [(floats.FLOAT16, torch.float16), (floats.BFLOAT16, torch.bfloat16)]
@@ -25,13 +24,6 @@ def widen(bits: np.ndarray, out: np.ndarray, half: int) -> None:
 def narrow(values: np.ndarray, out: np.ndarray, half: int) -> None:
     for i in range(values.shape[0]):
         out[i] = floats.float_to_bits(values[i], half)
-
-
-@kernel
-def copy_through(weights: np.ndarray, out: np.ndarray, half: int) -> None:
-    for row in range(weights.shape[0]):
-        for column in range(weights.shape[1]):
-            store(out, row, column, load(weights, row, column, half, 1), half, 1)
 
 
 @pytest.mark.parametrize(("half", "dtype"), HALVES)
@@ -69,14 +61,3 @@ def check_narrow(values: np.ndarray, half: int, dtype: torch.dtype) -> None:
     nan = torch.from_numpy(out).view(dtype).isnan()
     assert torch.equal(nan, expected.isnan())
     assert np.array_equal(out[~nan.numpy()], expected[~nan].view(torch.int16).numpy().view(np.uint16))
-
-
-def test_load_and_store_choose_by_the_arrays_type() -> None:
-    wide = np.array([[1.5, -2.0]], np.float32)
-    out = np.zeros_like(wide)
-    copy_through(wide, out, floats.FLOAT32)
-    assert np.array_equal(out, wide)
-    half = np.array([[0x3E00, 0xC000]], np.uint16)
-    out_half = np.zeros_like(half)
-    copy_through(half, out_half, floats.FLOAT16)
-    assert np.array_equal(out_half, half)

@@ -55,8 +55,8 @@ def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process()
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
 
 
-def _twice(number: int) -> int:
-    return 2 * number
+def _twice(x: int) -> int:
+    return 2 * x
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])

@@ -174,18 +174,6 @@ def test_a_hot_row_is_merged_in_runs_and_super_runs(count: int, dim: int) -> Non
     assert np.array_equal(merged([[7, 4, 4]] * count, gradient, NONE, 1), -expected)
 
 
-@pytest.mark.parametrize("count", [RUN + 1, SUPER_RUN, SUPER_RUN + RUN + 1, 2 * SUPER_RUN + 1])
-def test_the_maxima_of_a_hot_row_are_merged_in_the_same_order(count: int) -> None:
-    """Of each gradient, a position has the columns that it won."""
-    rng = np.random.default_rng(count)
-    gradient = rng.standard_normal((count, 3)).astype(np.float32)
-    won = rng.random((count, 3)) < 0.7
-    arg_max = np.where(won, np.arange(count)[:, None], -1).astype(np.int32)
-    expected = np.zeros((10, 3), np.float32)
-    expected[7] = in_canonical_order(np.where(won, gradient, np.float32(0)))
-    assert np.array_equal(merged([[7]] * count, gradient, NONE, 1, arg_max), -expected)
-
-
 def tree_sum(terms: Any) -> Any:
     """Halves added to each other, by recursion: element ``i`` and ``i + half`` first."""
     if len(terms) == 1:
@@ -220,18 +208,6 @@ def test_sums_over_columns_are_halving_trees(dim: int) -> None:
         assert state[row, 0] == tree_sum(squares) / np.float32(dim)
 
 
-def test_copies_in_and_out() -> None:
-    weights = np.zeros((6, 4), np.float32)
-    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
-    slots = np.array([5, 2, 5], np.int32)
-    kernels.copy_rows_in(slots, rows, weights, 3)
-    assert np.array_equal(weights[5, :3], rows[2])
-    assert np.array_equal(weights[2, :3], rows[1])
-    out = np.empty((3, 3), np.float32)
-    kernels.copy_rows_out(slots, weights, 3, out)
-    assert np.array_equal(out, rows[[2, 1, 2]])
-
-
 def test_join_ids_finds_the_first_wrong_id() -> None:
     ids = np.array([9, 10, 1, 5, 3, 4], np.int64)
     # Feature 0 owns ids[4:6], feature 1 owns ids[0:3].
@@ -241,14 +217,3 @@ def test_join_ids_finds_the_first_wrong_id() -> None:
     assert kernels.join_ids(0, 4, ids, starts, firsts, np.array([4, 11], np.int64), 2, bag_starts, keys) == 5
     assert kernels.join_ids(0, 4, ids, starts, firsts, np.array([10, 11], np.int64), 2, bag_starts, keys) == -1
     assert keys.tolist() == [3, 4, *((7 << 40) + row for row in (9, 10, 1))]
-
-
-def test_put_rows() -> None:
-    generator = np.random.default_rng(4)
-    weights, state = (generator.integers(0, 9, (20, words), np.uint64) for words in (3, 0))
-    expected = weights.copy()
-    slots = generator.permutation(20)[:7].astype(np.int32)
-    new = generator.integers(10, 99, (7, 3), np.uint64)
-    expected[slots[2:6]] = new[2:6]
-    kernels.put_rows(2, 6, slots, weights, state, new, np.empty((7, 0), np.uint64))
-    assert np.array_equal(weights, expected)

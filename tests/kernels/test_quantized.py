@@ -68,15 +68,6 @@ def test_rows_are_packed_as_torch_packs_them(kind: str, dim: int, dtype: str) ->
     assert (np.delete(found, slots, 0) == 0xA5).all()
 
 
-@every_dtype
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("column", [0, 5, 19])
-def test_a_row_with_nan_or_infinity_is_not_packed(column: int, value: float, dtype: str) -> None:
-    rows = np.ones((4, 20), np.float32)
-    rows[2, column] = value
-    assert quantized.pack_rows(rows, np.arange(4, dtype=np.int32), np.zeros((4, 32), np.uint8), 20, CODES[dtype]) == 2
-
-
 @pytest.mark.parametrize(
     ("dtype", "low", "high", "fits"),
     [
@@ -218,10 +209,3 @@ def test_first_values_are_those_in_float32_packed(first: init.Initializer, dtype
     quantized.fill_first_values(first, keys, slots, found, 9, CODES[dtype])
     expected = packed(torch.from_numpy(values), dtype).numpy()
     assert np.array_equal(found[:, : expected.shape[1]], expected)
-
-
-def test_first_values_that_do_not_fit_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"first values of Constant\(value=70000.0\) are too large"):
-        quantized.fill_first_values(
-            init.Constant(7e4), np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros((1, 8), np.uint8), 4, floats.INT4
-        )

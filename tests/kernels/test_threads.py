@@ -69,35 +69,6 @@ def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, policy: str)
         assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
 
 
-def test_two_threads_may_train_two_tables(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="440KiB", threads=2) as store:
-        for name in ("a", "b"):
-            store.create_table(
-                tierstore.TableConfig(
-                    name=name, num_embeddings=ROWS, embedding_dim=DIM,
-                    init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0),
-                )
-            )  # fmt: skip
-        failures: list[BaseException] = []
-
-        def train(name: str) -> None:
-            try:
-                bag = tierstore.TieredEmbeddingBag(store[name], mode="sum")
-                for _ in range(5):
-                    bag(torch.arange(ROWS).reshape(-1, 20)).sum().backward()
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=train, args=(name,)) for name in ("a", "b")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        for name in ("a", "b"):
-            assert torch.equal(store[name].read(torch.arange(ROWS)), torch.full((ROWS, DIM), -5.0))
-
-
 def small(name: str) -> tierstore.TableConfig:
     return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Constant(0.0))
 

@@ -67,18 +67,6 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> N
         assert all(torch.equal(one, other) for one, other in zip(job.state(), expected, strict=True))
 
 
-def test_a_job_goes_back_to_where_it_was_saved_by_rollback_and_load() -> None:
-    with tierstore.open(cold="memory", ddr="4MiB") as store:
-        job = Job(store)
-        job.train(range(3))
-        checkpoint.save(store, *job.all)
-        saved = job.state()
-        job.train(range(3, 5))
-        store.rollback(store.version)
-        checkpoint.load(store, *job.all)
-        assert all(map(torch.equal, job.state(), saved))
-
-
 def test_weights_do_not_go_back_without_their_rows(tmp_path: Path) -> None:
     def weights() -> Tensor:
         return job.model[1].weight.detach().clone()
@@ -130,22 +118,6 @@ def test_a_commit_of_rows_alone_drops_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"version 5 .*keep=2\): .*open the store with keep=3"):
             store.commit()
         assert store.versions == (5, 6)
-
-
-def test_what_is_no_checkpoint_is_refused() -> None:
-    def load(*given: Any) -> None:
-        checkpoint.load(store, *given)
-
-    with tierstore.open(cold="memory") as store:
-        job = Job(store)
-        with pytest.raises(errors.TierstoreError, match=r"version 0 .* has no checkpoint.*checkpoint.save"):
-            load(*job.all)
-        store.commit()
-        with pytest.raises(errors.TierstoreError, match=r"version 1 .* has no checkpoint"):
-            load(*job.all)
-        checkpoint.save(store, *job.all)
-        with pytest.raises(ValueError, match="1 optimizers given, but the checkpoint has 2"):
-            load(job.model, [job.dense], job.schedulers)
 
 
 class Kept:

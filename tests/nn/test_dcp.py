@@ -1,7 +1,5 @@
 """Tables in checkpoints of torch.distributed.checkpoint: all their rows, or the version of the store that has them."""
 
-import copy
-import io
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
@@ -119,24 +117,6 @@ def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
 
 
-def test_rows_are_plain_tensors_to_others(tmp_path: Path) -> None:
-    with tierstore.open(cold="memory") as store:
-        table = make(store)
-        dcp.save(checkpoint.rows(store, key="{table}.weight"), checkpoint_id=tmp_path / "ours")
-        bag = nn.EmbeddingBag(ROWS, DIM)
-        loaded = {"t.weight": torch.empty(ROWS, DIM)}
-        dcp.load(loaded, checkpoint_id=tmp_path / "ours")
-        assert torch.equal(loaded["t.weight"], table.read(torch.arange(ROWS)))
-        dcp.save({"t": bag.state_dict()}, checkpoint_id=tmp_path / "theirs")
-        ours = {"t.weight": checkpoint.rows(store, key="{table}.weight")["t.weight"]}
-        changes = table.num_changes
-        dcp.load(ours, checkpoint_id=tmp_path / "theirs")
-        assert table.num_changes > changes
-        assert torch.equal(table.read(torch.arange(ROWS)), bag.weight.detach())
-        ours["t.weight"].narrow(0, 5, 9).narrow(0, 2, 3).copy_(torch.ones(3, DIM))
-        assert (table.read(torch.arange(ROWS)) == 1).all(dim=1).nonzero().flatten().tolist() == [7, 8, 9]
-
-
 WEIGHT, STEP, LR = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
 
 
@@ -157,42 +137,6 @@ def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path, saved: list[Te
         with pytest.raises(CheckpointException, match=said):
             dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "saved")
         assert same(everything(store), before)
-
-
-def test_rows_that_may_not_change_are_saved_and_not_loaded(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s") as store:
-        make(store)
-        store.commit()
-    tierstore.quantize(tmp_path / "s", tmp_path / "q", dtype="int8")
-    for directory, mode, said in (("s", "r", r'mode="r"'), ("q", "w", "int8 rows")):
-        with tierstore.open(tmp_path / directory, mode=mode) as store:  # type: ignore[arg-type]
-            rows, path, before = checkpoint.rows(store), tmp_path / f"{directory}.saved", store["t"].state
-            dcp.save({**rows, f"{KEY}.lr": torch.ones(1, dtype=torch.float64)}, checkpoint_id=path)
-            with pytest.raises(CheckpointException, match=f"ReadOnlyError.*{said}"):
-                dcp.load(dict(rows), checkpoint_id=path)
-            assert store["t"].state == before
-            weights = rows[f"{KEY}.weight"]
-            loaded = {f"{KEY}.weight": torch.empty(weights.shape, dtype=weights.dtype)}
-            dcp.load(loaded, checkpoint_id=path)
-            assert torch.equal(loaded[f"{KEY}.weight"], torch.from_numpy(read_rows(store["t"], 0, ROWS).weights))
-
-
-def test_other_uses_of_rows_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    with tierstore.open(cold="memory") as store:
-        make(store)
-        weights = checkpoint.rows(store)[f"{KEY}.weight"]
-        for use in (
-            lambda: dcp.async_save({"a": weights}, checkpoint_id=tmp_path / "saved"),
-            lambda: torch.save(weights, io.BytesIO()),
-            lambda: copy.deepcopy(weights),
-            lambda: weights.sum(),
-            lambda: torch.empty(ROWS, DIM).copy_(weights),
-            lambda: weights[:, :3],
-            lambda: weights.to("cpu"),
-        ):
-            with pytest.raises(TypeError, match=r"checkpoint.StoreVersion; Table.read reads rows"):
-                use()
-        assert "of <Table 't'" in repr(weights)
 
 
 def test_a_save_that_torch_stages_commits_once(tmp_path: Path) -> None:

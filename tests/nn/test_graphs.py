@@ -81,7 +81,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
     return poolings, passes
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(graph=graphs(), rule=st.sampled_from(RULES), backwards=st.booleans())
 def test_any_graph(graph: tuple[list[str], list[list[Call]]], rule: optim.Optimizer, backwards: bool) -> None:
     poolings, passes = graph

@@ -43,12 +43,6 @@ def test_what_is_split_can_be_joined_again(batch: KeyedJaggedTensor, segments: l
     assert torch.equal(joined.weights(), WEIGHTS)
 
 
-def test_tensors_move_together(batch: KeyedJaggedTensor) -> None:
-    moved = batch.to("meta")
-    assert all(each.is_meta for each in (moved.values(), moved.offsets(), moved.lengths(), moved.weights()))
-    assert batch.values().device.type == "cpu"
-
-
 def test_what_does_not_fit_together_is_refused(batch: KeyedJaggedTensor) -> None:
     with pytest.raises(ValueError, match=r"segments=\[1, 1\] are 2 features, not 3"):
         batch.split([1, 1])

@@ -164,15 +164,6 @@ def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> Non
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_tuple_for_several_modules_is_told_from_a_list(store: tierstore.Store) -> None:
-    modules = [tierstore.TieredEmbedding(store["t"]) for _ in range(2)]
-    batches = [(IDS[0], IDS[1])]
-    with pytest.raises(TypeError) as raised:
-        list(tierstore.prefetch(batches, modules, features=lambda batch: batch))
-    assert "Of several modules give a list" in raised.value.__notes__[0]
-    assert list(tierstore.prefetch(batches, modules, features=list)) == batches
-
-
 def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
     bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
     version = store.commit()
@@ -181,13 +172,6 @@ def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
         store.rollback(version)
     optimizer.zero_grad()
     store.rollback(version)
-
-
-def test_rows_come_in_ahead_of_un_pooled_lookups(store: tierstore.Store) -> None:
-    module = tierstore.TieredEmbedding(store["t"])
-    plain = [module(ids) for ids in IDS]
-    ahead = [module(ids) for ids in tierstore.prefetch(iter(IDS), module, depth=2, features=lambda ids: ids)]
-    assert all(torch.equal(one, other) for one, other in zip(plain, ahead, strict=True))
 
 
 def test_collections_look_up_each_id(store: tierstore.Store) -> None:
@@ -221,12 +205,6 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
         for weights in (None, torch.rand(len(ids)))
     )
     assert torch.equal(module(weighted)["a"].values(), module(plain)["a"].values())
-
-
-@pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
-def test_padding_is_a_row(store: tierstore.Store, padding_idx: int) -> None:
-    with pytest.raises(ValueError, match=rf"padding_idx={padding_idx} must be in \[-{ROWS}, {ROWS - 1}\]"):
-        tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
 
 
 def modules(store: tierstore.Store) -> list[tuple[nn.Module, Any]]:
@@ -365,19 +343,6 @@ def test_weights_and_rows_of_half_types_are_taken(store: tierstore.Store, dtype:
         assert torch.equal(half.read(torch.arange(9)), torch.linspace(-1, 1, 9 * DIM).view(9, DIM).to(dtype))
     with pytest.raises(TypeError, match=r"rows must be float32, float16 or bfloat16, not torch.float64"):
         table.write(torch.tensor([1]), torch.zeros(1, DIM, dtype=torch.float64))
-
-
-def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:
-    with tierstore.open(tmp_path / "s") as store:
-        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
-        store.commit()
-    with tierstore.open(tmp_path / "s", mode="r") as store:
-        module = tierstore.TieredEmbedding(store["t"])
-        assert not module.rows.requires_grad
-        module.requires_grad_(True)
-        assert not module(IDS).requires_grad
-    with pytest.raises(errors.ClosedError):
-        module(IDS)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

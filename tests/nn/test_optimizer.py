@@ -146,20 +146,6 @@ def test_micro_batches_accumulate_as_torchs_do(rule: Optimizer, reference: Any, 
         assert not torch.equal(first, rows_of(store))
 
 
-def test_rows_change_in_step_only_and_zero_grad_forgets() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        twins, first = Twins(store, RULES[0][1]), rows_of(store)
-        twins.backward(batches(1)[0])
-        assert torch.equal(rows_of(store), first)
-        for optimizer in twins.optimizers:
-            optimizer.zero_grad()
-        twins.step()
-        assert torch.equal(rows_of(store), first)
-        twins.backward(batches(2)[1])
-        twins.step()
-        twins.check()
-
-
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> None:
     with opened(SGD(lr=0.5)) as store:
@@ -196,19 +182,6 @@ def test_rows_are_pinned_until_step_or_zero_grad() -> None:
             optimizer.zero_grad()
 
 
-def test_a_scheduler_sets_the_rate_of_rows() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        twins = Twins(store, RULES[0][1])
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in twins.optimizers[:2]]
-        for ids in batches(5):
-            twins.backward(ids)
-            twins.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        twins.check()
-        assert store["t"].learning_rate == pytest.approx(0.005)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -> None:
     with opened(SGD(lr=0.5)) as store:
@@ -223,14 +196,6 @@ def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -
             assert norm > 0.1
             twins.step()
         twins.check()
-
-
-def test_gradients_that_are_not_finite_are_refused_on_request() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
-        (bag(batches(1)[0]).sum() * float("nan")).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            optimizer.clip_grad_norm_(max_norm=1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -250,19 +215,6 @@ def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
             assert torch.equal(before, rows_of(store)) == (number == 1)
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
         twins.check()
-
-
-def test_a_closure_gives_the_loss() -> None:
-    with opened(SGD(lr=0.01)) as store:
-        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = bag(batches(1)[0]).square().sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure) > optimizer.step(closure)
 
 
 def test_learning_rates_are_saved_and_loaded() -> None:
@@ -380,22 +332,6 @@ def test_a_new_optimizer_begins_at_the_configured_rate(tmp_path: Any, caplog: py
     )
     assert day(rate=0.75) == [0.75, 0.375, 0.1875]
     assert len(caplog.records) == 1, "a rate that was set is asked for"
-
-
-def test_clipping_has_the_same_bits_in_every_tier() -> None:
-    def trained(**tiers: Any) -> Tensor:
-        with opened(Adam(lr=0.05), **tiers) as store:
-            bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
-            for ids in batches(12):
-                (bag(ids) - 1).square().mean().backward()
-                optimizer.clip_grad_norm_(max_norm=0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            return rows_of(store)
-
-    expected = trained()
-    for tiers in ({"hbm": "80KiB"}, {"hbm": "4MiB"}, {"ddr": "450KiB"}):
-        assert torch.equal(trained(**{"ddr": "8MiB", "device": "cpu", **tiers}), expected), tiers
 
 
 def test_gradients_that_are_assigned_are_applied() -> None:

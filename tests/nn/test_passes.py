@@ -47,37 +47,6 @@ def factors(count: int) -> Tensor:
 # One pass is one update
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-@pytest.mark.parametrize("rule", [optim.Adagrad(lr=1.0), optim.Adam(lr=0.1)], ids=lambda rule: rule.kind)
-def test_lookups_of_a_table_make_one_update(store: tierstore.Store, rule: optim.Optimizer, pooling: Any) -> None:
-    """Two modules and a collection, of different batch sizes, beside a table that only one of them has."""
-    table = store.create_table(config(optimizer=rule, pooling=pooling, feature_names=("a", "b")))
-    other = store.create_table(config("other", optimizer=rule, pooling=pooling))
-    dense, dense_other = (DenseTable(each.read(ALL), rule) for each in (table, other))
-    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
-    collection = tierstore.TieredEmbeddingBagCollection(store)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        first, second = (torch.randint(0, 30, shape, generator=generator) for shape in ((7, 3), (50, 2)))
-        third = torch.randint(0, 30, (3 * 5,), generator=generator)
-        features = tierstore.KeyedJaggedTensor(["a", "b", "other"], third, offsets=torch.arange(3 * 5 + 1))
-        leaf, leaf_other = dense.weights.clone().requires_grad_(), dense_other.weights.clone().requires_grad_()
-        parts = [functional.embedding_bag(ids, leaf, mode=pooling) for ids in (first, second)]
-        parts += [functional.embedding_bag(ids[:, None], leaf, mode=pooling) for ids in (third[:5], third[5:10])]
-        parts.append(functional.embedding_bag(third[10:, None], leaf_other, mode=pooling))
-        made = [one(first), two(second), *collection(features).to_dict().values()]
-        weights = [torch.randn(part.shape, generator=generator) for part in parts]
-        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()  # type: ignore[union-attr]
-        sum((part * weight).sum() for part, weight in zip(made, weights, strict=True)).backward()  # type: ignore[union-attr]
-        assert leaf.grad is not None
-        assert leaf_other.grad is not None
-        dense.apply(leaf.grad, torch.cat([first.flatten(), second.flatten(), third[:10]]))
-        dense_other.apply(leaf_other.grad, third[10:])
-        torch.testing.assert_close(table.read(ALL), dense.weights, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(other.read(ALL), dense_other.weights, rtol=1e-5, atol=1e-5)
-    assert table.state.step == other.state.step == 2
-
-
 def test_lookups_are_merged_in_the_order_of_their_forwards(store: tierstore.Store) -> None:
     table = store.create_table(config(init=tierstore.init.Constant(0.0)))
     bag = tierstore.TieredEmbeddingBag(table)
@@ -332,29 +301,7 @@ def test_compiled_autograd_is_refused(store_dir: Path) -> None:
             bag(IDS).sum().backward()
 
 
-def test_nothing_grows_with_forwards_that_have_no_backward(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
-    for _ in range(10):
-        bag(IDS)
-    pool = table.pool
-    assert not pool.in_use
-    assert pool.pins.num_held == 0
-
-
 # Gradients see what forward read
-
-
-def test_gradients_of_weights_are_of_the_rows_before_the_update(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
-    scales = [torch.ones(IDS.shape, requires_grad=True) for _ in range(2)]
-    expected = (table.read(IDS.flatten()) * factors(1)[0].repeat_interleave(2, 0)).sum(1).view(IDS.shape)
-    made = [one(IDS, None, scales[0]), two(IDS, None, scales[1])]
-    ((made[0] + made[1]) * factors(1)[0]).sum().backward()
-    for scale in scales:
-        assert scale.grad is not None
-        torch.testing.assert_close(scale.grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def write(table: tierstore.Table, bag: Any) -> None:

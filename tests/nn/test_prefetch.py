@@ -1,6 +1,7 @@
 """The pipeline: order, depth, bounds, and what happens when something fails in it."""
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tierstore
 from tests import children
@@ -28,24 +31,89 @@ def make_collection(store: tierstore.Store, rows: int = 500) -> tierstore.Tiered
 
 
 def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
-    return tierstore.KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+    return batch_of(torch.tensor(ids))
+
+
+def batch_of(ids: Any) -> tierstore.KeyedJaggedTensor:
+    return tierstore.KeyedJaggedTensor(["a"], torch.as_tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
 
 
 def pinned(store: tierstore.Store) -> int:
     return store["a"].pool.pins.num_pinned
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 8])
-def test_batches_come_in_order_and_nothing_stays_pinned(store_dir: Path, depth: int) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        batches = [batch(i, i + 1, 499) for i in range(20)]
-        seen = []
-        for item in tierstore.prefetch(batches, collection, depth=depth):
-            collection(item).values().sum().backward()
-            seen.append(item)
-        assert [id(item) for item in seen] == [id(item) for item in batches]
+@settings(max_examples=settings.default.max_examples // 3)
+@given(
+    policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead"]),
+    depth=st.integers(0, 5),
+    lookahead=st.sampled_from([0, 1, 3, 50]),
+    shares=st.lists(st.floats(0.001, 1.6), min_size=1, max_size=6),
+    trained=st.booleans(),
+    end=st.sampled_from(["all", "break", "reader", "wrong id", "model"]),
+    at=st.integers(0, 5),
+)
+def test_any_loop(
+    policy: Any, depth: int, lookahead: int, shares: list[float], trained: bool, end: str, at: int
+) -> None:
+    """Batches of any share of the cache come in order, each in its turn, with the rows of a plain loop; whatever ends
+    the loop, nothing stays pinned, announced or running."""
+    read = seen = 0
+    end = end if at < len(shares) else "all"
+    with tierstore.open(cold="memory", ddr="440KiB", policy=policy) as store:
+        zeros, sgd = tierstore.init.Constant(0.0), tierstore.optim.SGD(lr=1.0)
+        store.create_table(
+            tierstore.TableConfig(name="a", num_embeddings=MANY, embedding_dim=4, init=zeros, optimizer=sgd)
+        )
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        capacity, order = store["a"].pool.cache.capacity, np.random.default_rng(at)
+        ids = [(order.random(1 + int(share * capacity)) ** 2 * 3 * capacity).astype(np.int64) for share in shares]
+        batches = [batch_of(each) for each in ids]
+        if end == "wrong id":
+            batches[at] = batch(1, MANY)
+        expected = torch.zeros(MANY)
+
+        def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
+            nonlocal read
+            for read, each in enumerate(batches, 1):
+                if end == "reader" and read == at + 1:
+                    raise OSError("the disk fell off")
+                yield each
+
+        def loop() -> None:
+            nonlocal seen
+            with contextlib.closing(
+                tierstore.prefetch(reader(), collection, depth=depth, lookahead=lookahead)
+            ) as ahead:
+                for item in ahead:
+                    assert item is batches[seen]
+                    assert read <= seen + 1 + depth + lookahead
+                    with torch.set_grad_enabled(trained):
+                        out = collection(item).values()
+                    assert torch.equal(out[:, 0].detach(), expected[ids[seen]])
+                    if end == "model" and seen == at:
+                        raise ZeroDivisionError
+                    if trained:
+                        out.sum().backward()
+                        expected.sub_(torch.bincount(torch.from_numpy(ids[seen]), minlength=MANY))
+                    seen += 1
+                    if end == "break" and seen > at:
+                        break
+
+        error = {"reader": OSError, "wrong id": ValueError, "model": ZeroDivisionError}.get(end)
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            loop()
+        assert seen == (len(batches) if end == "all" else at + (end == "break"))
+        gc.collect()
         assert pinned(store) == 0
+        assert policy != "lookahead" or announced_keys(store) == 0
+        with store["a"].pool.arena.lock:
+            store["a"].pool.cache.check_integrity()
+        shown = torch.arange(3 * capacity)
+        assert torch.equal(store["a"].read(shown)[:, 0], expected[shown])
+        for thread in prefetch_threads():
+            thread.join(10)
+        assert not prefetch_threads()
+        assert store.commit() == 1
 
 
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
@@ -60,82 +128,20 @@ def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> Non
         assert store.stats().ddr.misses == misses == 4
 
 
-def test_the_reader_is_never_more_than_depth_ahead(store_dir: Path) -> None:
-    read = 0
-
-    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
-        nonlocal read
-        for i in range(50):
-            read = i + 1
-            yield batch(i)
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for used, item in enumerate(tierstore.prefetch(reader(), collection, depth=3), 1):
-            collection(item).values().sum().backward()
-            assert read <= used + 3
-
-
-def test_an_error_in_the_reader_comes_after_the_batches_before_it(store_dir: Path) -> None:
-    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
-        yield batch(1)
-        yield batch(2)
-        raise OSError("the disk fell off")
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        pipeline = tierstore.prefetch(reader(), collection, depth=4)
-        for _ in range(2):
-            collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(OSError, match="the disk fell off") as caught:
-            next(pipeline)
-        assert "reader" in [entry.name for entry in caught.traceback]
-        assert pinned(store) == 0
-        assert store.commit() == 1
-
-
-def test_a_wrong_id_in_a_later_batch_surfaces_with_its_cause(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        pipeline = tierstore.prefetch([batch(1), batch(500), batch(2)], collection, depth=2)
-        collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(ValueError, match=r"id 500 is not a row of table 'a'"):
-            next(pipeline)
-        assert pinned(store) == 0
-        assert torch.isfinite(store["a"].read(torch.arange(500))).all()
-
-
-def test_an_error_in_the_model_leaves_nothing_pinned_and_no_thread(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        with pytest.raises(ZeroDivisionError):
-            run_and_fail(collection)
-        assert pinned(store) == 0
-        assert not [thread for thread in threading.enumerate() if thread.name == "tierstore-prefetch"]
-        collection(batch(3)).values().sum().backward()
-        assert store.commit() == 1
-
-
-def run_and_fail(collection: Any) -> None:
-    pipeline = tierstore.prefetch([batch(i) for i in range(9)], collection, depth=3)
-    try:
-        for item in pipeline:
-            out = collection(item).values()
-            raise ZeroDivisionError(out.shape)
-    finally:
-        pipeline.close()
-
-
-def misses(policy: str, shares: list[float], *, depth: int, trained: bool) -> int:
-    """Of batches with so many rows, as shares of the cache, looked up or trained."""
+@functools.cache
+def skewed() -> list[Any]:
+    """Rows of 40 batches, each once, in the order of use."""
     generator = np.random.default_rng(1)
+    drawn = (generator.zipf(1.2, 20_000) % MANY for _ in range(40))
+    return [each[np.sort(np.unique(each, return_index=True)[1])] for each in drawn]
+
+
+def misses(policy: str, share: float, *, depth: int, trained: bool) -> int:
+    """Of batches with so many rows, as a share of the cache, looked up or trained."""
     with tierstore.open(cold="memory", ddr="440KiB", policy=policy) as store:
         collection = make_collection(store, rows=MANY)
-        rows = [dict.fromkeys((generator.zipf(1.2, 20_000) % MANY).tolist()) for _ in shares]
-        capacity = store["a"].pool.cache.capacity
-        batches = [
-            batch(*list(each)[: max(1, int(share * capacity))]) for each, share in zip(rows, shares, strict=True)
-        ]
+        num_rows = int(share * store["a"].pool.cache.capacity)
+        batches = [batch_of(rows[:num_rows]) for rows in skewed()]
         for item in tierstore.prefetch(batches, collection, depth=depth):
             with torch.set_grad_enabled(trained):
                 out = collection(item).values()
@@ -145,20 +151,14 @@ def misses(policy: str, shares: list[float], *, depth: int, trained: bool) -> in
         return store.stats().ddr.misses
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("caches", [0.6, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0])
+@pytest.mark.parametrize(
+    ("caches", "trained"), [(0.6, True), (1.0, False), (1.2, True), (1.5, False), (2.0, True), (3.0, False)]
+)
 def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: bool) -> None:
     """In a cache of so many batches. LFU and TinyLFU evict others where rows of batches ahead are pinned."""
     for policy, most in (("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)):
-        plain, *ahead = [misses(policy, [1 / caches] * 40, depth=depth, trained=trained) for depth in (0, 1, 2, 8)]
+        plain, *ahead = [misses(policy, 1 / caches, depth=depth, trained=trained) for depth in (0, 1, 8)]
         assert max(ahead) <= most * plain
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_batches_of_any_sizes_are_read_as_by_a_plain_loop(trained: bool) -> None:
-    """One larger than the cache is used before the next one comes in."""
-    shares = np.random.default_rng(2).lognormal(-1, 1, 60).tolist()
-    assert len({misses("lru", shares, depth=depth, trained=trained) for depth in (0, 1, 3)}) == 1
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
@@ -179,30 +179,6 @@ def test_batches_that_stay_in_use_stop_nobody(share: float) -> None:
         assert pinned(store) == 0
 
 
-def test_backward_begins_with_the_rows_that_are_in_still(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="396KiB", policy="lru") as store:
-        collection = make_collection(store, rows=MANY)
-        store["a"].read(torch.arange(1))
-        before = store.stats().ddr
-        rows = before.capacity_rows * 5 // 4
-        collection(batch(*range(1, rows + 1))).values().sum().backward()
-        assert store.stats().ddr.misses - before.misses == rows + rows - before.capacity_rows
-
-
-def test_a_batch_larger_than_the_cache_works(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="396KiB", policy="lru") as store:
-        collection = make_collection(store, rows=5000)
-        before = store["a"].read(torch.arange(5000))
-        for item in tierstore.prefetch([batch(*range(5000))] * 3, collection, depth=2):
-            collection(item).values().sum().backward()
-        assert store.stats().ddr.capacity_rows < 1000
-        assert store.stats().ddr.split_batches > 0
-        expected = before
-        for _ in range(3):
-            expected = expected - torch.tensor(0.01)
-        assert torch.equal(store["a"].read(torch.arange(5000)), expected)
-
-
 def test_ids_changed_after_preparation_are_looked_up_anew(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
@@ -212,44 +188,14 @@ def test_ids_changed_after_preparation_are_looked_up_anew(store_dir: Path) -> No
         assert pinned(store) == 0
 
 
-def test_a_bag_can_be_prefetched(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        make_collection(store)
-        bag = tierstore.TieredEmbeddingBag(store["a"], mode="sum")
-        pairs = [(torch.tensor([i, i + 1]), torch.tensor([0])) for i in range(5)]
-        for ids, offsets in tierstore.prefetch(pairs, bag, depth=2, features=lambda pair: pair):
-            assert torch.equal(bag(ids, offsets)[0], store["a"].read(ids).sum(0))
-        assert pinned(store) == 0
-
-
-@pytest.mark.parametrize("shape", [(), (2,), (2, 1, 3)])
-def test_tensors_of_ids_are_prefetched_as_they_are(store_dir: Path, shape: tuple[int, ...]) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        make_collection(store)
-        rows = tierstore.TieredEmbedding(store["a"])
-        pipeline = tierstore.prefetch([torch.full(shape, 1), torch.full(shape, 2)], rows, depth=1)
-        rows(next(pipeline))
-        ids = next(pipeline)
-        assert store.stats().ddr.misses == 2
-        assert rows(ids).shape == (*shape, 4)
-        assert store.stats().ddr.misses == 2
-
-
-def test_other_offsets_than_those_prepared_are_respected(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        make_collection(store)
-        bag = tierstore.TieredEmbeddingBag(store["a"], mode="sum")
-        ids = torch.tensor([1, 2, 3])
-        for given, _ in tierstore.prefetch([(ids, torch.tensor([0]))], bag, depth=1, features=lambda pair: pair):
-            assert bag(given, torch.tensor([0, 1])).shape == (2, 4)
-        assert pinned(store) == 0
-
-
 def test_wrong_arguments(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
         with pytest.raises(ValueError, match="depth=-1"):
             tierstore.prefetch([], collection, depth=-1)
+        for lookahead in (-1, True, 1.5):
+            with pytest.raises((ValueError, TypeError), match="lookahead"):
+                tierstore.prefetch([], collection, lookahead=lookahead)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="pass features="):
             next(iter(tierstore.prefetch([object()], collection, depth=1)))
 
@@ -267,35 +213,6 @@ def test_closing_the_store_under_a_pipeline_is_a_clear_error(store_dir: Path) ->
 def in_eviction_order(store: tierstore.Store) -> list[int]:
     cache = store["a"].pool.cache
     return [int(key) & 2**40 - 1 for key in cache.keys_of(cache.resident_slots())]
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("lookahead", [1, 3, 50])
-def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth: int, lookahead: int) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store, MANY)
-        batches = [batch(i, i + 1, 499) for i in range(20)]
-        seen = []
-        for item in tierstore.prefetch(batches, collection, depth=depth, lookahead=lookahead):
-            collection(item).values().sum().backward()
-            seen.append(item)
-            with store["a"].pool.arena.lock:
-                store["a"].pool.cache.check_integrity()
-        assert [id(item) for item in seen] == [id(item) for item in batches]
-        assert pinned(store) == 0
-        store["a"].pool.cache.check_integrity()
-        assert announced_keys(store) == 0
-
-
-def test_lookahead_under_another_policy_is_said_to_change_nothing(
-    store_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lru") as store:
-        collection = make_collection(store, MANY)
-        for _ in tierstore.prefetch([batch(1), batch(2)], collection, lookahead=2):
-            pass
-    said = [record.message for record in caplog.records if "lookahead" in record.message]
-    assert said == ['lookahead= changes nothing under this policy; open the store with policy="lookahead"']
 
 
 def announced_keys(store: tierstore.Store) -> int:
@@ -319,31 +236,6 @@ def test_the_row_used_last_is_evicted_first(store_dir: Path) -> None:
         assert set(in_eviction_order(store)) == {1, 2, 3, 4, 5, 9}
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_announcements_of_an_abandoned_pipeline_are_dropped(store_dir: Path, depth: int) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store, MANY)
-        pipeline = tierstore.prefetch([batch(i, i + 1) for i in range(30)], collection, depth=depth, lookahead=10)
-        collection(next(pipeline)).values().sum().backward()
-        assert announced_keys(store) > 0
-        pipeline.close()
-        assert announced_keys(store) == pinned(store) == 0
-        store["a"].pool.cache.check_integrity()
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_wrong_id_far_ahead_surfaces_in_its_turn(store_dir: Path, depth: int) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store, MANY)
-        items = [*(batch(i) for i in range(5)), batch(MANY), batch(2)]
-        pipeline = tierstore.prefetch(items, collection, depth=depth, lookahead=9)
-        for _ in range(5):
-            collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(ValueError, match=rf"id {MANY} is not a row of table 'a'"):
-            next(pipeline)
-        assert pinned(store) == announced_keys(store) == 0
-
-
 def test_the_reader_waits_for_room_to_announce(store_dir: Path) -> None:
     """Each batch uses a third of the cache's rows; there is room for six uses a row."""
     read = 0
@@ -362,12 +254,6 @@ def test_the_reader_waits_for_room_to_announce(store_dir: Path) -> None:
             assert read <= used + 18
         assert used == read == 60
         assert announced_keys(store) == 0
-
-
-@pytest.mark.parametrize("lookahead", [-1, True, 1.5])
-def test_a_wrong_lookahead_is_refused(store_dir: Path, lookahead: Any) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store, pytest.raises(ValueError, match="lookahead"):
-        tierstore.prefetch([], make_collection(store), lookahead=lookahead)
 
 
 class Stuck:

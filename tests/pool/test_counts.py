@@ -8,7 +8,6 @@ import torch
 
 import tierstore
 from tierstore.cache import FullCache
-from tierstore.pool.stats import Stats, TierStats
 
 MANY = 100_000
 """Rows that do not all fit the smaller budget: there they may be evicted."""
@@ -49,18 +48,3 @@ def test_reads_of_rows_in_memory_order_them_as_reads_that_bring_them_in(store_di
             cache.check_integrity()
     assert orders[0] == orders[1]
     assert set(orders[0]) == {1, 2, 3, 4}
-
-
-def test_totals_are_one_flat_dict_of_numbers_and_print_as_a_table() -> None:
-    stats = Stats(TierStats(), TierStats(lookups=1234, unique=3, hits=1, misses=2, seconds=0.25), TierStats(lookups=7))
-    numbers = stats.to_dict()
-    assert {name: number for name, number in numbers.items() if number} == {
-        "ddr.lookups": 1234, "ddr.unique": 3, "ddr.hits": 1, "ddr.misses": 2, "ddr.seconds": 0.25,
-        "ddr.hit_rate": 1 / 3, "ssd.lookups": 7,
-    }  # fmt: skip
-    assert len(numbers) == 3 * (len(TierStats._fields) + 1)
-    lines = str(stats).splitlines()
-    assert lines[0].split() == ["hbm", "ddr", "ssd"]
-    assert lines[1].split() == ["lookups", "0", "1,234", "7"]
-    assert [line.split()[0] for line in lines[1:]] == ["lookups", "unique", "hits", "misses", "seconds", "hit_rate"]
-    assert len({len(line) for line in lines}) == 1

@@ -1,6 +1,5 @@
 """A pool over a cold tier that is slow, or fails: nobody sees a row that is not there yet, and nothing is lost."""
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -146,31 +145,6 @@ def test_held_leases_leave_room_for_others_and_give_it_back(made: Pool) -> None:
             lease.release()
         assert made.pins.has_room(8)
         assert made.pins.num_held == 0
-
-
-@contextlib.contextmanager
-def other_thread_holding(lock: Any) -> Iterator[None]:
-    taken, give_back = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            taken.set()
-            give_back.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert taken.wait(30)
-    yield
-    give_back.set()
-    thread.join(30)
-
-
-def test_a_dropped_lease_is_released(made: Pool) -> None:
-    lease = made.leases.acquire(keys(1, 2, 3))
-    assert made.pins.num_pinned == 3
-    with other_thread_holding(made.arena.lock):
-        del lease  # must not wait
-    assert made.pins.num_pinned == 0
 
 
 def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> None:

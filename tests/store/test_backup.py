@@ -3,7 +3,6 @@
 import errno
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,24 +114,6 @@ def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained:
     assert trained.store.version == 9
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_backups_beside_a_thread_that_trains(trained: Trained, tmp_path: Path, verify: bool) -> None:
-    def train() -> None:
-        for _ in range(8):
-            trained.train()
-            trained.commit()
-
-    found: list[int] = []
-    thread = threading.Thread(target=train)
-    thread.start()
-    while thread.is_alive() and len(found) < 4:
-        found.append(trained.store.backup(tmp_path / str(len(found)), verify=verify).version)
-    thread.join()
-    assert found == sorted(found)
-    for i, version in enumerate(found):
-        trained.check(tmp_path / str(i), version)
-
-
 def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
     trained: Trained, source: Path, tmp_path: Path
 ) -> None:
@@ -166,57 +147,6 @@ def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
     assert len(said) > 8
     trained.check(tmp_path / "copy", 3)
     trained.check(tmp_path / "later", 10)
-
-
-def test_backup_and_original_are_trained_on_alike(trained: Trained, source: Path, tmp_path: Path) -> None:
-    trained.commit()
-    trained.store.backup(tmp_path / "copy")
-    trained.store.close()
-    found = []
-    for directory in (source, tmp_path / "copy"):
-        with tierstore.open(directory, ddr=DDR, keep=2, threads=1) as store:
-            again = Trained(store)
-            for _ in range(3):
-                again.train()
-                again.commit()
-            store.rollback(6)
-            store.verify()
-            found.append([table.read(torch.arange(ROWS)) for table in store.tables.values()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-def test_a_backup_of_a_backup(trained: Trained, tmp_path: Path) -> None:
-    trained.store.backup(tmp_path / "one")
-    with tierstore.open(tmp_path / "one", mode="r", ddr="1MiB") as store:
-        store.backup(tmp_path / "two")
-    trained.check(tmp_path / "two", 3)
-    assert (tmp_path / "one" / "rows.lmdb").read_bytes() == (tmp_path / "two" / "rows.lmdb").read_bytes()
-
-
-def test_tables_made_meanwhile_are_there_and_empty(trained: Trained, tmp_path: Path) -> None:
-    def add(_done: int, _total: int) -> None:
-        if "c" not in trained.store:
-            trained.store.commit()
-            trained.store.create_table(table_config("c")).write(torch.arange(ROWS), torch.ones(ROWS, 16))
-            trained.store.commit()
-
-    trained.store.backup(tmp_path / "copy", progress=add)
-    trained.check(tmp_path / "copy", 3)
-    with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as store:
-        assert list(store.tables) == ["a", "b", "c"]
-        assert not (store["c"].read(torch.arange(ROWS)) == 1).all(1).any()
-
-
-def test_what_was_never_committed_is_not_in_it(source: Path, tmp_path: Path) -> None:
-    with tierstore.open(source, ddr=DDR, threads=1) as store:
-        first = store.create_table(table_config("a")).read(torch.arange(ROWS))
-        store["a"].write(torch.arange(ROWS), torch.ones(ROWS, 16))
-        assert store.stats().ssd.rows_written > 0
-        assert store.backup(tmp_path / "copy", verify=True)[1:3] == (0, ())
-    for mode in ("r", "w"):
-        with tierstore.open(tmp_path / "copy", mode=mode, ddr="8MiB") as store:  # type: ignore[arg-type]
-            assert store.version == 0
-            assert torch.equal(store["a"].read(torch.arange(ROWS)), first)
 
 
 def raising(number: int) -> Callable[..., int]:
@@ -379,19 +309,6 @@ def test_the_manifest_comes_last_after_synced_rows(
         str(tmp_path),
     ]
     assert [step for step in steps if step in wanted] == wanted
-
-
-def test_the_command(trained: Trained, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained.store.close()
-    assert main(["backup", str(source), str(tmp_path / "copy"), "--verify"]) == 0
-    assert f"{tmp_path / 'copy'}: version 3, " in (said := capsys.readouterr().out)
-    assert said.endswith(" rows verified\n")
-    trained.check(tmp_path / "copy", 3)
-    assert main(["backup", str(source), str(tmp_path / "copy")]) == 1
-    assert "is not empty (it holds manifest.json)" in capsys.readouterr().err
-    assert main(["backup", str(source), str(source / "copy")]) == 2
-    assert main(["backup", str(tmp_path / "nosuch"), str(tmp_path / "other")]) == 1
-    assert names(tmp_path) == ["copy", "source"]
 
 
 @pytest.mark.parametrize("mode", ["r", "w"])

@@ -76,22 +76,6 @@ def test_the_budget_is_used_and_divided_by_what_layouts_would_take(store_dir: Pa
         assert abs(narrow.capacity - wide.capacity) <= 0.01 * wide.capacity
 
 
-def test_a_cache_is_never_larger_than_its_tables(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1GiB") as store:
-        for name in ("a", "b"):
-            store.create_table(tierstore.TableConfig(name=name, num_embeddings=50, embedding_dim=4))
-        assert store["a"].pool is store["b"].pool
-        assert store["a"].pool.cache.capacity == 100
-
-
-def test_a_share_of_the_tables_counts_optimizer_state(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="10% of tables") as store:
-        config = tierstore.TableConfig(name="t", num_embeddings=10**5, embedding_dim=64, optimizer=optim.Adam())
-        table = store.create_table(config)
-        assert table.pool.cache.capacity > 0.7 * 10**4
-        assert store.stats().ddr.bytes <= 10**5 * 768 / 10
-
-
 def test_nothing_grows_with_the_table_but_the_map(store_dir: Path) -> None:
     held = []
     for number, rows in enumerate((10**5, 10**9)):
@@ -116,16 +100,6 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Pat
         large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
         with pytest.raises(BudgetError, match=rf"{tier}='100% of tables' would take .* has 100\.0 MiB; give less"):
             large.read(torch.arange(10))
-
-
-@pytest.mark.parametrize(("hbm", "warnings"), [(0, 0), ("1MiB", 1), ("10% of tables", 1)])
-def test_device_memory_that_is_none_beside_a_gpu_is_told_of(
-    monkeypatch: Any, caplog: Any, hbm: Any, warnings: int
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with tierstore.open(cold="memory", ddr="4MiB", hbm=hbm):
-        found = [record.getMessage() for record in caplog.records if 'open with device="cuda"' in record.getMessage()]
-    assert len(found) == warnings
 
 
 def test_page_cache_is_told_apart_from_the_budget(store_dir: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tests.gate import Gate
 from tierstore import optim
-from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
+from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError
 from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
 
@@ -90,42 +90,6 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(
     expected[recent] = 2.0
     assert torch.equal(shown(store_dir, 2), expected)
     assert torch.equal(shown(store_dir), live)
-
-
-def test_more_changes_than_the_outbox_holds_wait_for_the_writer(store_dir: Path, gate: Gate) -> None:
-    with open_store(store_dir) as store:
-        put(store, ALL[:4000], 1.0)
-        gate.close("write-back: segments put")
-        pending = store.commit_async()
-        assert gate.reached.wait(60)
-        change = threading.Thread(target=put, args=(store, ALL[:4000], 2.0))
-        change.start()
-        change.join(0.3)
-        assert change.is_alive()
-        gate.open()
-        change.join(60)
-        assert not change.is_alive()
-        assert pending.result(60) == 1
-        assert (store["t"].read(ALL[:4000]) == 2.0).all()
-    assert (shown(store_dir)[:4000] == 1.0).all()
-
-
-def test_a_commit_waits_for_the_one_before(store_dir: Path, gate: Gate) -> None:
-    with open_store(store_dir) as store:
-        put(store, ALL[:10], 1.0)
-        gate.close("commit: record put")
-        first = store.commit_async(extra={"n": 1})
-        assert gate.reached.wait(60)
-        put(store, ALL[:10], 2.0)
-        numbers: list[int] = []
-        second = threading.Thread(target=lambda: numbers.append(store.commit(extra={"n": 2})))
-        second.start()
-        second.join(0.3)
-        assert second.is_alive()
-        gate.open()
-        second.join(60)
-        assert (first.result(), numbers, store.extra) == (1, [2], {"n": 2})
-    assert (shown(store_dir)[:10] == 2.0).all()
 
 
 def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
@@ -274,85 +238,6 @@ def test_training_and_commits_side_by_side(store_dir: Path) -> None:
 # Kept versions
 
 
-def test_the_last_versions_are_kept_and_can_be_opened(store_dir: Path) -> None:
-    with open_store(store_dir, keep=3) as store:
-        for number in range(1, 7):
-            put(store, ALL[number * 10 :], float(number))
-            assert store.commit(extra={"n": number}, tensors={"n": torch.tensor(number)}) == number
-            assert store.versions == tuple(range(max(1, number - 2), number + 1))
-    for number in (4, 5, 6):
-        with tierstore.open(store_dir, mode="r", version=number) as store:
-            assert (store.version, store.extra, store.tensors()["n"].item()) == (number, {"n": number}, number)
-            assert store.versions == (4, 5, 6)
-            assert (store["t"].read(ALL[number * 10 :]) == number).all()
-            assert (store["t"].read(ALL[number * 10 - 10 : number * 10]) == number - 1).all()
-            store.verify()
-    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; kept: 4, 5, 6"):
-        tierstore.open(store_dir, mode="r", version=3)
-    with pytest.raises(ValueError, match=r"rollback\(5\)"):
-        tierstore.open(store_dir, mode="w", version=5)
-    with open_store(store_dir, keep=1) as store:
-        store.commit()
-        assert store.versions == (7,)
-    assert (shown(store_dir)[60:] == 6.0).all()
-
-
-def test_rollback(store_dir: Path) -> None:
-    with open_store(store_dir, keep=5) as store:
-        for number in (1, 2, 3):
-            put(store, ALL[: number * 1000], float(number))
-            store["t"].learning_rate = number / 10
-            store.commit(extra={"n": number})
-        put(store, ALL, 9.0)
-        store.create_table(tierstore.TableConfig(name="late", num_embeddings=10, embedding_dim=2))
-        store.rollback(2)
-        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"n": 2})
-        assert store["t"].learning_rate == 0.2
-        rows = store["t"].read(ALL)[:, 0]
-        assert (rows[:2000] == 2.0).all()
-        assert (rows[2000:] == -1.0).all()
-        with pytest.raises(ValueError, match=r"version=3 .* is not kept; kept: 1, 2\."):
-            store.rollback(3)
-        put(store, ALL[:10], 5.0)
-        assert store.commit() == 4  # 3 was another
-        assert store.versions == (1, 2, 4)
-        store.rollback(4)
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        out = bag(ALL[:4], torch.tensor([0]))
-        with pytest.raises(TableError, match=r"in use by a batch under way .*; go back before .*del out.*no_grad"):
-            store.rollback(1)
-        out.sum().backward()
-        store.rollback(1)
-        assert (store["t"].read(ALL[:1000]) == 1.0).all()
-    rows = shown(store_dir)
-    assert (rows[:1000] == 1.0).all()
-    assert (rows[1000:] == -1.0).all()
-    with tierstore.open(store_dir, mode="r") as store, pytest.raises(ReadOnlyError):
-        store.rollback(1)
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1001])
-def test_keep_is_bounded(store_dir: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match="keep"):
-        tierstore.open(store_dir, keep=keep)
-
-
-def test_what_a_version_dropped_is_used_again(store_dir: Path) -> None:
-    """A run that rewrites every row at each commit: the file levels off, under two and a half times the data."""
-    rows = torch.arange(20_000)
-    with tierstore.open(store_dir, ddr="8MiB") as store:
-        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=len(rows), embedding_dim=64))
-        sizes = []
-        for number in range(60):
-            table.write(rows, torch.full((len(rows), 64), float(number)))
-            store.commit()
-            sizes.append((store_dir / "rows.lmdb").stat().st_size)
-        data = store.verify().bytes
-    assert max(sizes) < 2.5 * data, f"{max(sizes) / data:.2f}"
-    # A run of free pages that is long enough is missing now and then at first: one more segment at the end, a percent.
-    assert max(sizes[30:]) == max(sizes[:30]) <= 1.04 * max(sizes[:5])
-
-
 def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,36 +274,6 @@ def _steps(store: tierstore.Store, batches: int) -> None:
     given = [(torch.randint(ROWS, (1000,), generator=generator), torch.arange(0, 1000, 2)) for _ in range(batches)]
     for ids, offsets in tierstore.prefetch(given, bag, depth=2, features=lambda batch: batch):
         bag(ids, offsets).backward(torch.ones(500, DIM))
-
-
-@pytest.mark.parametrize(("first", "written"), [(100, 100), (10, 60)])
-def test_room_is_made_by_writing_what_leaves_soon(store_dir: Path, first: int, written: int) -> None:
-    """Rows behind a segment's worth of clean ones are written too only if hardly any were found before."""
-    with tierstore.open(store_dir, ddr="1700KiB", policy="lru", threads=1) as store:
-        table = store.create_table(
-            tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=64, optimizer=optim.SGD(lr=1))
-        )
-        pool = table.pool
-        assert pool.layout.rows_per_segment < 250 < 310 + 50 < pool.cache.capacity // 8
-        table.write(ALL[:first], torch.ones(first, 64))
-        table.read(ALL[first : first + 250])
-        table.write(ALL[first + 250 :][:50], torch.ones(50, 64))
-        table.read(ALL[first + 300 : pool.cache.capacity])
-        pool.writeback.make_room()
-        assert store.stats().ssd.rows_written == written
-        assert pool.cache.num_dirty == first + 50 - written
-
-
-def test_rows_leave_while_batches_are_brought_in(store_dir: Path) -> None:
-    with open_store(store_dir) as store:
-        _steps(store, 60)
-        store.create_table(tierstore.TableConfig(name="u", num_embeddings=5, embedding_dim=DIM))  # no row is in use
-        store.commit()
-        after = store["t"].read(ALL)
-    with open_store(store_dir / "whole", ddr="64MiB") as whole:
-        _steps(whole, 60)
-        assert torch.equal(whole["t"].read(ALL), after)
-    assert torch.equal(shown(store_dir), after[:, 0])
 
 
 def test_what_cannot_be_written_is_told_to_who_needs_the_room(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,3 +342,21 @@ def test_a_version_that_failed_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
         assert (store.version, store.extra) == (1, {"step": 1})
         store.commit(extra={"step": 3})
         assert store.extra == {"step": 3}
+
+
+def test_versions_that_are_not_kept_are_refused(store_dir: Path) -> None:
+    with open_store(store_dir, keep=2) as store:
+        assert [store.commit() for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(ValueError, match=r"version=1 .* is not kept; kept: 2, 3\."):
+            store.rollback(1)
+        store.rollback(2)
+        assert store.commit() == 4  # 3 was another
+    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; kept: 2, 4"):
+        tierstore.open(store_dir, mode="r", version=3)
+    with pytest.raises(ValueError, match=r"rollback\(2\)"):
+        tierstore.open(store_dir, mode="w", version=2)
+    with tierstore.open(store_dir, mode="r") as store, pytest.raises(ReadOnlyError):
+        store.rollback(2)
+    for keep in (0, -1, 1001):
+        with pytest.raises(ValueError, match="keep"):
+            tierstore.open(store_dir, keep=keep)

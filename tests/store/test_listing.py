@@ -12,7 +12,6 @@ import pytest
 import tierstore
 from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing
 from tierstore.cache.policies import ranks_of
-from tierstore.cache.reference import ReferenceCache
 from tierstore.pool import Pool
 from tierstore.store import listing
 from tierstore.store.listing import resident_keys
@@ -64,16 +63,6 @@ def test_undisturbed_it_is_the_order_of_eviction(policy: str, limit: int) -> Non
     assert listed == order or policy == "tinylfu"
 
 
-def test_rows_of_announced_use_come_last() -> None:
-    cache = cache_of("lookahead")
-    order = cache.keys_of(cache.resident_slots())
-    for keys in (order[5:8], order[20:30], order[3:6]):
-        cache.announce(keys)
-    slots = cache.resident_slots()
-    ranks = dict(zip(cache.keys_of(slots).tolist(), ranks_of(cache._books, slots).tolist(), strict=True))
-    assert [ranks[key] for key in list_all(cache)] == list(ranks.values())
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
     """Between any two pieces rows are used, some leave and others come, at random."""
@@ -91,15 +80,6 @@ def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
 
         found = list_all(cache, disturb)
         assert stayed <= set(found) <= came
-
-
-def test_a_full_cache_is_listed_in_pieces() -> None:
-    cache = FullCache({0: range(50), 3: range(60)}, weight_words=1, state_words=0)
-    keys = np.array([5, 49, (3 << 40) | 1, (3 << 40) | 59], np.int64)
-    visit(cache, keys)
-    pieces: list[None] = []
-    assert list_all(cache, lambda: pieces.append(None)) == keys.tolist()
-    assert len(pieces) == 110 // PIECE
 
 
 # A pool's.
@@ -163,10 +143,3 @@ def test_each_row_is_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(turns) > 3
     assert len(set(found.tolist())) == len(found)
     assert set(range(5)) <= set(found.tolist())
-
-
-def test_a_reference_cache_is_listed_at_once() -> None:
-    cache = ReferenceCache(10, weight_words=1, state_words=0, policy="reference-lru")
-    visit(cache, [3, 1, 2])
-
-    assert resident_keys(pool_over(cache)).tolist() == [3, 1, 2]

@@ -15,9 +15,9 @@ import tierstore
 from tests.children import run
 from tierstore import errors, optim
 from tierstore.store import manifest as manifest_module
-from tierstore.store.lineage import NO_LINEAGE, Ancestor, Lineage
+from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.store.version import TableState, pack, repack, unpack, unpack_tensors
+from tierstore.store.version import pack, unpack, unpack_tensors
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
@@ -61,13 +61,6 @@ def json_or_none(text: bytes | bytearray) -> object:
         return None
 
 
-@pytest.mark.parametrize("size", [0, 1, 100])
-def test_a_truncated_manifest(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(errors.DamagedError, match="restore it from a copy of the store"):
-        tierstore.open(path.parent, mode="r")
-
-
 def test_a_newer_format(path: Path) -> None:
     newer = Manifest.read(path.parent)
     newer.write(path.parent)
@@ -76,13 +69,6 @@ def test_a_newer_format(path: Path) -> None:
     envelope["sha256"] = _digest(envelope["body"])
     path.write_text(json.dumps(envelope))
     with pytest.raises(errors.FormatError, match="format version 99; this release reads version 4"):
-        tierstore.open(path.parent, mode="r")
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", "null", "3", '{"body": 1, "sha256": 2}', "[" * 100_000])
-def test_other_json(path: Path, text: str) -> None:
-    path.write_text(text)
-    with pytest.raises(errors.DamagedError):
         tierstore.open(path.parent, mode="r")
 
 
@@ -99,27 +85,18 @@ TABLE = CONFIG.to_dict()
     ("fields", "message"),
     [
         ({"store_id": "../../etc/passwd"}, "store_id='../../etc/passwd' is not 16 bytes in hex"),
-        ({"store_id": 7}, "store_id=7"),
-        ({"page_bytes": 0}, "page_bytes=0 is no page size"),
         ({"page_bytes": 2**62}, "page_bytes=4611686018427387904 is no page size"),
-        ({"page_bytes": float("inf")}, "page_bytes=inf"),
         ({"has_rows": "yes"}, "has_rows='yes'"),
         ({"tables": {}}, "tables must be a list"),
-        ({"tables": [7]}, "not iterable"),
         ({"tables": [{}]}, "no 'feature_names'"),
         ({"tables": [TABLE, TABLE]}, "two tables have one name"),
-        ({"tables": [{**TABLE, "name": ["x"]}]}, "name="),
         ({"tables": [{**TABLE, "name": "a\ud800"}]}, "name='a.ud800' is no valid Unicode"),
-        ({"tables": [{**TABLE, "feature_names": ["\udfff"]}]}, "feature_names='.udfff' is no valid Unicode"),
         ({"tables": [{**TABLE, "feature_names": "ab"}]}, "feature_names must be a list"),
-        ({"tables": [{**TABLE, "feature_names": [["a"]]}]}, "must be distinct strings"),
         ({"tables": [{**TABLE, "num_embeddings": 2**40 + 1}]}, "num_embeddings=1099511627777 must be in"),
-        ({"tables": [{**TABLE, "num_embeddings": 1e3}]}, "num_embeddings must be an int"),
         ({"tables": [{**TABLE, "embedding_dim": 1 << 20}]}, "Split the table by columns"),
         ({"tables": [{**TABLE, "init": {"kind": "uniform", "low": 10**400}}]}, "too large to convert"),
         ({"tables": [{**TABLE, "init": {"kind": "eval"}}]}, "initializer kind 'eval'"),
         ({"tables": [{**TABLE, "optimizer": {"kind": "sgd", "lr": "x"}}]}, "lr must be a number"),
-        ({"tables": [{**TABLE, "more": 1}]}, "more"),
         ({"format_version": "9" * 10**6}, "format version '999"),
     ],
 )
@@ -129,14 +106,6 @@ def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str,
         tierstore.open(path.parent, mode="r")
     assert str(path) in str(raised.value)
     assert len(str(raised.value)) < 1000
-
-
-def test_a_manifest_nested_as_deep_as_the_parser_goes(path: Path) -> None:
-    for depth in (300, 900, 990, 2000):
-        nested = "[" * depth + "]" * depth
-        path.write_text(f'{{"body": {{"format_version": 1, "tables": {nested}}}, "sha256": "x"}}')
-        with pytest.raises(errors.DamagedError, match="restore it from a copy"):
-            Manifest.read(path.parent)
 
 
 def test_a_manifest_that_could_not_be_read_back_is_not_written(
@@ -168,10 +137,8 @@ def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) ->
     ("code", "error", "message"),
     [
         (errno.ENOSPC, errors.DiskFullError, "no room left"),
-        (errno.EDQUOT, errors.DiskFullError, "no room left"),
         (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
         (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
-        (errno.EACCES, errors.TierstoreError, "lacks the permission"),
         (errno.EIO, errors.TierstoreError, "Input/output error"),
     ],
 )
@@ -205,46 +172,11 @@ def test_a_missing_manifest_is_damage_not_a_new_store(path: Path) -> None:
         tierstore.open(path.parent)
 
 
-def test_rows_of_another_store(path: Path, tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "other", ddr="1MiB"):
-        pass
-    (tmp_path / "other" / "rows.lmdb").replace(path.parent / "rows.lmdb")
-    with pytest.raises(errors.FormatError):
-        tierstore.open(path.parent, mode="r")
-
-
 def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
     store_dir.mkdir()
     Manifest.new(4096).write(store_dir)
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store.commit() == 1
-
-
-LINEAGE = Lineage("0123456789abcdef", (Ancestor(2, "f" * 16), Ancestor(4, "0" * 16)))
-
-
-def test_payload_round_trip() -> None:
-    tensors = {
-        "w": torch.randn(3, 4).t(),
-        "empty": torch.empty(0),
-        "step": torch.tensor(7),
-        "half": torch.ones(2).half(),
-    }
-    version = unpack(5, pack({"t": TableState(9, 0.25)}, {"step": 10, "name": "é"}, tensors, LINEAGE))
-    assert (version.number, version.tables, version.extra) == (5, {"t": TableState(9, 0.25)}, {"step": 10, "name": "é"})
-    assert version.lineage == LINEAGE
-    assert unpack(5, repack(version, NO_LINEAGE)) == version._replace(lineage=NO_LINEAGE)
-    loaded = safetensors.torch.load(bytes(version.tensors))
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor)
-        assert loaded[name].dtype == tensor.dtype
-
-
-def test_shared_tensors_are_stored_each() -> None:
-    shared = torch.ones(4)
-    version = unpack(1, pack({}, {}, {"a": shared, "b": shared, "c": shared[:2]}, NO_LINEAGE))
-    assert version.tensors
 
 
 @pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
@@ -259,11 +191,8 @@ def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
         3,
         {},
         {"id": "x", "ancestors": []},
-        {"id": "", "ancestors": []},
         {"id": "0" * 16, "ancestors": 3},
-        {"id": "0" * 16, "ancestors": [[1]]},
         {"id": "0" * 16, "ancestors": [[1, "0" * 15]]},
-        {"id": "0" * 16, "ancestors": [[True, "0" * 16]]},
         {"id": "0" * 16, "ancestors": [[2, "0" * 16], [2, "1" * 16]]},
         {"id": "0" * 16, "ancestors": [[3, "0" * 16]]},
         {"id": "0" * 16, "ancestors": [[number, "0" * 16] for number in range(1, 258)]},
@@ -325,13 +254,6 @@ def test_each_table_is_put_into_json_once(store_dir: Path, monkeypatch: pytest.M
     assert calls == names
     with tierstore.open(store_dir, mode="r") as store:
         assert list(store.tables) == names
-
-
-def test_a_manifest_is_read_however_its_json_is_set(path: Path) -> None:
-    envelope = json.loads(path.read_text())
-    assert envelope["sha256"] == _digest(envelope["body"])
-    path.write_text(json.dumps(envelope, indent=1) + "\n")
-    assert Manifest.read(path.parent).tables == (CONFIG,)
 
 
 def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:

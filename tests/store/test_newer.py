@@ -13,7 +13,7 @@ import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
 from tierstore.io.newer import NewerCommit
-from tierstore.store import Store, changed
+from tierstore.store import Store
 
 SECONDS = 60.0
 CHANGED = [1, 2, 3]
@@ -27,33 +27,6 @@ def commit_changed(writer: Writer) -> None:
 def require_nothing_held(store: Store) -> None:
     """No second snapshot."""
     assert store._follower._found is store._cold._follower.found is None
-
-
-@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-def test_rows_that_come_into_pools_made_meanwhile_are_dropped(writer: Writer, store_dir: Path, ddr: str) -> None:
-    with tierstore.open(store_dir, mode="r", ddr=ddr) as store:
-        commit_changed(writer)
-        found = store.find_newer()
-        assert found is not None
-        assert torch.equal(store["t"].read(EVERY), expected())
-        found.show()
-        assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED))
-
-
-def test_a_row_that_the_newer_version_has_not(writer: Writer, store_dir: Path) -> None:
-    writer("create", "u", 50, DIM)
-    writer("commit", 2)
-    writer("write", "u", [7], 5)
-    writer("commit", 3)
-    row = torch.tensor([7])
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        assert store["u"].pool.cache.num_resident == 0  # made, and nothing read yet
-        writer("rollback", 2)
-        found = store.find_newer()
-        assert found is not None
-        assert store["u"].read(row).tolist() == [[5.0] * DIM]
-        found.show()
-        assert store["u"].read(row).abs().max() < 1.0
 
 
 def test_a_row_that_was_rolled_back_and_then_moved(writer: Writer, store_dir: Path) -> None:
@@ -154,37 +127,6 @@ def test_tables_that_are_stored_differently_and_kept_alike(writer: Writer, store
         assert store["u"].read(torch.tensor([6, 7]))[:, 0].tolist() == [5, 6]
 
 
-def test_many_rows_come_in_meanwhile(writer: Writer, store_dir: Path) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
-        store["t"].read(EVERY[:100])
-        changed = list(range(0, ROWS, 3))
-        writer("write", "t", changed, 5)
-        writer("commit", 2)
-        found = store.find_newer()
-        assert found is not None
-        assert torch.equal(store["t"].read(EVERY), expected())
-        found.show()
-        assert torch.equal(store["t"].read(EVERY.flip(0)), expected(_5=changed).flip(0))
-
-
-def test_wide_rows_are_read_few_at_a_time(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        store["t"].read(EVERY)
-        monkeypatch.setattr(changed, "_CHUNK_BYTES", 100 * store["t"].pool.layout.row_bytes)
-        counts, read = [], NewerCommit.read
-
-        def counted(found: NewerCommit, keys: Any, *arguments: Any) -> None:
-            counts.append(len(keys))
-            read(found, keys, *arguments)
-
-        monkeypatch.setattr(NewerCommit, "read", counted)
-        writer("write", "t", EVERY.tolist(), 5)
-        writer("commit", 2)
-        assert store.refresh() == 2
-        assert (len(counts), max(counts)) == (ROWS // 100, 100)
-        assert torch.equal(store["t"].read(EVERY), expected(_5=EVERY.tolist()))
-
-
 def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tierstore.open(store_dir, mode="r", ddr="4MiB")
     store["t"].read(EVERY)
@@ -248,11 +190,6 @@ class History:
 
     def _return_to(self, version: int) -> None:
         self._current = {name: rows.clone() for name, rows in self.versions[version].items()}
-
-    def shown_by(self, store: Store) -> dict[str, torch.Tensor]:
-        """Every row of the version that a reader shows, as it keeps them."""
-        rows_of = self.versions[store.version]
-        return {name: rows.to(store[name].layout.torch_dtype) for name, rows in rows_of.items()}
 
     def go_on(self) -> None:
         """Write, commit, go back, or open anew without a commit."""

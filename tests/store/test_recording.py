@@ -20,10 +20,7 @@ import torch
 import tierstore
 from tests.recordings import Batch, Feature, check, random_batch
 from tierstore.cache import FullCache
-from tierstore.errors import ClosedError, DiskFullError, TierstoreError
-from tierstore.offline.compaction import compact_store
-from tierstore.plan import accesses_of
-from tierstore.serve.hot_rows import rows_of_trace
+from tierstore.errors import DiskFullError, TierstoreError
 from tierstore.store import recording
 from tierstore.store.recording import Recorder, require_recordable
 from tierstore.trace import read_trace
@@ -146,53 +143,6 @@ def test_bags_of_one_table(store_dir: Path, path: Path, tiers: str, look: str, r
     check(read_trace(path), log, INDEXES)
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-@pytest.mark.parametrize("tiers", TIERS)
-def test_rows_read_as_they_are(store_dir: Path, path: Path, tiers: str, rate: float) -> None:
-    """Each is a sample."""
-    reads = [("a", [3, 3, 899]), ("c", list(range(200))), ("b", []), ("a", [7])]
-    with open_store(store_dir, **TIERS[tiers]) as store, store.record(path, rate=rate):
-        for name, ids in reads:
-            store[name].read(torch.tensor(ids, dtype=torch.int64))
-        store["a"].write(torch.tensor([5]), torch.ones(1, 4))
-        store.commit()
-    log = [Batch(len(ids), [Feature(name, ids, [1] * len(ids))]) for name, ids in reads if ids]
-    check(read_trace(path), log, INDEXES)
-
-
-def test_two_dimensional_ids(store: tierstore.Store, path: Path) -> None:
-    module = tierstore.TieredEmbeddingBag(store["a"])
-    with store.record(path, rate=1.0):
-        module(torch.tensor([[1, 2], [3, 1]]))
-    check(read_trace(path), [Batch(2, [Feature("a", [1, 2, 3, 1], [2, 2])])], INDEXES)
-
-
-def test_what_fails_is_not_recorded(store: tierstore.Store, path: Path) -> None:
-    collection = tierstore.TieredEmbeddingBagCollection(store)
-    (batch,) = steps(1)
-    wrong = Batch(
-        batch.samples, [batch.features[0]._replace(ids=[900] * len(batch.features[0].ids)), *batch.features[1:]]
-    )
-    with store.record(path, rate=1.0):
-        for ask in (
-            lambda: collection(jagged(wrong)),
-            lambda: store["b"].read(torch.tensor([50])),
-            lambda: store["b"].pooled(torch.tensor([50]), torch.tensor([0, 1])),
-        ):
-            with pytest.raises(ValueError, match="is not a row"):
-                ask()
-    check(read_trace(path), [], INDEXES)
-
-
-def test_a_table_made_meanwhile(store: tierstore.Store, path: Path) -> None:
-    with store.record(path, rate=1.0):
-        store["c"].read(torch.tensor([4]))
-        made = store.create_table(tierstore.TableConfig(name="d", num_embeddings=9, embedding_dim=4))
-        made.read(torch.tensor([8, 0]))
-    log = [Batch(1, [Feature("c", [4], [1])]), Batch(2, [Feature("d", [8, 0], [1, 1])])]
-    check(read_trace(path), log, INDEXES | {"d": 3})
-
-
 def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> None:
     log = steps(60, samples=64)
     collection = tierstore.TieredEmbeddingBagCollection(store)
@@ -204,20 +154,6 @@ def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> No
     check(trace, log, INDEXES)
     # The names of the arrays and their headers are beside what is bounded.
     assert path.stat().st_size <= (64 << 10) + 8 * 512
-
-
-def test_training_has_the_same_bits(store_dir: Path, path: Path) -> None:
-    found = []
-    for name in ("with", "without"):
-        with open_store(store_dir / name, ddr="1MiB") as store:
-            collection = tierstore.TieredEmbeddingBagCollection(store)
-            recorder = store.record(path, rate=0.5) if name == "with" else None
-            for batch in steps(6):
-                collection(jagged(batch)).values().pow(2).sum().backward()
-            if recorder is not None:
-                recorder.stop()
-            found.append([table.read(torch.arange(table.config.num_embeddings)) for table in store.tables.values()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_many_threads(store: tierstore.Store, path: Path) -> None:
@@ -264,32 +200,6 @@ def test_threads_look_up_while_another_stops(store: tierstore.Store, path: Path)
 
 
 # What becomes of the file
-
-
-def test_the_file_is_there_at_once_and_of_use(store: tierstore.Store, path: Path) -> None:
-    with store.record(path) as recorder:
-        assert read_trace(path).num_lookups == 0
-        assert (recorder.rate, recorder.path) == (0.01, path)
-        assert store.recorder is recorder
-    assert store.recorder is None
-    recorder.stop()
-    assert {each.name for each in path.parent.iterdir()} == {"store", path.name}
-
-
-def test_closing_the_store_ends_a_recording(store_dir: Path, path: Path) -> None:
-    with open_store(store_dir) as store:
-        recorder = store.record(path, rate=1.0)
-        store["a"].read(torch.tensor([1, 2]))
-    assert read_trace(path).num_lookups == 2
-    assert not recorder._thread.is_alive()
-    with pytest.raises(ClosedError):
-        store.record(path.with_name("other.npz"))
-
-
-def test_a_store_without_tables(store_dir: Path, path: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store, pytest.raises(ValueError, match="no table yet"):
-        store.record(path)
-    assert not path.exists()
 
 
 def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,30 +310,6 @@ def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "t.npz")
     assert trace.num_lookups > 0
     assert (trace.tables["t"].ids == 3).all()
-
-
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_what_a_recording_is_of_use_for(store_dir: Path, path: Path, rate: float) -> None:
-    log = steps(5)
-    with open_store(store_dir) as store:
-        collection = tierstore.TieredEmbeddingBagCollection(store)
-        for name, rows in ROWS.items():
-            store[name].write(torch.arange(rows), torch.ones(rows, DIMS[name]))
-        store.commit()
-        with store.record(path, rate=rate):
-            for batch in log:
-                collection(jagged(batch))
-    trace = read_trace(path)
-    found = accesses_of(trace)
-    assert (found.num_batches, len(found.keys), found.sampling_rate) == (5, trace.num_lookups, rate)
-    for place, batch in enumerate(log):
-        own = found.keys[found.starts[place] : found.starts[place + 1]]
-        whole = batch.whole(INDEXES, rate)
-        assert sorted(own.tolist()) == sorted(INDEXES[name] << 40 | row for name, rows in whole.items() for row in rows)
-    assert set(rows_of_trace(path)["a"].tolist()) == {row for batch in log for row in batch.whole(INDEXES, rate)["a"]}
-    compact_store(store_dir, store_dir.with_name("packed"), trace=path)
-    with tierstore.open(store_dir.with_name("packed"), mode="r", ddr="1MiB") as packed:
-        packed.verify()
 
 
 def test_a_recorder_does_not_keep_a_store_open(store_dir: Path, path: Path) -> None:

@@ -211,13 +211,6 @@ def test_no_child_keeps_the_lock_of_a_writer_that_closed(children: ExitStack, st
     tierstore.open(store).close()
 
 
-def test_whoever_is_gone_is_not_told_to_be_ended(children: ExitStack, store: Path) -> None:
-    writer = Forked(children, store, "w", "c")
-    writer.kill()
-    with pytest.raises(errors.StoreLockedError, match=rf"process {writer.pid} had .* is gone, but a child of it"):
-        tierstore.open(store)
-
-
 def test_a_child_is_told_that_its_parent_is_the_writer(store: Path) -> None:
     code = """
     store = tierstore.open(sys.argv[1], ddr="2MiB", threads=1)

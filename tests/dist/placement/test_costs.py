@@ -11,7 +11,7 @@ import pytest
 from tests.dist.placement.support import costs_of, table
 from tierstore.dist import Plan, Sharding
 from tierstore.dist.placement import Demand, RankCosts, TableDemand, predict
-from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, busiest
+from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe
 
 TABLES = [table("a", 100), table("b", 50)]
 HOT = TableDemand(32, 20, 30, np.array([5.0, 3.0]), np.array([3.0, 1.0]))
@@ -41,30 +41,6 @@ def test_each_exchange_by_hand() -> None:
     assert pooled == pytest.approx(4 + 64 * 0.01 + (2 + 1) * 32 * 8 * 0.001 + max(owners))
     copied = seconds(Sharding("data_parallel", BOTH), Sharding("data_parallel", BOTH))
     assert copied == pytest.approx(2 + 30 * 0.05 + 45 * (0.04 + 8 * 0.001))
-
-
-def test_groups_follow_one_another_and_a_hosts_ranks_share_its_cores() -> None:
-    alone = 3 + 0.1 + 32 * 0.01 + 20 * 0.02 + 40 * 0.036
-    copied = 2 + 10 * 0.05 + 15 * 0.048
-    found = seconds(Sharding("table_wise", FIRST), Sharding("data_parallel", BOTH))
-    assert found == pytest.approx(alone + copied)
-    shared = seconds(Sharding("table_wise", FIRST), Sharding("data_parallel", BOTH), cores=1)
-    assert shared == pytest.approx(alone + copied + 15 * 0.048), "all ranks update their copies on the one core"
-    work = np.array([[4.0, 0], [1, 2], [0, 0], [3, 9]])
-    assert busiest(work, cores=2, local_ranks=4).tolist() == [4, 9]
-    assert busiest(work, cores=1, local_ranks=4).tolist() == [8, 11]
-    assert busiest(work, cores=1, local_ranks=2).tolist() == [5, 9]
-
-
-def test_a_plan_says_what_ranks_hold_and_look_up() -> None:
-    plan = Plan(2, {"a": Sharding("row_wise", BOTH), "b": Sharding("data_parallel", BOTH)})
-    found = predict(TABLES, plan, DEMAND, costs_of(2))
-    assert found.served.tolist() == [30 + 32 + 20, 10 + 32 + 20]
-    assert found.size_bytes.tolist() == [(50 + 50) * 32] * 2
-    with pytest.raises(ValueError, match="no table 'b'"):
-        predict(TABLES, plan._replace(tables={"a": plan.tables["a"]}), DEMAND, costs_of(2))
-    with pytest.raises(ValueError, match=r"2 ranks .* 4; measure"):
-        predict(TABLES, plan, DEMAND, costs_of(4))
 
 
 @pytest.mark.parametrize("cores", [1, 4])

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,26 +49,6 @@ def test_plans_fit_and_are_near_the_best(shapes: list[tuple[int, int]], share: f
     assert list(found.plan.tables) == [each.name for each in tables]
     assert found.seconds == predict(tables, found.plan, demand, costs_of(RANKS)).seconds
     assert found.seconds <= 1.1 * best_of_all(tables, demand, limit)
-
-
-def test_columns_of_the_costliest_are_halved() -> None:
-    """A table whose hot rows are neighbours: ranges of columns alone divide them evenly."""
-    hot = table("hot", 400, 64)
-    own, edge = drawn([hot], 4), np.eye(1, 4)[0]
-    demand = own._replace(tables={"hot": own.tables["hot"]._replace(hot_rows=edge, hot_ids=edge)})
-    only_rows = {"pooled": {"groups": 1e6}, "data_parallel": {"groups": 1e6}}
-    found = Search([hot], demand, costs_of(4, other=only_rows)).best()
-    assert found.plan.tables["hot"] == Sharding("column_wise", (0, 1, 2, 3), "rows")
-
-
-def test_small_tables_are_copied_to_all_ranks() -> None:
-    """Where that saves their exchange; the limit is too low to copy large ones."""
-    tables = [table(f"t{number}", 3 if number < 12 else 4000) for number in range(14)]
-    costs = costs_of(2, other={"rows": {"tables": 1.0}, "pooled": {"groups": 1e6}})
-    search = Search(tables, drawn(tables, 2, samples=256), costs, rank_bytes=0.6 * size_bytes(tables))
-    types = [each.sharding_type for each in search.best().plan.tables.values()]
-    assert set(types[:12]) == {"data_parallel"}
-    assert "data_parallel" not in types[12:]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -1,0 +1,382 @@
+"""Kills, power loss, full and failing devices and bad sectors, in any order: a store shows a version that it promised.
+
+The oracle is ``workload``: a dict of numpy tables, copied at each commit. What was promised follows from the commits
+that returned. Every life of a store is recorded call by call; when it ends, power is lost at instants of the record,
+and the next life begins with the files as they are, as a kill left them, or as a power loss did.
+"""
+
+import collections
+import contextlib
+import errno
+import functools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.io.support import heal, refuse
+from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError, UnreadableError
+from tierstore.io import anchor
+from tierstore.kernels.jit import JIT_ENABLED
+
+from .conftest import SHARED_MEMORY
+from .powerloss import Loss, losses, materialise, pending, state
+from .recovery import crash_points, explore, promised
+from .syscalls import Call, Failure, Recorder
+from .workload import Snapshot, Trained, Workload, copied, differences, first_tables
+
+SYNCS = {"fsync", "fdatasync"}
+DATA = {"pwrite", "write", "writev"}
+NAMES = {"open", "link", "rename", "mkdir", "ftruncate"}
+FAULTS = {
+    "full": (DATA | NAMES, errno.ENOSPC), "over quota": (DATA | NAMES, errno.EDQUOT),
+    "broken": (DATA | NAMES, errno.EIO), "cut short": (DATA, 0), "not synced": (SYNCS, errno.EIO),
+}  # fmt: skip
+"""Ways to fail: the calls that can, and the number that they fail with; 0 for a write of half of the bytes."""
+META_BYTES = 512
+"""More than what LMDB writes of a meta page, and less than a page."""
+GROWTH_BYTES = 1 << 17
+"""Anchors are set in the background this often."""
+TOTAL: collections.Counter[str] = collections.Counter()
+"""What the machines met."""
+
+
+@dataclass
+class Device:
+    """Fails the call of that number among those that can, or every one from there on, until it is freed.
+
+    A write cut short is followed by one that finds no room, as on a device that fills up.
+    """
+
+    fault: str | None = None
+    number: int = 0
+    for_good: bool = False
+    asked: int = 0
+    is_free: bool = False
+    hits: list[Call] = field(default_factory=list)
+
+    def __call__(self, call: Call) -> Failure | None:
+        names, code = FAULTS[self.fault] if self.fault else (set(), 0)
+        if call.name not in names or self.is_free or call.path.name.endswith("-lock"):
+            return None
+        self.asked += 1
+        if self.asked - 1 == self.number or (self.for_good and self.asked > self.number):
+            self.hits.append(call)
+            return Failure(code if len(self.hits) == 1 or code else errno.ENOSPC)
+        return None
+
+    def is_full(self) -> bool:
+        """It had no room, and not where LMDB's meta pages and anchors are overwritten in place, which on most file
+        systems takes none; where it does, the store has to be opened again."""
+        in_place = any(hit.path.name.startswith("rows.anchor") or hit.size_bytes < META_BYTES for hit in self.hits)
+        return self.fault in ("full", "over quota") and not in_place
+
+
+@functools.cache
+def tables() -> dict[str, Trained]:
+    with tempfile.TemporaryDirectory() as folder:
+        return first_tables(Path(folder) / "store")
+
+
+def nothing() -> Snapshot:
+    """A store without a commit."""
+    return Snapshot({}, {}, copied(tables()), version=0)
+
+
+DEVICES = st.builds(Device, st.sampled_from([None, *FAULTS]), st.integers(0, 120), st.booleans())
+
+
+class Faults(RuleBasedStateMachine):
+    """Somebody who trains, and does what the errors say."""
+
+    @initialize(seed=st.integers(0, 2**32), keep=st.sampled_from([1, 3]), device=DEVICES)
+    def begin(self, seed: int, keep: int, device: Device) -> None:
+        self.generator, self.keep = np.random.default_rng(seed), keep
+        self.lives = self.boots = self.serial = 0
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(anchor, "GROWTH_BYTES", GROWTH_BYTES)
+        self.patch.setattr(anchor, "boot_id", lambda: b"start" + self.boots.to_bytes(11, "little"))
+        self.folder = tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self.scratch = Path(self.folder.name)
+        (self.scratch / "life 0").mkdir()
+        self.live([nothing()], device)
+
+    def live(self, versions: list[Snapshot], device: Device) -> None:
+        """Open what is there, which is one of these versions, and record what becomes of it."""
+        self.device, self.errors = device, list[TierstoreError]()
+        self.reopened, self.gone_back = False, 0
+        self.root = self.scratch / f"life {self.lives}"
+        self.recorder = Recorder(self.root, fail=device)
+        self.recorder.__enter__()
+        self.work = Workload(copied(tables()), self.generator, self.recorder.mark, keep=self.keep, serial=self.serial)
+        try:
+            self.work.open(self.root / "store")
+        except TierstoreError as error:
+            self.note(error)
+            if self.work.store is not None:
+                self.close()
+            self.work.open(self.root / "store")
+        self.first = self.shown(versions)
+        if self.first.version:
+            self.work.show(self.first)
+        assert differences(self.work.store, self.first) == []
+
+    def shown(self, versions: list[Snapshot]) -> Snapshot:
+        """Which of these versions the store shows; the oldest is the last that is known to be durable."""
+        store = self.work.store
+        found = next(version for version in reversed(versions) if version.extra == store.extra)
+        if not store.version:
+            return found
+        found = replace(found, version=store.version)
+        return replace(found, kept=found.kept or (*versions[0].kept, found)[-self.keep :])
+
+    def shown_now(self) -> Snapshot:
+        return self.shown(promised(self.recorder, self.recorder.time, self.first)[0])
+
+    def close(self) -> None:
+        try:
+            self.work.close()
+        except TierstoreError as error:
+            self.note(error)
+
+    def note(self, error: TierstoreError) -> None:
+        self.errors.append(error)
+        self.device.is_free = True
+
+    def attempt(self, step: Callable[[], object], *, again: bool = False) -> None:
+        """Take a step; after an error go on, in the same store if it lets us, else in one opened anew."""
+        try:
+            step()
+            return
+        except TierstoreError as error:
+            self.note(error)
+            partly = isinstance(error, PartlyTrainedError)
+        for _ in range(2):  # of what failed in the background meanwhile we may hear only now
+            try:
+                self.work.take_up()
+                if partly:
+                    self.go_back()
+                    partly = False
+                if again:
+                    step()
+                return
+            except TierstoreError as error:
+                if "open it again" in str(error):
+                    break
+                if not isinstance(error, DiskFullError):
+                    raise
+        self.reopened = True
+        self.open_anew()
+        if again:
+            step()
+
+    def go_back(self) -> None:
+        """A step failed half way: back to the last version, and on from there."""
+        self.work.settle()
+        goal = self.work.steps + 1
+        if self.work.store.versions:
+            self.work.last = self.shown_now()
+            self.work.go_back(self.work.last)
+        else:
+            with pytest.raises(PartlyTrainedError, match="open it again"):
+                self.work.store.commit()
+            self.open_anew()
+            self.work.train(goal - self.work.steps)
+        self.gone_back += 1
+
+    def open_anew(self) -> None:
+        self.close()
+        self.work._pending = None
+        self.work.open(self.root / "store")
+        self.work.show(self.shown_now())
+        self.work.take_up()
+
+    @rule(steps=st.integers(1, 3))
+    def train(self, steps: int) -> None:
+        self.attempt(lambda: self.work.train(steps))
+
+    @rule()
+    def commit(self) -> None:
+        self.attempt(self.work.commit, again=True)
+
+    @rule(steps=st.integers(1, 3))
+    def commit_in_the_background(self, steps: int) -> None:
+        self.attempt(lambda: self.work.commit_beside(steps))
+        self.attempt(self.work.settle)
+
+    @precondition(lambda self: self.work.last is not None and (self.device.is_free or not self.device.fault))
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        assert self.work.last is not None
+        self.work.rollback(data.draw(st.sampled_from(self.work.last.kept)))
+
+    @precondition(lambda self: JIT_ENABLED and (self.device.is_free or not self.device.fault))  # reads evict rows
+    @rule()
+    def lose_sectors(self) -> None:
+        """Pages of the row file are refused, one after another less; what is read is right or an error."""
+        pages = os.stat(self.root / "store" / "rows.lmdb").st_size // 4096
+        self.work.store["trained"].read(torch.arange(1))
+        guard = self.work.store._cold._file.map.rows.guard
+        refuse(guard, 2, pages - 2)
+        for name, model in self.work.tables.items():
+            for _ in range(pages + 1):
+                with contextlib.suppress(UnreadableError):
+                    rows = self.work.store[name].read(torch.arange(len(model.weights))).numpy()
+                    break
+                TOTAL["unreadable"] += 1
+            assert (rows == model.weights).all()
+        heal(guard, pages)
+
+    @rule(loses=st.sampled_from(["nothing", "process", "power"]), device=DEVICES)
+    def die(self, loses: str, device: Device) -> None:
+        """End this life; at an instant of it, if it loses something; and begin the next."""
+        versions = self.end()
+        time = self.recorder.time
+        if loses != "nothing":
+            time = int(self.generator.choice(crash_points(self.recorder)))
+            versions, _ = promised(self.recorder, time, self.first)
+        self.lives += 1
+        place = self.scratch / f"life {self.lives}"
+        safe, unsafe = pending(self.recorder, time)
+        loss = Loss(frozenset(unsafe))
+        if loses == "power":
+            self.boots += 1
+            loss = [*losses(self.recorder, unsafe, self.generator, 4)][int(self.generator.integers(4))]
+        materialise(state(self.recorder, safe, loss, unsafe), place)
+        shutil.rmtree(self.root)
+        self.live(versions, device)
+
+    def end(self) -> list[Snapshot]:
+        """Close the store, check its errors, and lose power at some instants; the versions that it may show now."""
+        try:
+            self.close()
+        finally:
+            self.recorder.__exit__(None, None, None)
+        self.serial = self.work.serial
+        assert self.recorder.problems == []
+        for error in self.errors:
+            assert str(self.root) in str(error), error
+        if self.device.is_full() and self.errors:
+            partly = isinstance(self.errors[0], PartlyTrainedError)
+            assert isinstance(self.errors[0].__cause__ if partly else self.errors[0], DiskFullError), self.errors[0]
+            assert (self.reopened, self.gone_back) == (False, partly)
+        (self.scratch / "states").mkdir(exist_ok=True)
+        counts = explore(
+            self.recorder, self.first, self.scratch / "states", points=1, states_each=2, generator=self.generator,
+            boots=self.boots + 1,
+        )  # fmt: skip
+        TOTAL.update(errors=len(self.errors), lives=1, failed=bool(self.device.hits), gone_back=self.gone_back)
+        TOTAL.update(torn=counts.torn, states=counts.states, ahead=counts.went_ahead, behind=counts.went_back)
+        return promised(self.recorder, self.recorder.time, self.first)[0]
+
+    def teardown(self) -> None:
+        if hasattr(self, "work"):
+            self.end()
+            self.patch.undo()
+            self.folder.cleanup()
+
+
+def run_machine(examples: int, steps: int) -> None:
+    """Without shrinking, which takes an hour: seed and steps of a failure are shown."""
+    TOTAL.clear()
+    phases = set(Phase) - {Phase.shrink, Phase.explain}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("tierstore"), "disabled", True)
+        run_state_machine_as_test(
+            Faults, settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases)
+        )
+    print(TOTAL)
+
+
+@pytest.mark.timeout(900)
+def test_work_and_faults_in_any_order() -> None:
+    run_machine(8 if JIT_ENABLED else 1, 14)
+    wanted = ["errors", "failed", "torn", "ahead", "behind", "unreadable"] if JIT_ENABLED else ["torn"]
+    assert min(TOTAL[name] for name in wanted) > 0, TOTAL
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_work_and_faults_in_many_orders() -> None:
+    run_machine(600, 30)
+
+
+def test_a_store_in_new_directories_lasts(scratch: Path, initial: dict[str, Trained]) -> None:
+    """Whoever makes a directory syncs the one that names it: else the first commits may vanish, store and all."""
+    with Recorder(scratch) as recorder:
+        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
+        workload.open(scratch / "new" / "newer" / "store").train(1)
+        workload.commit()
+        workload.close()
+    made = [number for number, operation in enumerate(recorder.operations) if operation.kind == "mkdir"]
+    safe, _ = pending(recorder, recorder.time)
+    assert len(made) == 3
+    assert {*made} <= {*safe}
+
+
+# A harness that finds nothing must be one that would have.
+
+
+def keeper(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Give whoever sets anchors something else."""
+    real = anchor.AnchorKeeper.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        real(self, *arguments, **(named | changes))
+
+    return lambda patch: patch.setattr(anchor.AnchorKeeper, "__init__", init)
+
+
+def sync_no_directory(patch: pytest.MonkeyPatch) -> None:
+    for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.anchor"):
+        patch.setattr(f"{module}.sync_directory", lambda directory: None)
+
+
+def recover_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tierstore.io.opened.recover", lambda path, store_id, pins: None)
+
+
+BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no sync of rows": keeper(sync=lambda: None),
+    "no pins": keeper(pin=contextlib.ExitStack),  # has nothing to close
+    "no sync of anchors": lambda patch: patch.setattr(anchor.os, "fdatasync", lambda descriptor: None),
+    "no sync of the directory": sync_no_directory,
+    "no recovery": recover_nothing,
+}
+
+
+@contextlib.contextmanager
+def without(broken: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anchor, "GROWTH_BYTES", GROWTH_BYTES)
+        BROKEN[broken](patch)
+        yield
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_store_that_leaves_out_a_step_is_found_out(scratch: Path, initial: dict[str, Trained], broken: str) -> None:
+    (scratch / "run" / "store").mkdir(parents=True)
+    (scratch / "states").mkdir()
+    with without(broken), Recorder(scratch / "run") as recorder:
+        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
+        workload.open(scratch / "run" / "store")
+        for _ in range(3):
+            workload.train(3)
+            workload.commit()
+        workload.train(3)
+        workload.close()
+    found = pytest.raises((AssertionError, TierstoreError))
+    with without(broken) if broken == "no recovery" else contextlib.nullcontext(), found as raised:
+        explore(recorder, nothing(), scratch / "states", points=60, states_each=12, generator=np.random.default_rng(0))
+    assert "promised" in raised.value.__notes__[0]
