@@ -103,9 +103,9 @@ def test_lookups_are_counted_as_hits(tmp_path: Path) -> None:
         table = store["a"]
         ids, offsets = torch.arange(6), torch.tensor([0, 6])
         table.read(ids)
-        before = table.pool.filler.counters()
+        before = table.pool.leases.counters()
         table.pooled(ids, offsets)
-        after = table.pool.filler.counters()
+        after = table.pool.leases.counters()
         assert (after.lookups - before.lookups, after.hits - before.hits) == (6, 6)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.contract import AnyLookup
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
+from ..lookup.lookup import AnyLookup
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
