@@ -72,7 +72,7 @@ def below(cold: TroubledTier) -> Below:
     cold.add_table(0, layout, ROWS)
     rows = cache.make_cache("lru", BELOW, weight_words=layout.weight_words, state_words=layout.state_words)
     pool = Pool(layout, rows, cold, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
-    pool.filler.add_table(0, CONFIG)
+    pool.leases.add_table(0, CONFIG)
     return Below(pool)
 
 

@@ -27,7 +27,7 @@ def make_pool(tier: Any, policy: str = "lru") -> Pool:
     tier.add_table(0, layout, ROWS)
     rows = cache.make_cache(policy, CAPACITY, weight_words=layout.weight_words, state_words=layout.state_words)
     made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
-    made.filler.add_table(0, CONFIG)
+    made.leases.add_table(0, CONFIG)
     return made
 
 

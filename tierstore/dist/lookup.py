@@ -21,14 +21,14 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
-from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, OfKeys
+from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.merging import Merged
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.arena import RowArrays
-from ..pool.bags import NO_ARG_MAX, Pooling, dot_part, pool_part
+from ..pool.arena import RowArrays, dot_part, pool_part
+from ..pool.bags import NO_ARG_MAX, Pooling
 from ..store import Table
 from .columns import with_mean_squares
 from .owners import Owners

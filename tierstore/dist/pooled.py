@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, tables_of
-from ..pool.bags import NO_FLOATS
+from ..lookup.lookup import AnyLookup, make_lookup
+from ..pool.bags import NO_FLOATS, Bags
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
@@ -87,6 +87,7 @@ class _Bags(Joined):
         self._keys = np.concatenate([request.keys for request in requests])[self._positions]
         scale = np.concatenate([request.scale for request in requests])
         self.scale = scale[self._positions] if len(scale) else NO_FLOATS
+        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, 1, self.scale)
 
     def scatter(self, values: Floats, out: Floats) -> None:
         out[self._positions] += values

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats
-from ..lookup.contract import make_lookup
 from ..lookup.joined import Joined, OfKeys
+from ..lookup.lookup import make_lookup
 from ..rows import KEY_ROW_BITS
 from .lookup import Sent, ShardedLookup
 from .owners import Owners

@@ -1,6 +1,8 @@
 """A sharded table as lookups see it: whole, with this rank's part behind it."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TypeVar
 
 from ..config import TableConfig
 from ..lookup.tables import Replayed, id_error
@@ -9,6 +11,8 @@ from ..pool import Pool
 from ..rows import RowLayout
 from ..store import Store, Table
 from .plan import Shard, Sharding
+
+_T = TypeVar("_T")
 
 
 class ShardedTable:
@@ -48,6 +52,10 @@ class ShardedTable:
     @property
     def pool(self) -> Pool:
         return self.local.pool
+
+    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
+        """See ``Table.in_pool``."""
+        return self.local.in_pool(work)
 
     @property
     def num_changes(self) -> int:

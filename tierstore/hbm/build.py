@@ -15,15 +15,32 @@ from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
 from .base import DeviceRows, rows_of
 from .cache import PolicyName
-from .full import FullRows, FullSize
 from .lanes import NOT_THERE, open_lane
-from .pool import HbmPool, HbmSize
 from .sending import Sender
 
 POLICIES: Final[dict[str, PolicyName]] = {
     "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
 }  # fmt: skip
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
+
+
+class DeviceSize(Protocol):
+    """How much device memory a pool has, and for what."""
+
+    def host_bytes(self, layout: RowLayout) -> int:
+        """Host memory that such a pool takes."""
+        ...
+
+    def make_rows(
+        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool
+    ) -> DeviceRows:
+        """Device memory of this size above a pool.
+
+        Args:
+            tables: the range of the rows of each table, by table index.
+            readonly: nothing is trained.
+        """
+        ...
 
 
 class HbmTable(Protocol):
@@ -37,7 +54,7 @@ class HbmTable(Protocol):
 
 def add_hbm(
     pools: Iterable[Pool],
-    sizes: Mapping[RowLayout, HbmSize | FullSize],
+    sizes: Mapping[RowLayout, DeviceSize],
     tables: Sequence[HbmTable],
     *,
     device: torch.device,
@@ -61,12 +78,8 @@ def add_hbm(
     try:
         for pool in pools:
             size, its_tables = sizes[pool.layout], [table for table in tables if table.layout == pool.layout]
-            rows: DeviceRows
-            if isinstance(size, FullSize):
-                ranges = {table.index: table.rows for table in its_tables}
-                rows = FullRows(pool, ranges, size, sender, readonly=readonly)
-            else:
-                rows = HbmPool(pool, size, sender, own)
+            ranges = {table.index: table.rows for table in its_tables}
+            rows = size.make_rows(pool, ranges, sender, policy=own, readonly=readonly)
             configs = [table.config for table in its_tables]
             rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
             pool.tier = rows

@@ -30,6 +30,7 @@ from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
+from .cache import PolicyName
 from .grouping import group_slots
 from .lanes import NOT_THERE, Mark, refused_in_graph
 from .sending import Sender
@@ -53,8 +54,12 @@ class FullSize(NamedTuple):
     staging_rows: int
 
     def host_bytes(self, layout: RowLayout) -> int:
-        """Host memory that such a pool takes."""
         return staging_bytes(layout, self.staging_rows)
+
+    def make_rows(
+        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool  # noqa: ARG002
+    ) -> "FullRows":  # fmt: skip
+        return FullRows(below, tables, self, sender, readonly=readonly)
 
 
 class _Grouping(NamedTuple):

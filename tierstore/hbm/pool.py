@@ -28,7 +28,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -69,6 +69,11 @@ class HbmSize(NamedTuple):
     def host_bytes(self, layout: RowLayout) -> int:
         """Host memory that such a pool takes: staging, and what says which row has which overflow slot."""
         return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
+
+    def make_rows(
+        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool  # noqa: ARG002
+    ) -> "HbmPool":  # fmt: skip
+        return HbmPool(below, self, sender, policy)
 
 
 class _Grouped(NamedTuple):

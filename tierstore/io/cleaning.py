@@ -20,10 +20,10 @@ import numpy as np
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
 from .indexes import byte_ranges
+from .known_segments import Segments
 from .mapped import queue_parts
 from .reads import RowReader, Rows
 from .row_map import RowMap
-from .slots import Segments
 from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")

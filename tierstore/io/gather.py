@@ -29,10 +29,10 @@ from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .indexes import damage_error, damage_words
+from .known_segments import SegmentArrays
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 from .places import Places
 from .segments import Geometry, SegmentStatus, row_seed
-from .slots import SegmentArrays
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 QUEUE_DEPTH: Final = 512

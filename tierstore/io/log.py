@@ -20,13 +20,13 @@ from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
 from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
+from .known_segments import Segments
 from .mapped import queue_parts
 from .opened import OpenFile
 from .reads import RowReader, Rows
 from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
 from .row_map import RowMap
 from .segments import build_segment, page_header_status
-from .slots import Segments
 from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")

@@ -12,9 +12,9 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, ROW_MASK
 from ..system.sizes import format_size
+from .known_segments import SegmentArrays
 from .mapped import prefetch_word, zeros
 from .segments import KEYS, NEWEST, Geometry, rows_listed
-from .slots import SegmentArrays
 
 Places = NDArray[np.uint32] | NDArray[np.int64]
 

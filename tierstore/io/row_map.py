@@ -38,6 +38,7 @@ from ..kernels.arrays import Int64s, Words
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
+from .known_segments import Segments
 from .mapped import HUGE_PAGE_BYTES, use_huge_pages
 from .places import (
     Places,
@@ -52,7 +53,6 @@ from .places import (
     place_type,
     publish,
 )
-from .slots import Segments
 from .snapshot import Tree
 
 if TYPE_CHECKING:

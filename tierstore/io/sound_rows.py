@@ -19,11 +19,11 @@ from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from .checksum import row_checksum
 from .indexes import Stored, look_at_indexes
+from .known_segments import Segments
 from .mapped import FileMap, copy_words
 from .places import Places, TableArrays
 from .row_map import RowMap
 from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_block_word
-from .slots import Segments
 from .sound_tree import Remains
 
 R = TypeVar("R")

@@ -13,10 +13,10 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
+from .known_segments import Segments
 from .places import Places, TableArrays, can_be_stored, is_dropped, is_known, place_type
 from .row_map import RowMap, require_entered, take_slots
 from .segments import KEYS, Geometry, rows_listed
-from .slots import Segments
 from .snapshot import Tree
 
 

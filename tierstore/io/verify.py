@@ -24,11 +24,11 @@ from .indexes import (
     refused_status,
     stored_segments,
 )
+from .known_segments import Segments
 from .mapped import queue_parts
 from .places import TableArrays, can_be_stored
 from .row_map import RowMap
 from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
-from .slots import Segments
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record, require_logged
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..system.signals import shielded
-from .contract import AnyLookup
+from .lookup import AnyLookup
 from .training import train
 
 _NUMBERS: Final = itertools.count()

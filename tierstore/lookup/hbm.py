@@ -23,7 +23,7 @@ from ..system.signals import shielded
 from .joined import Joined, OverJoined
 from .merging import Merged
 from .on_device import OnDevice
-from .tables import Ready, RowGradients, by_table, in_pool_of
+from .tables import Ready, RowGradients, by_table
 
 
 class HbmLookup(OverJoined):
@@ -43,7 +43,7 @@ class HbmLookup(OverJoined):
         if isinstance(joined, OnDevice):
             self._rows, self._batch = joined.rows, joined.sent
         else:
-            lane = rows_of(joined.tables[0].pool).lane
+            lane = rows_of(self._pool).lane
             lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
@@ -74,26 +74,31 @@ class HbmLookup(OverJoined):
     @property
     def demand(self) -> tuple[Pool, Int64s]:
         """The pool below and the keys, int64 [N], of the rows it will use."""
-        return self.joined.tables[0].pool, self.joined.keys
+        return self._pool, self.joined.keys
 
-    def _sent(self) -> tuple[DeviceRows, DeviceBatch]:
-        """The tables' current pool, and the batch there; while no rows are in use, a new table may replace the pool."""
-        rows = rows_of(self.joined.tables[0].pool)
+    @property
+    def _pool(self) -> Pool:
+        """The tables' current pool; while no rows are in use, a new table may replace it."""
+        return self.joined.tables[0].pool
+
+    def _sent(self, pool: Pool) -> tuple[DeviceRows, DeviceBatch]:
+        """The pool's rows in device memory, and the batch there."""
+        rows = rows_of(pool)
         rows.begin()
         if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
             raise refused_in_graph("no batch is used that was prefetched or looked up outside, nor the other way round")
         if rows is not self._rows or self._batch is None:
             if self._rows is not None and self._batch is not None:
                 self.joined.note_keys(self._rows.position_keys(self._batch))
-            known = self._known_rows(rows)
+            known = self._known_rows(pool, rows)
             self._rows, self._batch = rows, rows.send(self.joined, known)
         return rows, self._batch
 
-    def _known_rows(self, rows: DeviceRows) -> Tensor | None:
+    def _known_rows(self, pool: Pool, rows: DeviceRows) -> Tensor | None:
         """The merged positions' rows, joined on the device from those of the parts."""
         if not isinstance(self.joined, Merged):
             return None
-        pieces = [lookup._sent()[1] if len(lookup.joined) else None for lookup in self._parts]
+        pieces = [lookup._sent(pool)[1] if len(lookup.joined) else None for lookup in self._parts]
         empty = torch.empty(0, dtype=rows.row_dtype, device=rows.device)
         for piece in pieces:
             if piece is not None:
@@ -106,22 +111,22 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             return True
 
-        def has_room(_pool: Pool) -> bool:
-            rows, batch = self._sent()
+        def has_room(pool: Pool) -> bool:
+            rows, batch = self._sent(pool)
             return rows.has_room(batch)
 
-        return in_pool_of(self.joined.tables[0], has_room)
+        return self.joined.tables[0].in_pool(has_room)
 
     @shielded
     def stage(self) -> bool:
         if self._is_empty:
             return True
 
-        def stage(_pool: Pool) -> DeviceLease | None:
-            rows, batch = self._sent()
+        def stage(pool: Pool) -> DeviceLease | None:
+            rows, batch = self._sent(pool)
             return rows.stage(batch)
 
-        self._lease = in_pool_of(self.joined.tables[0], stage)
+        self._lease = self.joined.tables[0].in_pool(stage)
         return self._lease is not None
 
     def release(self) -> None:
@@ -131,9 +136,9 @@ class HbmLookup(OverJoined):
             lease.release()
 
     @contextlib.contextmanager
-    def _on_device(self) -> Iterator[tuple[DeviceRows, DeviceBatch]]:
-        """The pool and the batch there; what kernels read is kept until the work given within is done."""
-        rows, batch = self._sent()
+    def _on_device(self, pool: Pool) -> Iterator[tuple[DeviceRows, DeviceBatch]]:
+        """As ``_sent``; what kernels read is kept until the work given within is done."""
+        rows, batch = self._sent(pool)
         try:
             yield rows, batch
         finally:
@@ -146,10 +151,10 @@ class HbmLookup(OverJoined):
             for column in self.joined.columns.tolist():
                 out[:, column : column + table.layout.dim] = 0
             return
-        in_pool_of(table, lambda _pool: self._forward(out, keep=keep))
+        table.in_pool(partial(self._forward, out, keep=keep))
 
-    def _forward(self, out: Tensor, *, keep: bool) -> None:
-        with self._on_device() as (rows, batch):
+    def _forward(self, out: Tensor, pool: Pool, *, keep: bool) -> None:
+        with self._on_device(pool) as (rows, batch):
             if self._mode == kernels.MAX:
                 shape = self.joined.num_bags, rows.layout.dim
                 self._arg_max = torch.empty(shape, dtype=torch.int32, device=rows.device)
@@ -171,7 +176,7 @@ class HbmLookup(OverJoined):
         """See ``Lookup.scale_gradient``; waits for the device."""
         if self._is_empty:
             return
-        with self._on_device() as (rows, batch):
+        with self._on_device(self._pool) as (rows, batch):
             rows.lane.require_no_capture("per-sample weights get no gradient: give some that require none")
             own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
             for part in rows.parts(batch, self._lease):
@@ -184,13 +189,13 @@ class HbmLookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        replayed = None if self._is_empty else in_pool_of(self.joined.tables[0], self._bring_in)
+        replayed = None if self._is_empty else self.joined.tables[0].in_pool(self._bring_in)
         return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
 
-    def _bring_in(self, _pool: Pool) -> list[Hyper] | None:
+    def _bring_in(self, pool: Pool) -> list[Hyper] | None:
         """Bring the rows in, if they fit together. Under capture returns the tables' ``replayed_hyper``."""
         replayed = None
-        with self._on_device() as (rows, batch):
+        with self._on_device(pool) as (rows, batch):
             if batch.captured is not None:  # what no graph can have is refused here, before a row changes
                 replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
             self._lease = rows.whole(batch, self._lease)
@@ -203,7 +208,7 @@ class HbmLookup(OverJoined):
         if self._is_empty:
             joined.next_hyper()
             return
-        with self._on_device() as (rows, batch):
+        with self._on_device(self._pool) as (rows, batch):
             hyper = joined.next_hyper() if replayed is None else replayed
             if batch.captured is not None:
                 batch.captured.count_update()
@@ -228,7 +233,7 @@ class HbmLookup(OverJoined):
         dim = tables[0].layout.dim
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
-        with self._on_device() as (rows, batch):
+        with self._on_device(self._pool) as (rows, batch):
             rows.lane.require_no_capture("gradients of rows are not merged, as for grad of a table's parameter")
             rows.require_right(batch)
             groups = rows.groups(batch)

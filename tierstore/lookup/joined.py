@@ -15,7 +15,6 @@ from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Numbering
 from ..pool.residency import Batch, Distinct, IdsOfBags
 from ..rows import KEY_ROW_BITS
-from ..system.signals import shielded
 from .tables import LookupTable
 
 
@@ -95,9 +94,11 @@ class Joined:
         scale: float32 [N], per-sample weights, or empty.
         columns: int32 [features].
         batch: bags of each feature.
+        bags: where its positions lie.
     """
 
     bag_starts: Any
+    bags: Bags
 
     def __init__(self, features: Features, jagged: Jagged, places: Sequence[int]) -> None:
         self.tables, self.columns, self.table_of = features.tables, features.columns, features.table_of
@@ -115,6 +116,7 @@ class Joined:
         else:
             self._choose(jagged.offsets, np.asarray(places))
         self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, batch, self.scale)
 
     def _choose(self, offsets: Ids, features: Int64s) -> None:
         """Lay the chosen features end to end."""
@@ -149,7 +151,7 @@ class Joined:
         if self._keys is None:
             known = self._numbering
             if known is None:
-                keys = np.empty(len(self), np.int64)
+                keys = np.empty(int(self.bag_starts[-1]), np.int64)
                 self._read(None, keys)
             else:
                 keys = self._slots + self.bags.shifts(known)
@@ -161,15 +163,18 @@ class Joined:
         """The rows of ``keys``; errors as there."""
         return Distinct.of(self.keys)
 
-    @property
-    def bags(self) -> Bags:
-        """Where its positions lie."""
-        return Bags(self.tables, self.table_bags, self.bag_starts, self.columns, self.batch, self.scale)
-
     @cached_property
     def keyed(self) -> Batch:
-        """The batch as a pool takes it whose rows may be evicted; errors as ``keys``."""
-        return Batch(self.bags, self.keys, self._order())
+        """The batch as a pool takes it whose rows may be evicted; errors as ``keys``.
+
+        In order of use, which is sample by sample: rows used by one sample lie together when they have left memory. It
+        plays no part where no row will be written.
+        """
+        keys, order = self.keys, None
+        if 1 < self.batch < len(self.bag_starts) - 1 and not self.tables[0].store.readonly:
+            order = np.empty(len(keys), np.int64)
+            kernels.order_by_sample(self.bag_starts, self.batch, order)
+        return Batch(self.bags, keys, order)
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
@@ -200,22 +205,12 @@ class Joined:
         """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering
 
-    @shielded
     def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
         """As ``write``, from the caller's ids."""
         join: Any = kernels.join_ids
         bad = join(0, len(self.bag_starts) - 1, *self.ids_of_bags(numbering), out)
         if bad >= 0:
             self.check([bad])
-
-    def _order(self) -> Int64s | None:
-        """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
-        memory. None if the positions are in that order, or no row will be written."""
-        if self.batch in (1, len(self.bag_starts) - 1) or self.tables[0].store.readonly:
-            return None
-        order = np.empty(len(self), np.int64)
-        kernels.order_by_sample(self.bag_starts, self.batch, order)
-        return order
 
     def ids_of_bags(self, numbering: Numbering | None) -> IdsOfBags:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
@@ -319,5 +314,6 @@ class OfKeys(Joined):
         columns: Any = order * tables[0].layout.dim
         self.columns = columns
         self.scale = NO_FLOATS
+        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, 1, NO_FLOATS)
         self._keys = keys[order]
         self._slots = self._numbering = None

@@ -4,8 +4,9 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,15 +15,50 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
+from ..pool.arena import dot_part
 from ..pool.backward import Groups
-from ..pool.bags import NO_ARG_MAX, Pooling, dot_part
+from ..pool.bags import NO_ARG_MAX, Pooling
 from ..pool.pins import Lease
 from ..pool.residency import Batch, Update
 from ..rows import ROW_MASK
 from ..system.signals import shielded
+from .hbm import HbmLookup
 from .joined import Joined, OverJoined
 from .merging import Merged
-from .tables import Ready, RowGradients, in_pool_of
+from .tables import Ready, RowGradients, TrainsRows
+
+
+class AnyLookup(TrainsRows, Protocol):
+    """What modules and backward passes ask of a lookup, wherever its rows are."""
+
+    joined: Joined
+    mode: str
+
+    @property
+    def group(self) -> Hashable:
+        """Equal of lookups that may be merged."""
+        ...
+
+    @property
+    def demand(self) -> tuple[Pool, Int64s]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in."""
+        ...
+
+    def stage(self) -> bool:
+        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
+        ...
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out``."""
+        ...
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """Gradient of the per-sample weights into ``grad_scale``."""
+        ...
 
 
 class Lookup(OverJoined):
@@ -74,12 +110,12 @@ class Lookup(OverJoined):
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""
-        return in_pool_of(self.joined.tables[0], lambda pool: pool.rows.has_room(self._batch_in(pool)))
+        return self.joined.tables[0].in_pool(lambda pool: pool.rows.has_room(self._batch_in(pool)))
 
     @shielded
     def stage(self) -> bool:
         """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
-        self._lease = in_pool_of(self.joined.tables[0], lambda pool: pool.rows.stage(self._batch_in(pool)))
+        self._lease = self.joined.tables[0].in_pool(lambda pool: pool.rows.stage(self._batch_in(pool)))
         return self._lease is not None or not len(self.joined)
 
     def _batch_in(self, pool: Pool) -> Batch:
@@ -113,8 +149,8 @@ class Lookup(OverJoined):
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
-        in_pool_of(joined.tables[0], partial(self._look_up, pooling=pooling, keep=keep))
-        if not keep:
+        joined.tables[0].in_pool(partial(self._look_up, pooling=pooling, keep=keep))
+        if not keep and self._lease is not None:
             self.release()
 
     def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:
@@ -145,7 +181,7 @@ class Lookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        self._lease = in_pool_of(self.joined.tables[0], self._whole)
+        self._lease = self.joined.tables[0].in_pool(self._whole)
         return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
 
     def _whole(self, pool: Pool) -> Lease | None:
@@ -182,3 +218,14 @@ class Lookup(OverJoined):
         counts = groups.counts.tolist()
         rows, parts = (torch.split(torch.from_numpy(each), counts) for each in (keys & ROW_MASK, values))
         return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]
+
+
+def make_lookup(joined: Joined, *, mode: str) -> AnyLookup:
+    """A pooled lookup in the fastest tier of the tables. ValueError, which names table and id, for an id outside its
+    table; where each row has a slot of its own, and in device memory, the lookup raises it."""
+    pool = joined.tables[0].pool
+    if pool.tier.on_device:
+        return HbmLookup(joined, mode=mode)
+    if pool.rows.numbering is None:
+        joined.keyed  # noqa: B018 - reads ids
+    return Lookup(joined, mode=mode)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Floats
-from ..pool.bags import NO_FLOATS, Numbering
+from ..pool.bags import NO_FLOATS, Bags, Numbering
 from .joined import Joined, tables_of
 from .tables import LookupTable
 
@@ -46,6 +46,7 @@ class Merged(Joined):
         has_scale = any(len(part.scale) for part in parts)
         scales = self.over_positions([_scale(part) for part in parts]) if has_scale else [NO_FLOATS]
         self.scale = np.concatenate(scales)
+        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, 1, self.scale)
         self._keys = self._slots = self._numbering = None
 
     def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:

@@ -13,9 +13,8 @@ from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
 from ..rows import ROW_MASK
 from .joined import Features, Jagged, Joined
-from .tables import in_pool_of
 
-_FETCHED: Final = ("bag_starts", "scale", "_ids", "_starts", "_stops", "_keys", "_slots", "_numbering")
+_FETCHED: Final = ("bag_starts", "bags", "scale", "_ids", "_starts", "_stops", "_keys", "_slots", "_numbering")
 
 
 class DeviceJagged:
@@ -56,7 +55,7 @@ class DeviceJagged:
         if not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):
             return self.on_host.join(features, places)
 
-        return in_pool_of(features.tables[0], lambda pool: OnDevice(features, self, rows_of(pool)))
+        return features.tables[0].in_pool(lambda pool: OnDevice(features, self, rows_of(pool)))
 
 
 class OnDevice(Joined):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import ClosedError, IdError
+from ..errors import IdError
 from ..kernels.threads import Workers
 from ..optim.configs import Hyper
 from ..pool import Pool
@@ -135,6 +135,10 @@ class LookupTable(Protocol):
         """Where its rows live now; raises ClosedError or TableError if they no longer do."""
         ...
 
+    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
+        """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
+        ...
+
     @property
     def rounding_seed(self) -> int:
         """Rounding seed of the last counted update."""
@@ -180,14 +184,3 @@ def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> lis
     owners = keys >> KEY_ROW_BITS
     chosen = [owners == table.index for table in tables]
     return [RowGradients(table, keys[own] & ROW_MASK, values[own]) for table, own in zip(tables, chosen, strict=True)]
-
-
-def in_pool_of(table: LookupTable, work: Callable[[Pool], _T]) -> _T:
-    """Run it in the table's pool; run it again if a new table replaced the pool meanwhile."""
-    while True:
-        pool = table.pool
-        try:
-            return work(pool)
-        except ClosedError:
-            if pool is table.pool:  # which fails in a closed store
-                raise

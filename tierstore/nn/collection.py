@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Features, Jagged, Joined
+from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.on_device import DeviceJagged
 from ..store import Store, Table
 from ..store.arguments import check_jagged

@@ -1,16 +1,17 @@
 """The autograd function behind both modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.contract import AnyLookup
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
+from ..lookup.lookup import AnyLookup
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
@@ -55,6 +56,9 @@ class Prepared:
         sources: tensors whose contents the lookups depend on.
         store: whose rows they are; the output goes to its device.
         padding: what is not trained of the one lookup.
+
+    Attributes:
+        features: the object that it waits for, see ``PreparedLookups``.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Prepared:
         self.scale = scale
         self.store = store
         self.padding = padding
+        self.features: object = None
         self._all = lookups if padding is None else [*lookups, padding.lookup]
         self._sources = [source for source in sources if source is not None]
         self._versions: list[int] = []
@@ -117,7 +122,10 @@ class Prepared:
         demands = [lookup.demand for lookup in self._all]
         if not all(pool.can_announce(len(keys)) for pool, keys in demands):
             return None
-        return Announced([(pool, pool.announce(keys)) for pool, keys in demands])
+        announced = Announced([])
+        with announced.whole():
+            announced.batches.extend((pool, pool.announce(keys)) for pool, keys in demands)
+        return announced
 
     def release(self) -> None:
         """Unpin whatever is pinned."""
@@ -132,7 +140,16 @@ class Announced(NamedTuple):
         batches: each pool with the batch's number there.
     """
 
-    batches: Sequence[tuple[Pool, int]]
+    batches: list[tuple[Pool, int]]
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Retire it if what adds to it within fails."""
+        try:
+            yield
+        except BaseException:
+            self.retire()
+            raise
 
     def retire(self) -> None:
         """It is in use, or will never be."""
@@ -143,45 +160,54 @@ class Announced(NamedTuple):
 class PreparedLookups:
     """What the prefetch pipeline made ready, waiting for the forward call that will use it.
 
-    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile. Ids are
-    not compared: lookups keep what they read, so a batch whose memory is written over is looked up as it was prepared.
+    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile. An object
+    that comes several times has a batch for each, which are taken in order. Ids are not compared: lookups keep what
+    they read, so a batch whose memory is written over is looked up as it was prepared.
+
+    Several threads may call it: a batch is whose ``_remove`` found it.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[object, Prepared]] = {}
+        self._waiting: list[Prepared] = []
         self._num_others = self._num_missed = 0
 
     def put(self, features: object, prepared: Prepared) -> Prepared:
         """Keep ``prepared`` for ``features``; returns the ticket for ``drop``."""
-        stale = self._waiting.pop(id(features), None)
-        if stale is not None:
-            stale[1].release()
-        self._waiting[id(features)] = (features, prepared)
+        prepared.features = features
+        self._waiting.append(prepared)
         return prepared
 
     def take(self, features: object, sources: Sequence[Tensor | None]) -> Prepared | None:
         """What was prepared for this object, once, unless torch changed its tensors since."""
-        found = self._waiting.pop(id(features), None)
-        if found is None:
-            self._num_others += bool(self._waiting)
+        if not self._waiting:
             return None
-        self._num_others = self._num_missed = 0
-        prepared = found[1]
-        if prepared.is_current(sources):
-            return prepared
-        prepared.release()
+        for prepared in self._waiting.copy():
+            if prepared.features is features and self._remove(prepared):
+                self._num_others = self._num_missed = 0
+                if prepared.is_current(sources):
+                    return prepared
+                prepared.release()
+                return None
+        self._num_others += 1
         return None
+
+    def _remove(self, prepared: Prepared) -> bool:
+        """Whether it was waiting, and no other thread took it."""
+        try:
+            self._waiting.remove(prepared)
+        except ValueError:
+            return False
+        prepared.features = None
+        return True
 
     def drop(self, ticket: Prepared) -> None:
         """Release what was prepared and not taken; warn of the second in turn for which another object came instead."""
-        for place, (_, prepared) in list(self._waiting.items()):
-            if prepared is ticket:
-                del self._waiting[place]
-                prepared.release()
-                self._num_missed += bool(self._num_others)
-                if self._num_others and self._num_missed == _MISSED:
-                    warnings.warn(_NOT_TAKEN, RuntimeWarning, stacklevel=2)
-                self._num_others = 0
+        if self._remove(ticket):
+            ticket.release()
+            self._num_missed += bool(self._num_others)
+            if self._num_others and self._num_missed == _MISSED:
+                warnings.warn(_NOT_TAKEN, RuntimeWarning, stacklevel=2)
+            self._num_others = 0
 
 
 def _changes(tensor: Tensor) -> int:

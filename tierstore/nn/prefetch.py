@@ -88,12 +88,13 @@ class _Several:
 
     def announce(self, features: Any) -> Announced | None:
         announced = Announced([])
-        for module, own in self._pairs(features):
-            one = module.announce(own)
-            if one is None:
-                announced.retire()
-                return None
-            announced = Announced([*announced.batches, *one.batches])
+        with announced.whole():
+            for module, own in self._pairs(features):
+                one = module.announce(own)
+                if one is None:
+                    announced.retire()
+                    return None
+                announced.batches.extend(one.batches)
         return announced
 
     def _pairs(self, features: Any) -> list[tuple[Preparable, Any]]:

@@ -19,11 +19,11 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError,
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
+from ..io.known_segments import Segments
 from ..io.mapped import FileMap, queue_parts
 from ..io.pins import Pins
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
-from ..io.slots import Segments
 from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
 from ..io.sound_tree import Remains, choose_tree
 from ..kernels.arrays import Bools

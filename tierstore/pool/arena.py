@@ -1,4 +1,4 @@
-"""The rows of one cache as kernels read them, the locks over them, and the end of their use."""
+"""The rows of one cache as kernels read and pool them, the locks over them, and the end of their use."""
 
 import contextlib
 import threading
@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from .. import kernels
 from ..cache import RowCache
 from ..errors import ClosedError
-from ..kernels.arrays import Floats, Weights
+from ..kernels import quantized
+from ..kernels.arrays import Floats, Int32s, Weights
 from ..kernels.floats import FLOAT32, half_code
 from ..kernels.threads import Workers
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks
+from .bags import Bags, Pooling
 
 
 @dataclass(eq=False)
@@ -83,3 +86,30 @@ class Arena(RowArrays):
     def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
         """Have threads do ``work(begin, end)`` of ranges that cover ``count``."""
         self.workers.share(work, np.arange(count + 1))
+
+
+def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:
+    """Pool the positions from ``first`` on, whose slots are given. The caller holds the lock over the rows, if any."""
+    pool_rows: Any = quantized.pool_rows if rows.layout.is_quantized else kernels.pool_rows
+
+    def work(begin: int, end: int) -> None:
+        pool_rows(
+            begin, end, first, first + len(slots), bags.starts, slots, bags.scale, pooling.mode, rows.weights,
+            rows.layout.dim, rows.half, bags.columns, bags.batch, pooling.out, pooling.arg_max,
+        )  # fmt: skip
+
+    workers.share(work, bags.starts)
+
+
+def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
+    """Gradients of the weights of the positions from ``first`` on, added to ``grad_scale``, float32 [N]; see
+    ``pool_part``.
+
+    Args:
+        grad_out: float32 [batch, columns].
+    """
+    dot_rows: Any = quantized.dot_rows if rows.layout.is_quantized else kernels.dot_rows
+    dot_rows(
+        0, len(bags.starts) - 1, first, first + len(slots), bags.starts, slots, rows.weights, rows.layout.dim,
+        rows.half, bags.columns, bags.batch, grad_out, grad_scale,
+    )  # fmt: skip

@@ -1,16 +1,12 @@
-"""The bags of a batch, and the pooling of rows in slots, split over threads."""
+"""The bags of a batch, and how they are pooled."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from .. import kernels
-from ..kernels import quantized
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
-from ..kernels.threads import Workers
 from ..rows import KEY_ROW_BITS
-from .arena import RowArrays
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
@@ -72,30 +68,3 @@ class Pooling(NamedTuple):
     mode: int
     out: Floats
     arg_max: Int32s
-
-
-def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:
-    """Pool the positions from ``first`` on, whose slots are given. The caller holds the lock over the rows, if any."""
-    pool_rows: Any = quantized.pool_rows if rows.layout.is_quantized else kernels.pool_rows
-
-    def work(begin: int, end: int) -> None:
-        pool_rows(
-            begin, end, first, first + len(slots), bags.starts, slots, bags.scale, pooling.mode, rows.weights,
-            rows.layout.dim, rows.half, bags.columns, bags.batch, pooling.out, pooling.arg_max,
-        )  # fmt: skip
-
-    workers.share(work, bags.starts)
-
-
-def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
-    """Gradients of the weights of the positions from ``first`` on, added to ``grad_scale``, float32 [N]; see
-    ``pool_part``.
-
-    Args:
-        grad_out: float32 [batch, columns].
-    """
-    dot_rows: Any = quantized.dot_rows if rows.layout.is_quantized else kernels.dot_rows
-    dot_rows(
-        0, len(bags.starts) - 1, first, first + len(slots), bags.starts, slots, rows.weights, rows.layout.dim,
-        rows.half, bags.columns, bags.batch, grad_out, grad_scale,
-    )  # fmt: skip

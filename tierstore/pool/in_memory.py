@@ -63,10 +63,10 @@ class InMemory:
         cache, weights = arena.cache, arena.weights
         assert isinstance(cache, FullCache)
         rows = np.empty((len(ids), self._dim), weights.dtype)
-        flags = _NO_FLAGS if cache.is_complete else cache.flags
         with arena.lock:
             if arena.is_closed:
                 return None
+            flags = _NO_FLAGS if cache.is_complete else cache.flags
             status = kernels.copy_rows_of_ids(
                 ids, *self._range, flags, RESIDENT | LOADING, RESIDENT, weights, self._dim, rows
             )

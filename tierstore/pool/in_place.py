@@ -9,8 +9,8 @@ from ..cache.flags import CHANGED, DIRTY, LOADING, RESIDENT
 from ..kernels.arrays import Int32s
 from ..kernels.jit import JIT_ENABLED
 from . import direct
-from .arena import Arena
-from .bags import NO_INTS, Bags, Numbering, Pooling, pool_part
+from .arena import Arena, pool_part
+from .bags import NO_INTS, Bags, Numbering, Pooling
 from .in_memory import InMemory
 from .leases import Leases
 from .pins import Lease, Pins
@@ -36,7 +36,7 @@ class InPlaceRows:
 
     def held(self, slots: Int32s) -> Lease:
         """A lease that marks an in-flight batch; no pin does."""
-        lease = self._leases.in_place(slots)
+        lease = self._pins.in_place(slots)
         self._pins.hold(lease)
         return lease
 
@@ -57,7 +57,7 @@ class InPlaceRows:
             self._cache.note_hits(count)
 
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
-        return iter([(0, self._leases.in_place(self._bring_in(batch)) if lease is None else lease)])
+        return iter([(0, self._pins.in_place(self._bring_in(batch)) if lease is None else lease)])
 
     def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
         arena, cache = self._arena, self._cache
@@ -81,7 +81,7 @@ class InPlaceRows:
         return self.held(slots) if keep and lease is None else lease
 
     def whole(self, batch: Batch) -> Lease:
-        return self._leases.in_place(self._bring_in(batch))
+        return self._pins.in_place(self._bring_in(batch))
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         cache, groups = self._cache, update.groups

@@ -1,4 +1,4 @@
-"""Leases of rows by key, whole batches or parts of them; their rows are brought in first.
+"""Leases of rows by key, whole batches or parts of them, and the lookups that use them; rows are brought in first.
 
 To bring rows in is to reserve slots, write next victims back, and read rows or compute their first values.
 """
@@ -16,23 +16,27 @@ from ..errors import BudgetError
 from ..kernels import quantized
 from ..kernels.arrays import Int32s, Int64s
 from ..rows import KEY_ROW_BITS
-from .arena import Arena
+from .arena import Arena, pool_part
+from .bags import NO_INTS, Bags, Numbering, Pooling
 from .converting import RowSource
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
+from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
 
 
-class Filler:
-    """Fills the slots of an arena. The caller holds ``fill_lock``.
+class Leases:
+    """Makes leases of an arena's rows, which it has brought in first.
 
     Args:
         read_rows: brings rows in.
 
     Attributes:
+        split_batches: batches whose rows did not fit at once and were processed in parts.
         seconds: time spent bringing rows in and writing rows back.
     """
 
     def __init__(self, arena: Arena, pins: Pins, writeback: WriteBack, read_rows: RowSource) -> None:
+        self.split_batches = 0
         self.seconds = 0.0
         self._arena = arena
         self._pins = pins
@@ -45,9 +49,62 @@ class Filler:
         """Make the first values of a table's rows known."""
         self._tables[table_index] = config
 
-    def admit(self, admission: Admission, *, read: bool, whole: bool = False) -> None:
+    def acquire(self, keys: Int64s) -> Lease:
+        """Pin the rows of the leading positions of ``keys``: as many as there is room for, at least one.
+
+        Args:
+            keys: int64 [n], n > 0.
+
+        Raises:
+            BudgetError: every slot stayed pinned by others for a minute.
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        return self.admit_some(keys, read=True)
+
+    def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
+        """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
+
+        Args:
+            keys: int64 [n], n > 0.
+            order: int64 [n], the positions in the order in which the rows come into use; default: as they are.
+
+        Raises:
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        lease = self._admit(keys if order is None else keys[order], read=True, whole=True, order=order)
+        return lease if lease.num_positions else None
+
+    def _admit(
+        self,
+        keys: Int64s,
+        *,
+        read: bool,
+        whole: bool = False,
+        order: Int64s | None = None,
+        fill: Callable[[Admission], None] | None = None,
+    ) -> Lease:
+        """A lease of what was admitted. It owns the pins before there are any."""
+        admission = Admission(keys)
+        lease = self._pins.lease(admission)
+        try:
+            with self._arena.fill_lock:
+                self._bring_in(admission, read=read, whole=whole)
+                if fill is not None and admission.consumed:
+                    fill(admission)
+            consumed = admission.consumed
+            lease.slots, lease.inverse = admission.slots, admission.inverse[:consumed]
+            if order is not None and consumed:
+                slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
+                kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
+                lease.slots, lease.inverse = slots, inverse
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def _bring_in(self, admission: Admission, *, read: bool, whole: bool) -> None:
         """Admit as many rows as there is room for (with ``whole`` all or nothing). With ``read``, read them too. What
-        was pinned when it failed is the caller's to release."""
+        was pinned when it failed is the caller's to release. The caller holds ``fill_lock``."""
         arena = self._arena
         try:
             while True:
@@ -115,73 +172,6 @@ class Filler:
             arena.state[slots[chosen]] = 0
             arena.state[slots[chosen], : layout.state_dim] = config.optimizer.initial_state
 
-
-class Leases:
-    """Makes leases of an arena's rows, which it has brought in first.
-
-    Attributes:
-        split_batches: batches whose rows did not fit at once and were processed in parts.
-    """
-
-    def __init__(self, arena: Arena, pins: Pins, filler: Filler) -> None:
-        self.split_batches = 0
-        self._arena = arena
-        self._pins = pins
-        self._filler = filler
-
-    def acquire(self, keys: Int64s) -> Lease:
-        """Pin the rows of the leading positions of ``keys``: as many as there is room for, at least one.
-
-        Args:
-            keys: int64 [n], n > 0.
-
-        Raises:
-            BudgetError: every slot stayed pinned by others for a minute.
-            DamagedError: a row on SSD failed its check; no row stays pinned.
-        """
-        return self.admit_some(keys, read=True)
-
-    def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
-        """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
-
-        Args:
-            keys: int64 [n], n > 0.
-            order: int64 [n], the positions in the order in which the rows come into use; default: as they are.
-
-        Raises:
-            DamagedError: a row on SSD failed its check; no row stays pinned.
-        """
-        lease = self._admit(keys if order is None else keys[order], read=True, whole=True, order=order)
-        return lease if lease.num_positions else None
-
-    def _admit(
-        self,
-        keys: Int64s,
-        *,
-        read: bool,
-        whole: bool = False,
-        order: Int64s | None = None,
-        fill: Callable[[Admission], None] | None = None,
-    ) -> Lease:
-        """A lease of what was admitted. It owns the pins before there are any."""
-        admission = Admission(keys)
-        lease = self._pins.lease(admission)
-        try:
-            with self._arena.fill_lock:
-                self._filler.admit(admission, read=read, whole=whole)
-                if fill is not None and admission.consumed:
-                    fill(admission)
-            consumed = admission.consumed
-            lease.slots, lease.inverse = admission.slots, admission.inverse[:consumed]
-            if order is not None and consumed:
-                slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
-                kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
-                lease.slots, lease.inverse = slots, inverse
-        except BaseException:
-            lease.release()
-            raise
-        return lease
-
     def acquire_rows(self, inverse: Int32s, keys: Int64s) -> Lease | None:
         """Pin the rows of a whole batch, given as ``Distinct``; otherwise as ``acquire_whole``. Rows used last are
         admitted first: they are the likeliest to be still resident."""
@@ -192,9 +182,6 @@ class Leases:
             return None
         lease.slots, lease.inverse = lease.slots[::-1].copy(), inverse
         return lease
-
-    def in_place(self, slots: Int32s) -> Lease:
-        return self._pins.in_place(slots)
 
     def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Lease:
         """Pin the rows of leading positions of ``keys``, at least one. ``read`` reads them; ``fill`` fills them, with
@@ -234,3 +221,80 @@ class Leases:
                 if not lease.held:
                     lease.release()
             start += consumed
+
+
+class EvictingRows:
+    """``ResidentRows`` of a cache that evicts: a batch leases them, the whole of it or part by part."""
+
+    numbering: Numbering | None = None
+    takes_ids = False
+
+    def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        self._arena = arena
+        self._pins = pins
+        self._leases = leases
+        self._writeback = writeback
+
+    def has_room(self, batch: Batch) -> bool:
+        # The rows are counted only where it depends on them.
+        return self._pins.has_room(len(batch)) or self._pins.has_room(len(batch.distinct.keys))
+
+    def stage(self, batch: Batch) -> Lease | None:
+        lease = self._leases.acquire_whole(batch.rows, batch.order) if len(batch) and self.has_room(batch) else None
+        if lease is None or self._pins.hold(lease):
+            return lease
+        lease.release()
+        return None
+
+    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
+        return self._leases.parts(batch.rows, batch.order) if lease is None else iter([(0, lease)])
+
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        count = len(batch.rows)
+        if not count:
+            pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, NO_INTS)
+        parts = self._leases.parts(batch.rows, batch.order) if lease is None else ((0, lease),)
+        for first, part in parts:
+            with self._arena.rows_lock:
+                pool_part(self._arena, self._arena.workers, batch.bags, pooling, first, part.position_slots)
+            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
+                lease = part
+        return lease
+
+    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
+        raise NotImplementedError("rows are found by key")
+
+    def held(self, slots: Int32s) -> Lease:
+        raise NotImplementedError("slots are pinned by key")
+
+    def whole(self, batch: Batch) -> Lease | None:
+        return self._leases.acquire_rows(*batch.distinct) if len(batch) else None
+
+    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
+        if lease is None:
+            inverse, keys = batch.distinct
+        else:
+            assert lease.inverse is not None, "slots of this cache are not the positions' own"
+            inverse, keys = lease.inverse, np.empty(len(lease.slots), np.int64)
+            if update.seeds is not None:
+                keys[inverse] = batch.rows
+        groups = update.groups
+        groups.by_number(inverse, len(keys))
+        for first, slots in self._row_parts(keys, lease):
+            with self._arena.lock:
+                self._writeback.begin_update(slots)
+                row_keys = None if update.seeds is None else keys[first:]
+                groups.update(self._arena, first, slots, update.codes, update.hyper, update.gradient,
+                              seeds=update.seeds, keys=row_keys)  # fmt: skip
+
+    def _row_parts(self, keys: Int64s, lease: Lease | None) -> Iterator[tuple[int, Int32s]]:
+        """(first number, int32 slot of each from there on): parts of the rows, pinned. Rows used last come first: they
+        are the likeliest to be still resident."""
+        if lease is not None:
+            yield 0, lease.slots
+            return
+        for passed, part in self._leases.parts(keys[::-1].copy()):
+            yield len(keys) - passed - len(part.slots), part.slots[::-1].copy()
+
+    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002 - rows may not be in
+        return None

@@ -25,9 +25,8 @@ from ..rows import RowLayout
 from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
-from .evicting import EvictingRows
 from .in_place import InPlaceRows
-from .leases import Filler, Leases
+from .leases import EvictingRows, Leases
 from .pins import PIN_WAIT_SECONDS, Pins
 from .residency import ResidentRows
 from .tier import HostTier, Tier
@@ -44,7 +43,7 @@ class Pool:
         rows: lookups and updates of batches.
         arena: the rows in DDR, as kernels read them, and the locks over them.
         cache: which rows are there.
-        pins, filler, leases, transfers, writeback: see the module's docstring.
+        pins, leases, transfers, writeback: see the module's docstring.
         tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
             the pool is closed.
 
@@ -72,8 +71,7 @@ class Pool:
         self.writeback = WriteBack(
             self.arena, self.pins, cold, transaction_bytes=transaction_bytes, outbox_rows=outbox_rows, epoch=epoch
         )
-        self.filler = Filler(self.arena, self.pins, self.writeback, read or cold.read)
-        self.leases = Leases(self.arena, self.pins, self.filler)
+        self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
         self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
         self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)

@@ -1,6 +1,6 @@
 """The contract of resident rows: bring in, look up and update the rows of a batch.
 
-Implementations: ``evicting`` (rows may be evicted) and ``in_place`` (every row keeps its own slot).
+Implementations: ``leases`` (rows may be evicted) and ``in_place`` (every row keeps its own slot).
 """
 
 from collections.abc import Iterator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from ..lookup.contract import make_lookup
 from ..lookup.joined import OfKeys
+from ..lookup.lookup import make_lookup
 from ..lookup.tables import RowGradients, TrainsRows
 from ..lookup.training import train
 from ..rows import KEY_ROW_BITS

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,9 +12,7 @@ import torch
 from .. import cache
 from ..errors import TableError
 from ..hbm.base import IN_USE
-from ..hbm.build import add_hbm, hbm_stats
-from ..hbm.full import FullSize
-from ..hbm.pool import HbmSize
+from ..hbm.build import DeviceSize, add_hbm, hbm_stats
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..pool import Pool
@@ -160,7 +158,7 @@ class Pools:
             for layout, size in division.pools.items()
         }
         for table in tables:
-            pools[table.layout].filler.add_table(table.index, table.config)
+            pools[table.layout].leases.add_table(table.index, table.config)
         if hbm_sizes:
             add_hbm(
                 pools.values(),
@@ -186,16 +184,16 @@ class Pools:
         return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows))
 
     def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
-        return of_counters([pool.filler.counters() for pool in pools])._replace(
+        return of_counters([pool.leases.counters() for pool in pools])._replace(
             capacity_rows=sum(pool.cache.capacity for pool in pools),
             bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes if pools else 0),
-            seconds=sum(pool.filler.seconds for pool in pools),
+            seconds=sum(pool.leases.seconds for pool in pools),
             split_batches=sum(pool.leases.split_batches for pool in pools),
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
 
 
-def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize | FullSize]:
+def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> Mapping[RowLayout, DeviceSize]:
     """Empty without a device tier."""
     if not memory.has_hbm:
         return {}

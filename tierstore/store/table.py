@@ -4,23 +4,23 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import TableConfig, require_choice
-from ..errors import ReadOnlyError, TableError
+from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.lanes import refused_in_graph
 from ..kernels import MODES, quantized, row_keys
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32, half_code
 from ..kernels.rounding import NEAREST, update_seed
-from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Features, Jagged
+from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.on_device import DeviceJagged
-from ..lookup.tables import Replayed, id_error, in_pool_of
+from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
@@ -31,6 +31,8 @@ from .version import TableState
 
 if TYPE_CHECKING:
     from .store import Store
+
+_T = TypeVar("_T")
 
 
 def _no_pool() -> None:
@@ -125,6 +127,16 @@ class Table(Unpicklable):
         pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
         return pool
+
+    def in_pool(self, work: Callable[[Pool], _T]) -> _T:
+        """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
+        while True:
+            pool = self.pool
+            try:
+                return work(pool)
+            except ClosedError:
+                if pool is self.pool:  # which fails in a closed store
+                    raise
 
     @property
     def state(self) -> TableState:
@@ -222,7 +234,7 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids. ClosedError.
         """
         keys = self._keys(ids)
-        return in_pool_of(self, lambda pool: pool.tier.are_in_memory(keys))
+        return self.in_pool(lambda pool: pool.tier.are_in_memory(keys))
 
     def rows_in_memory(self, ids: Int64s) -> Floats | None:
         """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None.
@@ -240,7 +252,7 @@ class Table(Unpicklable):
         if memory is not None:
             return memory.rows(ids)
         keys = self._keys(torch.from_numpy(ids))
-        rows = in_pool_of(self, lambda pool: pool.tier.read_in_memory(keys))
+        rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
         return None if rows is None else rows.float().numpy()
 
     def _memory(self) -> OneTable | None:
@@ -266,7 +278,7 @@ class Table(Unpicklable):
         self.store.require_open()
         if not len(keys):
             return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        rows = self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: pool.tier.read(keys)))
+        rows = self.store.shown.at_one(lambda: self.in_pool(lambda pool: pool.tier.read(keys)))
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
@@ -283,7 +295,7 @@ class Table(Unpicklable):
         self.store.require_open()
         out = torch.empty((len(keys), self.layout.state_dim), dtype=torch.float32, device="cpu")
         if out.numel():
-            self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: self._read_state(pool, keys, out.numpy())))
+            self.store.shown.at_one(lambda: self.in_pool(lambda pool: self._read_state(pool, keys, out.numpy())))
         return out
 
     def _read_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
@@ -338,7 +350,7 @@ class Table(Unpicklable):
             return
         new = rows.detach().to(self.layout.torch_dtype)
         self.note_change()
-        in_pool_of(self, lambda pool: pool.tier.write(keys, new))
+        self.in_pool(lambda pool: pool.tier.write(keys, new))
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
