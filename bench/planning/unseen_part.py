@@ -39,7 +39,6 @@ from .validation import (
     hit_rate_of,
     measured,
     newest_half,
-    steps_before,
     trace_of,
     warm_pages,
     workload_of,
@@ -203,8 +202,6 @@ def _predicted(
         policy=config["policy"],
         prefetch_depth=config["depth"],
         threads=config["threads"],
-        is_deferred=subject.case.deferred,
-        steps=steps_before(subject.case.steps),
         rank_costs=rank_costs,
     )
     return predict(setup, subject.demand)
@@ -266,7 +263,7 @@ def _measure(request: Run, _figures: dict[str, Any], *, key: str) -> dict[str, A
     rounds: list[list[list[tuple[_Run, Prediction]]]] = []
     hosts: list[dict[str, float]] = []
     for _ in range(config[f"{key}_rounds"]):
-        host = measure(request.folder, seconds=config["unseen_machine_seconds"]).host
+        host = measure(request.folder, seconds=config["unseen_machine_seconds"])
         hosts.append({"flops": host.processor.flops, **vars(host.costs)})
         rounds.append([subject.round(host, config) for subject in subjects])
     shutil.rmtree(folder)

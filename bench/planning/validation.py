@@ -4,19 +4,17 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 import tierstore
-from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
+from tierstore.plan import Accesses, Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork
 from tierstore.plan.model import predict
-from tierstore.plan.tiers import PoolLoad, pool_loads
 from tierstore.plan.workload import OptimizerName
 from tierstore.trace import TableTrace, Trace
 
@@ -30,7 +28,6 @@ __all__ = [
     "measured",
     "newest_half",
     "points_of",
-    "steps_before",
     "trace_of",
     "warm_pages",
     "workload_of",
@@ -58,9 +55,6 @@ class Point(NamedTuple):
     Attributes:
         runs: one in each round.
         predictions: by the trace of the very lookups, whole, and by the costs that were measured before each round.
-        below: what the cold tier has to do, predicted like ``predictions``; a page in the page cache counts, as it does
-            in ``Measured``.
-        sampled: by a sample of its rows.
         analytic: by Zipf's law alone; None where the lookups are none of it.
     """
 
@@ -68,8 +62,6 @@ class Point(NamedTuple):
     budget_percent: float
     runs: tuple[Measured, ...]
     predictions: tuple[Prediction, ...]
-    below: PoolLoad
-    sampled: Prediction
     analytic: Prediction | None
 
     @property
@@ -129,14 +121,9 @@ def workload_of(
     )
 
 
-def newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> MissRatioCurve:
+def newest_half(accesses: Accesses, policy: str) -> MissRatioCurve:
     """The curve of the second half, the cache being warm from the first: what is measured too."""
-    return curve(accesses, policy, sampling_rate=sampling_rate, skip=accesses.num_batches // 2)
-
-
-def steps_before(batches: int) -> int:
-    """The middle one of those that are measured; the store was filled before the first."""
-    return batches * 3 // 4
+    return curve(accesses, policy, skip=accesses.num_batches // 2)
 
 
 def fully_measured(path: Path, workload: StepWorkload, percent: float, config: dict[str, Any]) -> Measured:
@@ -194,11 +181,7 @@ def points_of(
     """
     shape = workload_of(workload, 0.0 if exponent is None else exponent)
     accesses = accesses_of(trace_of(workload))
-    rates = (1.0, config["curve_sampling_rate"])
-    exact, sampled = (
-        Demand.from_accesses(shape, accesses, config["policy"], sampling_rate=rate, make_curve=newest_half)
-        for rate in rates
-    )
+    exact = Demand.from_accesses(shape, accesses, config["policy"], make_curve=newest_half)
     analytic = None if exponent is None else Demand.analytic(shape, config["policy"])
     hosts: list[Host] = []
     runs: dict[float, list[Measured]] = {percent: [] for percent in config["budgets"]}
@@ -219,7 +202,6 @@ def points_of(
                 policy=config["policy"],
                 prefetch_depth=config["depth"],
                 threads=config["threads"],
-                steps=steps_before(len(workload.batches)),
             )
             for host in hosts
         ]
@@ -229,8 +211,6 @@ def points_of(
                 budget_percent=percent,
                 runs=tuple(of_budget),
                 predictions=tuple(predict(setup, exact) for setup in setups),
-                below=pool_loads(replace(setups[0], page_cache_bytes=0.0), exact)[0],
-                sampled=predict(setups[0], sampled),
                 analytic=None if analytic is None else predict(setups[0], analytic),
             )
         )

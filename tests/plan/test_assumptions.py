@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.data import ROOT
-from tests.plan.hosts import SHOP_HOST, make_host
+from tests.plan.hosts import SHOP_HOST
 from tierstore.plan import plan_file
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
@@ -85,13 +85,6 @@ def test_a_target_that_is_not_met_tells_what_was_assumed(folder: Path) -> None:
         ValueError, match=r"no setup meets the target; .*; assumed: dense model: .* pooling factor: 1 id"
     ):
         plan(asked(folder, "target.samples_per_s=1e12", "search.memory_shares=[0.01]"))
-
-
-def test_a_gpu_without_rows_is_a_warning(folder: Path) -> None:
-    write_host(make_host(gpus=1), folder / "box.json", force=True)
-    for size, number in (("0", 1), ("1GiB", 0)):
-        found = plan(asked(folder, "setup.ddr=1MiB", f"setup.hbm={size}"))
-        assert sum("GPUs are not used" in text for text in found.warnings) == number
 
 
 def test_the_first_question_of_the_page_is_answered_as_the_page_says(tmp_path: Path) -> None:

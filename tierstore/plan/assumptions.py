@@ -10,11 +10,6 @@ from .workload import Assumed, Figure, Workload, times
 
 FACTORS: Final = (0.5, 2.0)
 """Of what was assumed."""
-_NAMES: Final[dict[Figure, str]] = {
-    "dense_flops": "dense model",
-    "pooling_factor": "pooling factor",
-    "exponent": "skew",
-}
 
 
 class Fleet(NamedTuple):
@@ -132,21 +127,15 @@ def _value(workload: Workload, assumed: Assumed) -> float:
     return float(getattr(first, assumed.figure))
 
 
-def figure_name(figure: Figure) -> str:
-    """In words."""
-    return _NAMES[figure]
-
-
 def _text(workload: Workload, assumed: Assumed) -> str:
     value, every = _value(workload, assumed), some(len(workload.tables), "table")
-    name = figure_name(assumed.figure)
     of = every if len(assumed.tables) == len(workload.tables) else f"{len(assumed.tables):,} of {every}"
     if assumed.figure == "dense_flops":
         layers = "the layers of MLPerf's DLRM-DCNv2 over these tables"
-        return f"{name}: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
+        return f"dense model: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
     if assumed.figure == "pooling_factor":
-        return f"{name}: {value:g} id a sample, in {of}"
-    return f"{name}: Zipf's law of exponent {value:g}, in {of}"
+        return f"pooling factor: {value:g} id a sample, in {of}"
+    return f"skew: Zipf's law of exponent {value:g}, in {of}"
 
 
 def _what_if(workload: Workload, assumed: Assumed, factor: float, answer: Callable[[Workload], Prediction]) -> WhatIf:

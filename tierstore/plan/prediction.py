@@ -79,9 +79,6 @@ class Setup(Checked):
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
     replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
-    steps: int = option(0, "trained since all rows lay in order on SSD; 0: for long, so that cleaning is steady", low=0)
-    is_deferred: bool = False
-    """Of training: backward collects gradients, and ``step`` of ``store.optimizer()`` applies them."""
     wire: Precision = "fp32"
     """Of rows and gradients between hosts."""
     rank_costs: "RankCosts | None" = None
@@ -124,12 +121,6 @@ class Setup(Checked):
     def gpu(self) -> Accelerator:
         """The one that has rows: a store uses one."""
         return self.host.accelerators[0]
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Of a host's pooled rows, and of their gradient."""
-        columns = sum(table.embedding_dim for table in self.workload.tables)
-        return self.workload.batch_samples / self.hosts * columns * FLOAT_BYTES
 
     @property
     def num_hosts(self) -> int:

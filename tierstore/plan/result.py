@@ -14,7 +14,7 @@ from .curves import MissRatioCurve
 from .gain import Gain
 from .host import parts_of
 from .json_file import plain
-from .marginal import Marginal, OfMemory
+from .marginal import Marginal
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup, rate
 from .price import years_of_life
@@ -66,7 +66,6 @@ class PlanResult:
         gain: None where the setup is given, no rate is asked for, or rows are in memory by the file's wish.
         curves: of the pools that the prediction is made of.
         marginals: the best first.
-        memory: over the budget of host memory.
         alternatives: the next best first, then those that fail.
         marks: clauses that belong to the answer: what wears out, and what tierstore has no server for.
         warnings: sentences.
@@ -83,7 +82,6 @@ class PlanResult:
     curves: tuple[ShownCurve, ...] = ()
     gain: Gain | None = None
     marginals: tuple[Marginal, ...] = ()
-    memory: tuple[OfMemory, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     price_parts: tuple[PricePart, ...] = ()
     marks: tuple[str, ...] = ()
@@ -106,35 +104,13 @@ _LONG_TRACE: Final = 20
 
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
     """What a buyer must not overlook."""
-    return (*_missed(asked, prediction), *_tight(prediction), *_unheeded(asked))
-
-
-def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
-    """What belongs to the answer itself."""
-    setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
-    if setup.hosts > 1 and not setup.workload.is_training:
-        found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
-    if setup.host.storage and written > (rated := min(drive.drive_writes_a_day for drive in setup.host.storage)):
-        life = years_of_life(prediction, asked.pricing)
-        found.append(
-            f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {12 * life:.3g} months"
-        )
-    return tuple(found)
-
-
-def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
-    """The target that a given setup does not reach. What a search found reaches it."""
-    latency = prediction.latency
-    found = [lack.text for lack in lacks(asked.target, prediction)]
+    setup, latency, target = prediction.setup, prediction.latency, asked.target
+    found = [f"the target is missed: {lack.text}" for lack in lacks(target, prediction)]
     if latency is not None and math.isinf(latency.p99_s):
-        found.append(f"{rate(latency.queries_per_s)} queries/s come faster than they are answered")
-    return [f"the target is missed: {text}" for text in found]
-
-
-def _tight(prediction: Prediction) -> list[str]:
-    setup = prediction.setup
+        found.append(
+            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
+        )
     memory, used = setup.host.ddr.capacity_bytes, setup.ddr_bytes + setup.page_cache_bytes
-    found = []
     if used > _FULL * memory:
         found.append(
             f"{format_size(used)} of {format_size(memory)} memory are for rows and page cache; little is left for the "
@@ -150,32 +126,38 @@ def _tight(prediction: Prediction) -> list[str]:
         found.append("the host's GPUs are not used: set host.accelerators = 0, or 1 and setup.hbm to train on it")
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
-    return found
-
-
-def _unheeded(asked: PlanFile) -> list[str]:
-    """What the file asks for and lacks something for."""
-    target = asked.target
-    found = []
     if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
-        found.append("no latency is told: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
-    return found
+        found.append("no latency is given: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
+    return tuple(found)
+
+
+def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
+    """What belongs to the answer itself."""
+    setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
+    if setup.hosts > 1 and not setup.workload.is_training:
+        found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
+    if setup.host.storage and written > (rated := min(drive.drive_writes_a_day for drive in setup.host.storage)):
+        life = years_of_life(prediction, asked.pricing)
+        found.append(
+            f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {12 * life:.3g} months"
+        )
+    return tuple(found)
 
 
 def price_parts_of(setup: Setup) -> tuple[PricePart, ...]:
     """Of all hosts; they add up to the prediction's price."""
     host, hosts = setup.host, setup.num_hosts
-    parts = [
-        PricePart("processors", hosts, hosts * host.processor.usd, hosts * host.processor.watts),
-        PricePart("memory", hosts, hosts * host.ddr.usd, hosts * host.ddr.watts),
+    named: list[tuple[str, Any]] = [
+        ("processors", host.processor),
+        ("memory", host.ddr),
+        *(("GPU", gpu) for gpu in host.accelerators),
     ]
-    for gpu, alike in groupby(host.accelerators):
+    named += [*(("SSD", drive) for drive in host.storage), ("board, case, power supply", host)]
+    parts = []
+    for (name, part), alike in groupby(named):
         number = hosts * len(list(alike))
-        parts.append(PricePart("GPU", number, number * gpu.usd, number * gpu.watts))
-    for drive, same in groupby(host.storage):
-        number = hosts * len(list(same))
-        parts.append(PricePart("SSD", number, number * drive.usd, number * drive.watts))
-    return (*parts, PricePart("board, case, power supply", hosts, hosts * host.usd, hosts * host.watts))
+        parts.append(PricePart(name, number, number * part.usd, number * part.watts))
+    return tuple(parts)
 
 
 def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
@@ -186,7 +168,7 @@ def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tupl
         span = f"{exponents[0]:g}" if len(exponents) == 1 else f"{exponents[0]:g} to {exponents[-1]:g}"
         found.append(f"accesses: Zipf's law of exponent {span}, ids drawn independently; a trace of yours says more")
     else:
-        rate = accesses.sampling_rate * asked.trace.sampling_rate
+        rate = accesses.sampling_rate
         sample = "" if rate == 1 else f", curves by a sample of {100 * rate:g} % of the rows"
         counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
         found.append(

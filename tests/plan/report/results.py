@@ -9,7 +9,7 @@ from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
 from tierstore.plan.assumptions import Assumption, Fleet, WhatIf
 from tierstore.plan.gain import Gain, Span
-from tierstore.plan.marginal import Marginal, OfMemory
+from tierstore.plan.marginal import Marginal
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Lane, Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
 from tierstore.plan.result import Alternative, PlanResult, PricePart, ShownCurve
@@ -91,7 +91,6 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
             Marginal("ddr", "+10 %", 1_280.0, 0.5),
             Marginal("flops", "+10 %", 0.0, None),
         ),
-        memory=tuple(OfMemory(2.0**power, 2.0 ** (12 - power), 2.0 ** (power - 4)) for power in range(18, 26)),
         alternatives=(
             Alternative(setup, replace(prediction, price=Price(250.0, 2600.0, 97.0), samples_per_s=90e3), ""),
             Alternative(setup, replace(prediction, samples_per_s=20e3), f"too slow by 2.5 on {name}"),
@@ -123,7 +122,6 @@ def served_result() -> PlanResult:
         asked=asked,
         prediction=prediction,
         gain=None,
-        memory=(),
         alternatives=(),
         marks=(),
         warnings=(),

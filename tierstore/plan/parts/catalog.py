@@ -2,8 +2,9 @@
 what ``tierstore plan parts`` prints of them."""
 
 import functools
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -129,15 +130,6 @@ def example_hosts() -> dict[str, dict[str, Any]]:
     return tomllib.loads((DATA / "hosts.toml").read_text(encoding="utf-8"))
 
 
-_TITLES: Final = {
-    "processors": "Processors, a socket",
-    "memory": "Memory, a DIMM in a channel of its own",
-    "accelerators": "Accelerators",
-    "links": "Links to an accelerator, one direction",
-    "storage": "SSDs",
-    "networks": "Network ports, one direction",
-    "costs": "tierstore's own work, on one core",
-}
 _UNITS: Final = {
     "cores": ("cores", 1.0, ""),
     "flops": ("matrix products", 1e-12, " TFLOP/s"),
@@ -152,7 +144,6 @@ _UNITS: Final = {
     "watts": ("", 1.0, " W"),
     "usd": ("", 1.0, " USD"),
 }
-_PER_LINE: Final = 5
 
 
 def describe_parts(*, sources: bool = False) -> str:
@@ -162,27 +153,25 @@ def describe_parts(*, sources: bool = False) -> str:
         sources: say with each figure where it comes from.
     """
     lines = []
-    for kind, title in _TITLES.items():
-        lines.append(f"{title} ({kind})")
-        for part in parts(kind):
-            lines += [f"  {part.name:24} {part.title}", *(_with_sources(part) if sources else _in_short(part))]
+    for kind, named in _catalog().items():
+        lines.append(kind)
+        for part in named.values():
+            lines.append(f"  {part.name:24} {part.title}")
+            if sources:
+                lines += [f"      {_shown(part, name)}: {_why(figure)}" for name, figure in part.figures.items()]
+            else:
+                shown = ", ".join(_shown(part, name) for name in part.figures)
+                indent = " " * 27
+                lines += textwrap.wrap(shown, 100, initial_indent=indent, subsequent_indent=indent)
         lines.append("")
-    lines += ["Hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
+    lines += ["hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
     return "\n".join(
         [*lines, "* something is assumed in it. All prices are assumptions: put yours in a file of your own."]
     )
 
 
-def _in_short(part: Part) -> Iterator[str]:
-    shown = [_shown(part, name) for name in part.figures]
-    for first in range(0, len(shown), _PER_LINE):
-        yield " " * 27 + ", ".join(shown[first : first + _PER_LINE])
-
-
-def _with_sources(part: Part) -> Iterator[str]:
-    for name, figure in part.figures.items():
-        why = "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
-        yield f"      {_shown(part, name)}: {why}"
+def _why(figure: Figure) -> str:
+    return "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
 
 
 def _shown(part: Part, name: str) -> str:

@@ -9,7 +9,7 @@
     storage = [{ part = "samsung-pm9a3-7680gb", count = 4 }]
     accelerators = [{ part = "l4", link = "pcie4-x16" }]
     network = { part = "ethernet-25gb" }
-    costs = "host.json"                               # or { part = "epyc-2-cores", admit_ns = 25 }
+    costs = "host.json"                               # or { part = "epyc-2-cores", id_ns = 25 }
     watts = 150
     usd = 4000
 
@@ -29,7 +29,7 @@ from typing import Any, Final, TypeVar, cast
 from ...settings.options import check_ranges, option
 from ...settings.sections import ConfigError, converted, toml_value
 from ...system.output import require_new, write_text
-from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
+from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage, folded_costs
 from ..json_file import plain
 from .catalog import FIGURES, example_hosts, load_part, read_figure, require_name
 
@@ -81,7 +81,7 @@ def read_host(path: str | os.PathLike[str]) -> Host:
     with _naming(str(path)):
         document = _document(path)
         if not isinstance(document, Mapping) or set(document) != {"host"}:
-            return _whole(Host, document, "a host")
+            return _whole(Host, _current(document), "a host")
         return _composed(document["host"], path.parent)
 
 
@@ -181,7 +181,13 @@ def _costs(said: Any, folder: Path) -> SoftwareCosts:
         document = _document(folder / said)
         if not isinstance(document, Mapping) or "costs" not in document:
             raise ValueError("expected a host as tierstore plan measure writes it, with 'costs'")
-        return _whole(SoftwareCosts, document["costs"], "costs")
+        return _whole(SoftwareCosts, _current(document)["costs"], "costs")
+
+
+def _current(document: Any) -> Any:
+    """A host's file of this version or an earlier one."""
+    costs = document.get("costs") if isinstance(document, Mapping) else None
+    return {**document, "costs": folded_costs(costs)} if isinstance(costs, Mapping) else document
 
 
 # Files

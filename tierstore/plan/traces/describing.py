@@ -4,8 +4,8 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Int64s
 from ...rows import KEY_ROW_BITS
 from ...system.excerpt import excerpt
 from ...system.terminal import columns_of
@@ -41,11 +41,7 @@ class TableSummary(NamedTuple):
 
 
 class TraceSummary(NamedTuple):
-    """Of a trace.
-
-    Attributes:
-        sampling_rate: of the rows that are in the trace; counts are of these alone, if they are not named otherwise.
-    """
+    """Of a trace; ``sampling_rate``: of the rows that are in it. Counts are of these, unless they say otherwise."""
 
     total: TableSummary
     tables: tuple[TableSummary, ...]
@@ -59,72 +55,56 @@ class TraceSummary(NamedTuple):
         return found
 
     def text(self) -> str:
-        """Lines for a terminal."""
-        total = self.total
+        """Lines for a terminal; the tables with the most accesses."""
+        total, rate = self.total, self.sampling_rate
         lines = [
-            f"{total.accesses:,} accesses of {total.rows:,} rows in {_counted(len(self.tables), 'table')}, "
-            f"{_counted(self.batches, 'batch', 'batches')}, {self.samples:,} samples"
+            f"{total.accesses:,} accesses of {total.rows:,} rows; tables: {len(self.tables):,}, batches: "
+            f"{self.batches:,}, samples: {self.samples:,}"
         ]
-        if self.sampling_rate < 1:
-            lines.append(
-                f"a sample: {100 * self.sampling_rate:g} % of the rows; all have about "
-                f"{round(total.rows / self.sampling_rate):,}"
-                + ("" if total.all_accesses is None else f", and {total.all_accesses:,} accesses")
-            )
-        return "\n".join([*lines, "", *self._table_lines()])
-
-    def _table_lines(self) -> list[str]:
-        is_counted = self.sampling_rate < 1 and self.total.all_accesses is not None
+        if rate < 1:
+            every = "" if total.all_accesses is None else f", and {total.all_accesses:,} accesses"
+            lines.append(f"a sample: {100 * rate:g} % of the rows; all have about {round(total.rows / rate):,}{every}")
+        is_counted = rate < 1 and total.all_accesses is not None
         heads = ["table", "accesses", "rows", "ids/sample", "top 1 %", "used once"]
         rows = [[*heads, *(["all accesses"] if is_counted else [])]]
         largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
-        for table in [*(largest[:_MAX_SHOWN]), self.total]:
-            ids, counts = table.ids_a_sample, (_shown(table.name), f"{table.accesses:,}", f"{table.rows:,}")
+        for table in [*largest[:_MAX_SHOWN], total]:
+            ids, name = table.ids_a_sample, excerpt(table.name, _MAX_NAME - 3).replace("'", "")
             shares = (f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %")
-            all_accesses = [f"{table.all_accesses:,}"] if is_counted else []
-            rows.append([*counts, f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}", *shares, *all_accesses])
-        lines = columns_of(rows, is_last_text=False)
+            whole = [f"{table.all_accesses:,}"] if is_counted else []
+            counts = (name, f"{table.accesses:,}", f"{table.rows:,}")
+            rows.append([*counts, f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}", *shares, *whole])
+        shown = columns_of(rows, is_last_text=False)
         if len(largest) > _MAX_SHOWN:
-            lines.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
-        lines.append("top 1 %: share of the accesses by the 1 % of its used rows that are used most")
-        return lines
-
-
-def _counted(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def _shown(name: str) -> str:
-    """Names come from files."""
-    return excerpt(name, _MAX_NAME - 3).replace("'", "")
+            shown.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
+        explained = "top 1 %: share of the accesses by the 1 % of its used rows that are used most"
+        return "\n".join([*lines, "", *shown, explained])
 
 
 def describe(trace: Trace) -> TraceSummary:
     """Count. Some 40 bytes of memory an access while it counts."""
-    accesses, counted = accesses_of(trace), trace.all_lookups
+    accesses = accesses_of(trace)
     keys, uses = np.unique(accesses.keys, return_counts=True)
-    uses = uses.astype(np.int64)
-    ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS))
-    samples, rate = trace.num_samples, trace.sampling_rate
+    ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS)).tolist()
+    counted = trace.all_lookups or [None] * len(accesses.tables)
     tables = tuple(
-        _summary(name, uses[begin:end], samples, rate, None if counted is None else counted[number])
-        for number, (name, (begin, end)) in enumerate(zip(accesses.tables, pairwise(ends.tolist()), strict=True))
+        _summary(trace, name, uses[begin:end], own)
+        for name, own, (begin, end) in zip(accesses.tables, counted, pairwise(ends), strict=True)
     )
-    total = _summary("all", uses, samples, rate, None if counted is None else sum(counted))
-    return TraceSummary(total, tables, accesses.all_batches, samples, rate)
+    total = _summary(trace, "all", uses, None if trace.all_lookups is None else sum(trace.all_lookups))
+    return TraceSummary(total, tables, accesses.all_batches, trace.num_samples, trace.sampling_rate)
 
 
-def _summary(name: str, uses: NDArray[np.int64], samples: int, rate: float, counted: int | None) -> TableSummary:
+def _summary(trace: Trace, name: str, uses: Int64s, counted: int | None) -> TableSummary:
     """``counted``: accesses to all rows, where they are known apart."""
-    accesses = int(uses.sum())
-    top = -(-len(uses) // _TOP_SHARE)
+    accesses, top = int(uses.sum()), -(-len(uses) // _TOP_SHARE)
     top_uses = int(np.partition(uses, len(uses) - top)[len(uses) - top :].sum()) if top else 0
     return TableSummary(
         name=name,
         accesses=accesses,
-        all_accesses=accesses if counted is None and rate == 1 else counted,
+        all_accesses=accesses if counted is None and trace.sampling_rate == 1 else counted,
         rows=len(uses),
-        ids_a_sample=accesses / max(1, samples),
+        ids_a_sample=accesses / max(1, trace.num_samples),
         top_share=top_uses / max(1, accesses),
         used_once=int(np.count_nonzero(uses == 1)),
     )

@@ -1,0 +1,234 @@
+"""What a report says, section by section: the terminal and the page show the same."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from ...system.sizes import format_size
+from ..assumptions import WhatIf, describe_setup, machines_of
+from ..gain import Span
+from ..plan_file import PlanFile
+from ..prediction import Prediction, in_words, some
+from ..result import PlanResult
+from ..workload import Workload
+from .words import count, duration, money, named, quantity, resource, share, significant, watts
+
+_RULE: Final = (
+    "Bars run side by side, the parts of one bar one after another; so the longest bar is the time taken, and its "
+    "longest part is the bottleneck."
+)
+_BAR: Final = 20
+_SHOWN: Final = 20
+_NEGLIGIBLE: Final = 1e-4
+"""Of the samples a second: a gain of less is nothing."""
+
+
+class Section(NamedTuple):
+    """A table of texts, its columns first, and sentences below it; not escaped yet."""
+
+    title: str
+    lines: Sequence[str] = ()
+    table: Sequence[Sequence[str]] = ()
+    is_text_last: bool = False
+    """The table's last column is text."""
+
+
+def sections_of(result: PlanResult) -> list[Section]:
+    """Those that have something."""
+    setup, target = result.prediction.setup, _targets(result.asked)
+    step = "step" if setup.workload.is_training else "query"
+    found = [
+        Section("Asked", [_asked(setup.workload, ", ".join(result.hosts)), *([f"target: {target}"] if target else [])]),
+        Section("Assumed, as nobody said it", list(_assumed(result))),
+        Section("Answer", [_answer(result)]),
+        Section("Warnings", [f"! {text}" for text in result.warnings]),
+        Section(f"Tiers of a host, in one {step}", (), _tiers(result)),
+        Section(f"Time of a {step}", [_RULE], _loads(result), is_text_last=True),
+        Section("Beside all rows in memory", _gain(result)),
+        _marginals(result),
+        Section("Next best, and what fails", list(_alternatives(result))),
+        _price(result),
+        Section("Drives", _wear(result)),
+        Section("Figures come from", [f"- {text}" for text in result.sources]),
+        Section("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
+    ]
+    return [
+        each._replace(lines=list(map(named, each.lines)), table=[list(map(named, row)) for row in each.table])
+        for each in found
+        if each.lines or each.table
+    ]
+
+
+# Asked, assumed, answered
+
+
+def _asked(workload: Workload, hosts: str) -> str:
+    rows = sum(table.num_embeddings for table in workload.tables)
+    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    unit = "step" if workload.is_training else "query"
+    return (
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {unit}; on {hosts}"
+    )
+
+
+def _targets(asked: PlanFile) -> str:
+    target = asked.target
+    parts = [f"{count(target.samples_per_s)} samples/s"] if target.samples_per_s else []
+    parts += [f"{count(target.queries_per_s)} queries/s"] if target.queries_per_s else []
+    bounds = (("99 %", target.p99_ms), ("95 %", target.p95_ms))
+    parts += [f"{part} of queries within {significant(value)} ms" for part, value in bounds if value]
+    parts += [f"at most {money(target.usd)}"] if target.usd else []
+    parts += [f"at most {money(target.usd_a_month)} a month"] if target.usd_a_month else []
+    parts += [f"at most {watts(target.watts)}"] if target.watts else []
+    return ", ".join(parts)
+
+
+def _assumed(result: PlanResult) -> Iterator[str]:
+    """Each with what the answer becomes if it is off, and how to say it."""
+    for each in result.assumptions:
+        yield f"- {each.text}; or give {each.instead}"
+        for found in each.what_if:
+            yield f"  - if it is {found.factor:g} times that, {_if_off(result, found)}"
+
+
+def _if_off(result: PlanResult, found: WhatIf) -> str:
+    fleet = found.fleet
+    if fleet is None:
+        return found.reason
+    speed = f"{count(fleet.samples_per_s)} samples/s" if fleet.p99_s is None else f"99 % within {duration(fleet.p99_s)}"
+    is_same = fleet.machines == machines_of(result.prediction.setup)
+    machines = "the same machines" if is_same else fleet.machines
+    price = "" if is_same else f"; {money(fleet.usd)} to buy, {money(fleet.usd_a_month)} a month"
+    return f"{machines}: {speed}; bound by {in_words(fleet.bottleneck)}{price}"
+
+
+def _speed(prediction: Prediction) -> str:
+    """Samples a second; of serving what its queries wait."""
+    latency = prediction.latency
+    if latency is None:
+        return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
+    if math.isinf(latency.p99_s):
+        return f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
+    return (
+        f"{count(latency.queries_per_s)} queries/s, half of them within {duration(latency.p50_s)}, "
+        f"99 % within {duration(latency.p99_s)}"
+    )
+
+
+def _answer(result: PlanResult) -> str:
+    found = result.prediction
+    return (
+        f"{describe_setup(found.setup)}: {_speed(found)}; bound by {in_words(found.bottleneck)}; "
+        f"{money(found.price.usd)} to buy, {money(found.price.usd_a_month)} a month, {watts(found.price.watts)}"
+        + "".join(f"; {text}" for text in result.marks)
+    )
+
+
+# What supports it
+
+
+def _tiers(result: PlanResult) -> list[tuple[str, ...]]:
+    """SSD has every row, so it has no hit rate; the page cache is a line of its own where it has some."""
+    rows: list[tuple[str, ...]] = [("tier", "capacity", "rows", "lookups", "hit rate")]
+    for tier in result.prediction.tiers:
+        size, lookups = format_size(tier.capacity_bytes), tier.lookups
+        if tier.tier != "ssd":
+            rows.append((tier.tier.upper(), size, count(tier.rows), count(lookups), share(tier.hit_rate, 2)))
+            continue
+        if lookups and tier.hit_rate:
+            cache = format_size(result.prediction.setup.page_cache_bytes)
+            rows.append(("page cache", cache, "-", count(lookups), share(tier.hit_rate, 2)))
+            lookups *= 1 - tier.hit_rate
+        rows.append(("SSD", size, count(tier.rows), count(lookups), "-"))
+    return rows
+
+
+def _loads(result: PlanResult) -> list[tuple[str, ...]]:
+    """Lanes that take time, the longest first, each with its resources, the longest first; and bars."""
+    loads = {load.resource: load for load in result.prediction.loads}
+    rows: list[tuple[str, ...]] = [("resource", "time", "work", "")]
+    longest = result.prediction.lanes[0].seconds if result.prediction.lanes else 0.0
+
+    def bar(seconds: float, mark: str) -> str:
+        return mark * round(_BAR * seconds / longest)
+
+    for index, lane in enumerate(result.prediction.lanes):
+        busy = [loads[name] for name in lane.resources if name in loads and loads[name].seconds]
+        busy.sort(key=lambda load: -load.seconds)
+        is_sum = len(busy) > 1
+        if is_sum:
+            rows.append((in_words(lane.name), duration(lane.seconds), "", bar(lane.seconds, "#")))
+        for rank, load in enumerate(busy):
+            work = "" if load.unit == "seconds" else quantity(load.amount, load.unit)  # of waits there is none
+            name = ("  " if is_sum else "") + in_words(load.resource)
+            drawn = bar(load.seconds, "-" if is_sum else "#")
+            is_bottleneck = index == rank == 0
+            rows.append((name, duration(load.seconds), work, drawn + (" <- bottleneck" if is_bottleneck else "")))
+    return rows if len(rows) > 1 else []
+
+
+def _gain(result: PlanResult) -> list[str]:
+    """What the answer saves compared with the cheapest fleet that has every row in memory; none where that is not
+    asked."""
+    gain = result.gain
+    if gain is None:
+        return []
+    memory, month, power = gain.memory, gain.usd_a_month, gain.watts
+    if memory is None or month is None or power is None:
+        return [f"all rows in DDR or HBM: {gain.reason}"]
+    price = f"{money(memory.usd_a_month)} a month, {watts(memory.watts)}"
+    fleet = f"all rows in DDR or HBM: {memory.machines}: {price}; bound by {in_words(memory.bottleneck)}"
+    if not month.high and not month.low:
+        return [fleet, "this plan saves nothing beside it"]
+    saved = f"{_saved(month, memory.usd_a_month, money, ' a month')} and {_saved(power, memory.watts, watts)}"
+    return [fleet, f"this plan saves {saved}"]
+
+
+def _saved(span: Span, whole: float, shown: Callable[[float], str], unit: str = "") -> str:
+    low, own, high = map(shown, span)
+    off = "" if low == high else f"; {low} to {high} if an input is off"
+    return f"{own}{unit} ({share(span.own / (whole or 1.0), 0)}{off})"
+
+
+def _marginals(result: PlanResult) -> Section:
+    """Those that bring something, the most first; of the others the names."""
+    now, rows, rest = result.prediction.samples_per_s, [], []
+    for gain in result.marginals:
+        more = gain.samples_per_s
+        if more <= _NEGLIGIBLE * now:
+            rest.append(resource(gain.resource))
+            continue
+        usd = "-" if gain.usd is None else money(gain.usd)
+        rows.append((resource(gain.resource), gain.change, f"+{count(more)}", f"+{share(more / now, 2)}", usd))
+    head = [("resource", "change", "samples/s", "of now", "USD")] if rows else []
+    lines = [f"nothing: {', '.join(rest)}"] if rest else []
+    return Section("What more of one resource would bring", lines, [*head, *rows])
+
+
+def _alternatives(result: PlanResult) -> Iterator[str]:
+    for each in result.alternatives[:_SHOWN]:
+        found = each.prediction
+        known = "" if found is None else f": {_speed(found)}; {money(found.price.usd_a_month)} a month"
+        reason = f"; fails: {each.reason}" if each.reason else ""
+        yield f"- {describe_setup(each.setup)}{known}{reason}"
+
+
+def _price(result: PlanResult) -> Section:
+    price, pricing = result.prediction.price, result.asked.pricing
+    rows = [(part.name, f"{part.number:,}", money(part.usd), watts(part.watts)) for part in result.price_parts]
+    terms = f"bought over {pricing.years:g} years, with power at ${pricing.usd_per_kwh:g} a kWh"
+    every = ("all", "", money(price.usd), watts(price.watts))
+    return Section(
+        "Price",
+        [f"{money(price.usd_a_month)} a month, {terms}"],
+        [("part", "count", "USD", "power"), *rows, every],
+    )
+
+
+def _wear(result: PlanResult) -> list[str]:
+    drives, written = result.prediction.setup.host.storage, result.prediction.drive_writes_a_day
+    if not drives or not written:
+        return []
+    rated = min(drive.drive_writes_a_day for drive in drives)
+    return [f"each is written {significant(written)} times a day; it is rated for {significant(rated)}"]
