@@ -64,19 +64,13 @@ def test_normal() -> None:
             assert value == pytest.approx(expected, rel=1e-6)
 
 
-def test_constant() -> None:
-    assert (filled(init.Constant(-3.5), KEYS, 4) == -3.5).all()
-
-
 def test_moments() -> None:
-    keys = list(range(500))
-    uniform = filled(init.Uniform(-1, 1), keys, 40)
-    normal = filled(init.Normal(std=1.0), keys, 40)
-    assert abs(uniform.mean()) < 0.02
-    assert abs(uniform.std() - 1 / math.sqrt(3)) < 0.02
-    assert abs(normal.mean()) < 0.03
-    assert abs(normal.std() - 1) < 0.03
-    assert len(np.unique(uniform)) > 0.99 * uniform.size
+    assert (filled(init.Constant(-3.5), KEYS, 4) == -3.5).all()
+    for rule, std in ((init.Uniform(-1, 1), 1 / math.sqrt(3)), (init.Normal(std=1.0), 1)):
+        values = filled(rule, list(range(500)), 40)
+        assert abs(values.mean()) < 0.03
+        assert abs(values.std() - std) < 0.03
+        assert len(np.unique(values)) > 0.99 * values.size
 
 
 def test_uniform_stays_below_its_upper_end() -> None:
@@ -86,17 +80,10 @@ def test_uniform_stays_below_its_upper_end() -> None:
     assert (values < np.float32(1.0 + 2**-20)).all()
 
 
-@pytest.mark.parametrize("rule", [init.Constant(2.0), init.Uniform(-1.0, 2.0, seed=5), init.Normal(0.1, 3.0, seed=6)])
-def test_round_trip(rule: init.Initializer) -> None:
+@pytest.mark.parametrize("rule", [init.Constant(0.5), init.Uniform(-1, 1, seed=2), init.Normal(0.1, 3.0, seed=3)])
+def test_rules_are_read_back_and_a_range_of_columns_has_the_values_of_the_whole_row(rule: init.Initializer) -> None:
     assert init.from_dict(rule.to_dict()) == rule
-
-
-def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="initializer kind 'xavier' is not one of"):
-        init.from_dict({"kind": "xavier"})
-
-
-@pytest.mark.parametrize("rule", [init.Constant(0.5), init.Uniform(-1, 1, seed=2), init.Normal(seed=3)])
-def test_a_range_of_columns_has_the_values_of_the_whole_row(rule: init.Initializer) -> None:
     part = init.from_dict(rule.from_column(4).to_dict())
     assert np.array_equal(filled(part, KEYS, 3), filled(rule, KEYS, 7)[:, 4:])
+    with pytest.raises(ValueError, match="initializer kind 'xavier' is not one of"):
+        init.from_dict({"kind": "xavier"})

@@ -13,8 +13,9 @@ from bench.data import ROOT
 from tests.conformance.cold_tier import WIDE, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import config, rows
-from tierstore.cache import hbm, host
+from tierstore.cache import host
 from tierstore.dist.plan import MAX_RANKS, Plan
+from tierstore.hbm import cache as device_cache
 from tierstore.io import btree, records
 from tierstore.rows import RowLayout
 from tierstore.store import lineage, manifest
@@ -55,7 +56,7 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
         "threads of a store": "1,024",
         "ranks of a sharded store": f"{MAX_RANKS:,}",
         "rows in memory, of a layout": _power(host.CAPACITY_MAX, 2),
-        "rows in device memory, of a layout": _power(hbm.CAPACITY_MAX, 64),
+        "rows in device memory, of a layout": _power(device_cache.CAPACITY_MAX, 64),
     }
     assert {name: said[name][: len(text)] for name, text in expected.items()} == expected
 

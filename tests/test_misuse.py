@@ -29,25 +29,18 @@ def store(store_dir: Path) -> Any:
         yield opened
 
 
-@pytest.mark.parametrize("names", [{"name": "a\ud800"}, {"name": "a", "feature_names": ("b", "\udfff")}])
-def test_names_that_no_page_could_show(names: Any) -> None:
-    with pytest.raises(ValueError, match="is no valid Unicode: surrogates not allowed"):
-        tierstore.TableConfig(num_embeddings=1, embedding_dim=1, **names)
-
-
 @pytest.mark.parametrize("row", [-1, 100, 2**40, -(2**40)])
 def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
-    message = rf"id {row} is not a row of table 'items': ids are in \[0, 100\)"
-    ids, offsets = torch.tensor([3, row]), torch.tensor([0])
-    with pytest.raises(ValueError, match=message):
-        store["items"].read(ids)
-    with pytest.raises(ValueError, match=message):
-        store["items"].write(ids, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=message):
-        store["items"].pooled(ids, torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match=message):
-        tierstore.TieredEmbeddingBag(store["items"])(ids, offsets)
-    assert store["items"].pool.pins.num_pinned == 0
+    ids, table = torch.tensor([3, row]), store["items"]
+    for use in (
+        lambda: table.read(ids),
+        lambda: table.write(ids, torch.zeros(2, 4)),
+        lambda: table.pooled(ids, torch.tensor([0, 2])),
+        lambda: tierstore.TieredEmbeddingBag(table)(ids, torch.tensor([0])),
+    ):
+        with pytest.raises(ValueError, match=rf"id {row} is not a row of table 'items': ids are in \[0, 100\)"):
+            use()
+    assert table.pool.pins.num_pinned == 0
 
 
 @pytest.mark.parametrize(
@@ -84,22 +77,17 @@ def test_ids_and_offsets_of_another_kind(
     assert table.pool.pins.num_pinned == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        (torch.zeros(2, 4, dtype=torch.float64), TypeError, "rows must be float32, float16 or bfloat16"),
-        (torch.zeros(2, 5), ValueError, r"rows must be \[2, 4\], not \[2, 5\]"),
-        (torch.zeros(3, 4), ValueError, r"rows must be \[2, 4\], not \[3, 4\]"),
-        ([[0.0] * 4] * 2, TypeError, "not list"),
-    ],
-)
-def test_rows_of_another_kind_write_nothing(
-    store: tierstore.Store, rows: Any, error: type[Exception], message: str
-) -> None:
+def test_rows_of_another_kind_write_nothing(store: tierstore.Store) -> None:
     ids = torch.tensor([1, 2])
     before = store["items"].read(ids)
-    with pytest.raises(error, match=message):
-        store["items"].write(ids, rows)
+    for rows, message in (
+        (torch.zeros(2, 4).double(), "rows must be float32, float16 or bfloat16"),
+        (torch.zeros(2, 5), r"rows must be \[2, 4\], not \[2, 5\]"),
+        (torch.zeros(3, 4), r"rows must be \[2, 4\], not \[3, 4\]"),
+        ([[0.0] * 4] * 2, "not list"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            store["items"].write(ids, rows)  # type: ignore[arg-type]
     assert torch.equal(store["items"].read(ids), before)
 
 
@@ -126,33 +114,23 @@ def test_offsets_that_do_not_fit(hbm: Any, offsets: list[int], wrong: str) -> No
             table.pooled(torch.tensor([1, 2, 3]), given)
 
 
-@pytest.mark.parametrize("is_last_given", [True, False])
-def test_a_bag_is_told_of_the_offsets_that_were_asked_for(store: tierstore.Store, is_last_given: bool) -> None:
-    bag = tierstore.TieredEmbeddingBag(store["items"], include_last_offset=is_last_given)
-    ends = "end at" if is_last_given else "not exceed"
-    with pytest.raises(
-        ValueError, match=f"offsets must start at 0, never descend and {ends} the number of ids, 3; .* 1 is 4"
+def test_offsets_and_weights_of_modules_that_do_not_fit(store: tierstore.Store) -> None:
+    table, ids, offsets = store["items"], torch.tensor([1, 2]), torch.tensor([0, 2])
+    for last, ends in ((True, "end at"), (False, "not exceed")):
+        bag = tierstore.TieredEmbeddingBag(table, include_last_offset=last)
+        with pytest.raises(ValueError, match=f"never descend and {ends} the number of ids, 2; .* 1 is 4"):
+            bag(ids, torch.tensor([0, 4]))
+    for error, message, given in (
+        (ValueError, 'goes with mode="sum" only', {"mode": "mean", "per_sample_weights": torch.ones(2)}),
+        (ValueError, r"must be \[2\]", {"per_sample_weights": torch.ones(3)}),
+        (TypeError, r"per_sample_weights\.float\(\) converts", {"per_sample_weights": torch.ones(2).double()}),
+        (ValueError, "mode='median' is not one of sum, mean, max", {"mode": "median"}),
     ):
-        bag(torch.tensor([1, 2, 3]), torch.tensor([0, 4]))
-
-
-def test_per_sample_weights_that_do_not_fit(store: tierstore.Store) -> None:
-    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
-    table = store["items"]
-    with pytest.raises(ValueError, match='goes with mode="sum" only'):
-        table.pooled(ids, offsets, mode="mean", per_sample_weights=torch.ones(2))
-    with pytest.raises(ValueError, match=r"must be \[2\]"):
-        table.pooled(ids, offsets, per_sample_weights=torch.ones(3))
-    with pytest.raises(
-        TypeError,
-        match=r"must be float32, float16 or bfloat16, not torch\.float64; per_sample_weights\.float\(\) converts",
-    ):
-        table.pooled(ids, offsets, per_sample_weights=torch.ones(2, dtype=torch.float64))
+        with pytest.raises(error, match=message):
+            table.pooled(ids, offsets, **given)  # type: ignore[arg-type]
     scale: Any = [[1.0, 1.0]]
     with pytest.raises(TypeError, match="per_sample_weights must be a Tensor, not list"):
         tierstore.TieredEmbeddingBag(table)(ids[None], None, scale)
-    with pytest.raises(ValueError, match="mode='median' is not one of sum, mean, max"):
-        table.pooled(ids, offsets, mode="median")
 
 
 def test_a_read_only_store_cannot_be_changed(store: tierstore.Store, store_dir: Path) -> None:
@@ -178,9 +156,7 @@ def test_a_second_writer_is_told_who_holds_the_store(store: tierstore.Store, sto
         tierstore.open(store_dir, ddr="1MiB")
     code = f"import tierstore; tierstore.open({str(store_dir)!r}, ddr='1MiB')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert other.returncode != 0
-    assert "StoreLockedError" in other.stderr
-    assert store.commit() == 1
+    assert (other.returncode, "StoreLockedError" in other.stderr, store.commit()) == (1, True, 1)
 
 
 def test_versions_are_read_side_by_side_beside_the_writer(store_dir: Path) -> None:
@@ -215,9 +191,11 @@ def test_a_limit_of_address_space_is_named_and_nothing_is_lost(store: tierstore.
 def test_use_after_close(store: tierstore.Store) -> None:
     table = store["items"]
     bag = tierstore.TieredEmbeddingBag(table)
+    out = bag(torch.tensor([[1]]))
     store.close()
     store.close()
     for use in (
+        out.sum().backward,
         lambda: table.read(torch.tensor([1])),
         lambda: table.write(torch.tensor([1]), torch.zeros(1, 4)),
         lambda: bag(torch.tensor([[1]])),
@@ -227,13 +205,6 @@ def test_use_after_close(store: tierstore.Store) -> None:
     ):
         with pytest.raises(errors.ClosedError, match="closed"):
             use()
-
-
-def test_backward_after_close_is_a_clear_error(store: tierstore.Store) -> None:
-    out = tierstore.TieredEmbeddingBag(store["items"])(torch.tensor([[1]]))
-    store.close()
-    with pytest.raises(errors.ClosedError, match="closed"):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize("ddr", [0, 1000, "100KiB"])
@@ -255,16 +226,18 @@ def test_unknown_tables_and_tables_made_twice(store: tierstore.Store) -> None:
     assert store.create_table(CONFIG) is store["items"]
     with pytest.raises(errors.TableError, match="choose another name"):
         store.create_table(tierstore.TableConfig(name="items", num_embeddings=100, embedding_dim=8))
+    with pytest.raises(ValueError, match="Split the table by columns"):
+        store.create_table(tierstore.TableConfig(name="wide", num_embeddings=10, embedding_dim=2**17))
+    assert list(store.tables) == ["items"]
 
 
 def test_opening_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(errors.StoreNotFoundError, match=r'check the path, or make a store: .*mode="w"'):
-        tierstore.open(tmp_path / "nothing", mode="r")
-    assert not (tmp_path / "nothing").exists()
     (tmp_path / "file").write_text("mine")
-    for mode in ("r", "w"):
-        with pytest.raises(errors.StoreNotFoundError, match="file is a file, and a store is a directory"):
-            tierstore.open(tmp_path / "file", mode=mode)
+    for name, modes, message in (("nothing", "r", r'make a store: .*mode="w"'), ("file", "rw", "file is a file")):
+        for mode in modes:
+            with pytest.raises(errors.StoreNotFoundError, match=message):
+                tierstore.open(tmp_path / name, mode=mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_arguments_of_other_libraries_are_told_what_there_is_instead(store: tierstore.Store) -> None:
@@ -317,27 +290,27 @@ def test_wrong_arguments_to_open(store_dir: Path, arguments: dict[str, Any], mes
     assert not store_dir.exists()
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"name": ""}, ValueError),
-        ({"num_embeddings": 0}, ValueError),
-        ({"num_embeddings": 2**41}, ValueError),
-        ({"num_embeddings": 1.5}, TypeError),
-        ({"embedding_dim": 0}, ValueError),
-        ({"embedding_dim": True}, TypeError),
-        ({"dtype": "float64"}, ValueError),
-        ({"pooling": "none"}, ValueError),
-        ({"feature_names": "abc"}, TypeError),
-        ({"feature_names": ("a", "a")}, ValueError),
-        ({"init": 0.0}, TypeError),
-        ({"optimizer": "sgd"}, TypeError),
-    ],
-)
-def test_wrong_table_configs(fields: dict[str, Any], error: type[Exception]) -> None:
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"name": ""}, {"num_embeddings": 0}, {"num_embeddings": 2**41}, {"num_embeddings": 1.5}, {"embedding_dim": 0},
+    {"embedding_dim": True}, {"dtype": "float64"}, {"pooling": "none"}, {"feature_names": "abc"}, {"init": 0.0},
+    {"feature_names": ("a", "a")}, {"optimizer": "sgd"}, {"name": "a\ud800"}, {"feature_names": ("b", "\udfff")},
+]  # fmt: skip
+WRONG_NUMBERS: list[tuple[Any, dict[str, Any]]] = [
+    (optim.SGD, {"lr": -1.0}), (optim.Adam, {"betas": (0.9, 1.0)}), (optim.Adagrad, {"eps": float("nan")}),
+    (tierstore.init.Uniform, {"low": 1.0, "high": 0.0}), (tierstore.init.Normal, {"std": -1.0}),
+    (tierstore.init.Constant, {"value": float("inf")}), (optim.SGD, {"lr": "a"}), (optim.Adam, {"betas": "a"}),
+    (tierstore.init.Normal, {"seed": "a"}),
+]  # fmt: skip
+
+
+def test_wrong_configs_name_the_field() -> None:
     right: dict[str, Any] = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
-    with pytest.raises(error, match=next(iter(fields))):
-        tierstore.TableConfig(**(right | fields))
+    for fields in WRONG_FIELDS:
+        with pytest.raises((ValueError, TypeError), match=f"{next(iter(fields))}|Unicode"):
+            tierstore.TableConfig(**(right | fields))
+    for kind, numbers in WRONG_NUMBERS:
+        with pytest.raises((ValueError, TypeError), match=f"{kind.__name__}.*{next(iter(numbers))}|="):
+            kind(**numbers)
 
 
 def test_numbers_of_numpy_are_taken_as_pythons(store_dir: Path) -> None:
@@ -351,39 +324,6 @@ def test_numbers_of_numpy_are_taken_as_pythons(store_dir: Path) -> None:
     assert "np." not in repr(config)
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store["t"].config == config
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: optim.SGD(lr=-1.0),
-        lambda: optim.Adam(betas=(0.9, 1.0)),
-        lambda: optim.Adagrad(eps=float("nan")),
-        lambda: tierstore.init.Uniform(1.0, 0.0),
-        lambda: tierstore.init.Normal(std=-1.0),
-        lambda: tierstore.init.Constant(float("inf")),
-    ],
-)
-def test_wrong_hyper_parameters(make: Any) -> None:
-    with pytest.raises(ValueError, match="="):
-        make()
-
-
-def test_hyper_parameters_are_numbers() -> None:
-    wrong: Any = "a"
-    with pytest.raises(TypeError, match="SGD: lr must be a number, not str"):
-        optim.SGD(lr=wrong)
-    with pytest.raises(TypeError, match="Adam: betas must be a number, not str"):
-        optim.Adam(betas=wrong)
-    with pytest.raises(TypeError, match="Normal: seed must be a number, not str"):
-        tierstore.init.Normal(seed=wrong)
-
-
-def test_rows_too_wide_for_a_block(store: tierstore.Store) -> None:
-    wide = tierstore.TableConfig(name="wide", num_embeddings=10, embedding_dim=2**17)
-    with pytest.raises(ValueError, match="Split the table by columns"):
-        store.create_table(wide)
-    assert "wide" not in store
 
 
 def test_features_and_batches_that_do_not_fit(store: tierstore.Store) -> None:
@@ -434,7 +374,7 @@ def test_stores_tables_and_modules_are_not_pickled_or_copied(store: tierstore.St
     for each in (store, table, bag, collection, torch.nn.Sequential(bag)):
         copies = (copy.deepcopy,) if each in (store, table) else ()  # a module's copy is one over the same tables
         for use in (pickle.dumps, *copies, lambda each: torch.save(each, tmp_path / "file")):
-            with pytest.raises(TypeError, match=r"cannot be pickled or copied: .* open the store anew"):
+            with pytest.raises(TypeError, match="open the store anew"):
                 use(each)
     torch.save(bag.state_dict(), tmp_path / "file")
     assert pickle.loads(pickle.dumps(table.config)) == copy.deepcopy(table.config) == table.config
@@ -468,13 +408,8 @@ def test_extra_that_json_cannot_hold_commits_nothing(store: tierstore.Store) -> 
     with pytest.raises(TypeError, match="tensors must have names that are str, not int"):
         store.commit(tensors={1: torch.ones(1)})  # type: ignore[dict-item]
     assert store.version == 0
-
-
-def test_extra_keeps_nan_and_infinity(store: tierstore.Store, store_dir: Path) -> None:
     store.commit(extra={"loss": [float("nan"), float("inf")]})
-    store.close()
-    with tierstore.open(store_dir, mode="r", ddr="1MiB") as reader:
-        assert str(reader.extra) == "{'loss': [nan, inf]}"
+    assert str(store.extra) == "{'loss': [nan, inf]}"
 
 
 def test_a_table_is_trained_as_it_is_served(store: tierstore.Store) -> None:

@@ -174,8 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         for table in self.store.tables.values():
             with table.pool.arena.lock:
                 table.pool.cache.check_integrity()
-            if table.pool.hot is not None:
-                table.pool.hot.check_integrity()
+            table.pool.tier.check_integrity()
             if self.pending is None or self.pending.done():
                 assert not table.pool.in_use
 

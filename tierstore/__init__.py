@@ -6,7 +6,6 @@ optimizer runs inside backward, and a commit is atomic over everything.
 
 from . import errors, init, optim
 from .config import TableConfig
-from .io.prefetch import prefetch
 from .nn import (
     JaggedTensor,
     KeyedJaggedTensor,
@@ -19,6 +18,7 @@ from .nn import (
     convert,
     plain_model,
 )
+from .nn.prefetch import prefetch
 from .offline.quantization import QuantizedTable, QuantizeReport, quantize
 from .pool.stats import Stats, TierStats
 from .store import Store, Table

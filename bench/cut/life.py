@@ -20,7 +20,6 @@ from torch import Tensor
 
 import tierstore
 from tierstore import optim
-from tierstore.hbm.base import DeviceRows
 
 from ..crash.counts import Counts
 from .instants import KINDS, Cutter
@@ -221,8 +220,8 @@ class _Life:
         try:
             with pool.arena.lock:
                 pool.cache.check_integrity()
-            if isinstance(pool.hot, DeviceRows):
-                pool.hot.check_integrity()
+            if pool.tier.on_device:
+                pool.tier.check_integrity()
         except AssertionError as error:
             self._found.pinned += 1
             self._fail(f"{where}: {error}")
@@ -230,7 +229,7 @@ class _Life:
         while pool.in_use and time.monotonic() < deadline:
             gc.collect()  # the error and what it was raised in may refer to each other
             time.sleep(0.01)  # a thread that read ahead lets go of its rows when it is done
-        num_pinned = pool.pins.num_pinned + pool.pins.num_held + (pool.hot.num_leased if pool.hot else 0)
+        num_pinned = pool.pins.num_pinned + pool.pins.num_held + pool.tier.num_leased
         if num_pinned:
             self._found.pinned += 1
             self._fail(f"{where}: {num_pinned} slots stay pinned")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tierstore.cache.flags import RESIDENT
-from tierstore.cache.hbm import HbmCache
-from tierstore.cache.hbm_books import WAYS, Plan, Status, mixed, sets_of
+from tierstore.hbm.books import WAYS, Plan, Status, mixed, sets_of
+from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.grouping import Grouping, group_keys
 
 from ..common import Spread, Table

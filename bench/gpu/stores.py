@@ -230,7 +230,7 @@ class Trainer(Steps):
         super().__init__(rig, self.collection, len(store.tables), config)
         with mock.patch.object(build, "open_lane", self._watched(lanes.open_lane)):
             # Pools are made when they are first asked for.
-            assert store[table_name(0)].pool.hot is not None, "the store has no rows in device memory"
+            assert store[table_name(0)].pool.tier.on_device, "the store has no rows in device memory"
 
     def _watched(self, open_lane: Callable[[torch.device], Lane]) -> Callable[[torch.device], Lane]:
         def opened(device: torch.device) -> Lane:

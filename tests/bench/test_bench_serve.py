@@ -22,7 +22,7 @@ from bench.serving.search import by_turns, highest_load, search
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
-from tests.serve import grpc_harness
+from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
 
@@ -178,7 +178,7 @@ def test_calls_over_sockets_are_grpcs() -> None:
     arrays = [np.arange(size, dtype=np.int64) for size in (1, 300_000, 0, 1_000_000, 20)]
     requests = [queries.encoded_grpc(queries.Query("echo", {"x": each})) for each in arrays]
     answers: list[tuple[int, Answer]] = []
-    with grpc_harness.serving() as served:
+    with fronts.serving("grpc") as served:
         failing = queries.encoded_grpc(queries.Query("full", {"x": arrays[0]}))
         asked = Stream(GrpcClient("127.0.0.1", served.port, 2), [*requests, failing], np.zeros(6),
                        lambda *each: answers.append(each))  # fmt: skip

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.cache import Admission, AdmitStatus, FullCache, ReferenceCache, RowCache, full_size_bytes
+from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache, full_size_bytes
 from tierstore.cache.numbering import TABLE_BYTES
+from tierstore.cache.reference import ReferenceCache
 from tierstore.rows import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel

@@ -7,7 +7,8 @@ import pytest
 
 import tierstore.cache
 import tierstore.kernels
-from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, make_cache
+from tierstore.cache import POLICIES, DdrCache, capacity_for, make_cache
+from tierstore.cache.reference import ReferenceCache
 
 
 def test_policies() -> None:

@@ -14,37 +14,34 @@ def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
     assert '{"note": "hello"}' in output
 
 
-def test_verify_says_what_it_checked_and_finds_damage(store_with_rows, capsys):
-    assert cli.main(["verify", str(store_with_rows)]) == 0
-    assert "version 1 is sound: 10 rows in 1 segment of 1 table, " in capsys.readouterr().out
-    (path,) = store_with_rows.glob("*.lmdb")
+def damage(store, step):
+    """Change rows of ones; the row file."""
+    (path,) = store.glob("*.lmdb")
     data = bytearray(path.read_bytes())
     place = data.find(b"\x00\x00\x80\x3f" * 8)
     assert place > 0
     while place >= 0:
         data[place] ^= 1
-        place = data.find(b"\x00\x00\x80\x3f" * 8, place + 1)
+        place = data.find(b"\x00\x00\x80\x3f" * 8, place + step)
     path.write_bytes(data)
-    assert cli.main(["verify", str(store_with_rows)]) == 1
-    assert str(path) in capsys.readouterr().err
+    return path
 
 
-def test_repair_saves_what_is_sound_and_lists_what_is_not(store_with_rows, tmp_path, capsys):
-    assert cli.main(["repair", str(store_with_rows), str(tmp_path / "whole")]) == 0
+def test_verify_finds_damage_and_repair_saves_what_is_sound(store_with_rows, tmp_path, capsys):
+    store = str(store_with_rows)
+    assert cli.main(["verify", store]) == 0
+    assert "version 1 is sound: 10 rows in 1 segment of 1 table, " in capsys.readouterr().out
+    assert cli.main(["repair", store, str(tmp_path / "whole")]) == 0
     assert "version 1, 10 rows saved and verified; nothing was lost" in capsys.readouterr().out
-    (path,) = store_with_rows.glob("*.lmdb")
-    data = bytearray(path.read_bytes())
-    place = data.find(b"\x00\x00\x80\x3f" * 8)
-    while place >= 0:
-        data[place] ^= 1
-        place = data.find(b"\x00\x00\x80\x3f" * 8, place + 32)
-    path.write_bytes(data)
-    assert cli.main(["repair", str(store_with_rows), str(tmp_path / "part")]) == 1
+    path = damage(store_with_rows, 32)
+    assert cli.main(["verify", store]) == 1
+    assert str(path) in capsys.readouterr().err
+    assert cli.main(["repair", store, str(tmp_path / "part")]) == 1
     said = capsys.readouterr().out
     assert f"all listed in {tmp_path / 'part' / 'lost.txt'}" in said
     assert "table 'item': rows 0 to " in said
-    with tierstore.open(tmp_path / "part", mode="r", ddr="1MiB") as store:
-        assert store.extra == {"note": "hello"}
+    with tierstore.open(tmp_path / "part", mode="r", ddr="1MiB") as opened:
+        assert opened.extra == {"note": "hello"}
 
 
 def test_a_store_without_a_commit_says_so_and_long_extra_is_cut(store_dir, capsys):

@@ -8,14 +8,11 @@ from tierstore.train import RunConfig
 from tierstore.train.config import load
 
 
-def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
+def test_flags_stand_for_keys_and_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
     known = to_dict(RunConfig())
     for name, *_ in cli._TRAIN_FLAGS.values():
         section, _, key = name.partition(".")
         assert key in known[section]
-
-
-def test_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
     assert cli.main(["train", "--keys"]) == 0
     path = tmp_path / "run.toml"
     path.write_text(capsys.readouterr().out)

@@ -101,12 +101,12 @@ class Rank:
             for call in calls:
                 self.do(call)
             self.store.ranks.counts([0] * SIZE, end)
+        except (RuntimeError, ValueError, TypeError, tierstore.errors.TierstoreError) as error:
+            return f"{type(error).__name__}: {error}"
         except IndexError as error:  # outside of the store, which cannot tell the others
             with contextlib.suppress(tierstore.errors.RankError):
                 self.store.ranks.counts([0] * SIZE, end)
             return str(error)
-        except (RuntimeError, ValueError, TypeError, tierstore.errors.TierstoreError) as error:
-            return f"{type(error).__name__}: {error}"
         return ""
 
     def do(self, call: Call) -> None:

@@ -265,7 +265,7 @@ def train_differently() -> list[str]:
 def test_ranks_that_train_differently_are_told(tmp_path: Path) -> None:
     one, other = run(train_differently, 2, tmp_path)
     assert one == other
-    wanted = "backward_precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
+    wanted = "precision", "rate 0.1; rank 1: backward of t, ", "learning rate is 0.1 and 0.5", "updates"
     assert all(words in told for words, told in zip(wanted, one, strict=True))
 
 

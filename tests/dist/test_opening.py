@@ -118,9 +118,15 @@ def die(folder: Path, point: str, rank: int) -> None:
         os._exit(DIED)
 
 
-@pytest.mark.parametrize("rank", [-1, 0])
 @pytest.mark.parametrize(
-    "point", ["commit: transaction committed", "copy: manifest in place", "reshard: replaced part set aside"]
+    ("point", "rank"),
+    [
+        ("commit: transaction committed", -1),
+        ("commit: transaction committed", 0),
+        ("copy: manifest in place", -1),
+        ("copy: manifest in place", 0),
+        ("reshard: replaced part set aside", -1),  # by whichever ranks hold the parts
+    ],
 )
 def test_ranks_killed_while_they_reshard_lose_nothing(point: str, rank: int, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=str(DIED)):

@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tierstore import errors
-from tierstore.exchange import export_store, exporting, parquet_file
+from tierstore.exchange import export_store, parquet_file
 from tierstore.exchange.rows import chunks
 from tierstore.system import output as output_module
 
@@ -24,15 +24,6 @@ def store(tmp_path):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def test_rows_never_written_have_their_first_values(tmp_path):
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        table = store.create_table(config(init=tierstore.init.Normal(std=2.0, seed=3)))
-        first = table.read(torch.arange(500))
-        store.commit()
-    export_store(tmp_path / "store", tmp_path / "out")
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "out")["embedding_bags.item.weight"], first)
 
 
 def test_a_store_without_a_commit_has_rows_too(tmp_path):
@@ -98,10 +89,23 @@ def test_wrong_arguments_leave_nothing(store, tmp_path, arguments, error, messag
     assert names(tmp_path) == ["store"]
 
 
-def test_no_store_is_said(tmp_path):
-    with pytest.raises(errors.StoreNotFoundError, match="no store at"):
-        export_store(tmp_path / "nosuch", tmp_path / "out")
-    assert names(tmp_path) == []
+def test_a_partial_file_is_written_over_unless_it_is_anothers(store, tmp_path):
+    partial = tmp_path / "out.partial"
+    with partial.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(errors.TierstoreError, match=r"out\.partial is being written by another process"):
+            export_store(store, tmp_path / "out")
+    partial.unlink()
+    (tmp_path / "precious").write_bytes(b"mine")
+    partial.symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"out\.partial"):
+        export_store(store, tmp_path / "out")
+    assert (tmp_path / "precious").read_bytes() == b"mine"
+    partial.unlink()
+    partial.write_bytes(b"x" * 100_000)
+    export_store(store, tmp_path / "out")
+    assert len(safetensors.torch.load_file(tmp_path / "out")) == 3
+    assert names(tmp_path) == ["out", "precious", "store"]
 
 
 def test_an_existing_file_is_replaced_only_if_so_asked(store, tmp_path):
@@ -117,29 +121,6 @@ def test_an_existing_file_is_replaced_only_if_so_asked(store, tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a directory; make it first"):
         export_store(store, tmp_path / "no" / "out")
     assert names(tmp_path) == ["out", "store"]
-
-
-def test_what_a_killed_export_left_is_written_over(store, tmp_path):
-    (tmp_path / "out.partial").write_bytes(b"x" * 100_000)
-    export_store(store, tmp_path / "out")
-    assert len(safetensors.torch.load_file(tmp_path / "out")) == 3
-    assert names(tmp_path) == ["out", "store"]
-
-
-def test_two_exports_to_one_file_do_not_mix(store, tmp_path):
-    with (tmp_path / "out.partial").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(errors.TierstoreError, match=r"out\.partial is being written by another process"):
-            export_store(store, tmp_path / "out")
-    assert names(tmp_path) == ["out.partial", "store"]
-
-
-def test_a_partial_file_that_is_a_link_is_not_followed(store, tmp_path):
-    (tmp_path / "precious").write_bytes(b"mine")
-    (tmp_path / "out.partial").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match=r"out\.partial"):
-        export_store(store, tmp_path / "out")
-    assert (tmp_path / "precious").read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -179,16 +160,6 @@ def test_the_file_gets_its_name_when_it_is_on_the_device(store, tmp_path, monkey
     assert steps == ["write", "write", "write", "write", "sync", "name", "sync"]
 
 
-def test_an_interrupt_leaves_nothing(store, tmp_path):
-    def interrupt(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        export_store(store, tmp_path / "out", progress=interrupt)
-    assert names(tmp_path) == ["store"]
-    assert export_store(store, tmp_path / "out").rows == 150
-
-
 def test_short_writes_are_continued(store, tmp_path, monkeypatch):
     export_store(store, tmp_path / "whole", format="torch")
     write = os.pwrite
@@ -210,10 +181,6 @@ def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):
     with pytest.raises(errors.ChecksumError, match=r"rows\.lmdb: row 0 of table 0"):
         export_store(store, tmp_path / "out")
     assert names(tmp_path) == ["store"]
-
-
-def test_formats_are_those_of_the_command_line():
-    assert tuple(exporting.FORMATS) == ("safetensors", "torch", "parquet")
 
 
 def test_a_kept_version_is_exported(tmp_path):

@@ -47,14 +47,6 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, legacy):
     assert not (tmp_path / "store").exists()
 
 
-def test_checkpoints_of_the_old_format_are_told_apart(tmp_path):
-    torch.save({KEY: torch.ones(2, 2)}, tmp_path / "file", _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        errors.FormatError, match=r"cannot be read in parts; load it and save it again with torch\.save"
-    ):
-        import_files(tmp_path / "store", [tmp_path / "file"])
-
-
 def test_a_tensor_larger_than_its_file_is_no_table(tmp_path):
     torch.save({KEY: torch.ones(1, 1).expand(2**36, 4)}, tmp_path / "file")
     with pytest.raises(ValueError, match="stored row by row; it is no table"):

@@ -108,22 +108,3 @@ def test_weights_alone_come_with_fresh_state_and_the_rate_in_force(tmp_path):
     assert found == contents(source)["item"][0]
     assert not any(moments)
     assert tuple(state) == (0, 0.0625)
-
-
-def test_training_goes_on_from_an_import_to_the_same_bits(tmp_path):
-    source = make_store(tmp_path / "source", config(optimizer=OPTIMIZERS["adam"]))
-    export_store(source, tmp_path / "out", state=True)
-    import_files(tmp_path / "copy", [tmp_path / "out"])
-    for directory in (source, tmp_path / "copy"):
-        with tierstore.open(directory, ddr="8MiB") as store:
-            bag = tierstore.TieredEmbeddingBag(store["item"])
-            bag(torch.arange(0, 500, 3), torch.arange(0, 167, 2)).square().sum().backward()
-            store.commit()
-    assert contents(tmp_path / "copy") == contents(source)
-
-
-def test_tables_are_made_in_the_order_they_had(tmp_path):
-    source = make_store(tmp_path / "source", config("b", 9), config("c", 9), config("a", 9))
-    export_store(source, tmp_path / "out")
-    import_files(tmp_path / "copy", [tmp_path / "out"])
-    assert list(contents(tmp_path / "copy")) == ["b", "c", "a"]

@@ -89,8 +89,7 @@ def train(
         make_tables(store, optimizer=optimizer, pooling=pooling)
         outs = train_on(store, batches, depth=depth)
         for pool in {table.pool for table in store.tables.values()}:
-            if pool.hot is not None:
-                pool.hot.check_integrity()
+            pool.tier.check_integrity()
             assert not pool.in_use
         rows, stats = read_all(store), store.stats()
         store.commit()

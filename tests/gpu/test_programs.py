@@ -122,7 +122,7 @@ def test_a_budget_has_the_rows_that_were_asked_for(store_dir: Path, share: float
         store.create_table(
             tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16, optimizer=tierstore.optim.SGD())
         )
-        hot = store["t"].pool.hot
+        hot = store["t"].pool.tier
         assert hot is not None
         assert hot.cache.capacity == pytest.approx(share * rows, rel=0.03, abs=70)
 

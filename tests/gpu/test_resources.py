@@ -24,7 +24,7 @@ from .support import BAGS, DEVICES, DIM, FEATURES, TINY, WHOLE, make_batches, ma
 
 
 def hot_of(store: tierstore.Store) -> Any:
-    hot = store["table 0"].pool.hot
+    hot = store["table 0"].pool.tier
     assert hot is not None
     return hot
 

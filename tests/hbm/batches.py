@@ -14,9 +14,9 @@ from tierstore.hbm.batch import Bags, Groups
 from tierstore.kernels import floats
 from tierstore.kernels.threads import Workers
 from tierstore.pool import backward
+from tierstore.pool.bags import NO_ARG_MAX, NO_FLOATS
+from tierstore.pool.bags import Bags as PoolBags
 
-NO_FLOATS = np.empty(0, np.float32)
-NO_ARG_MAX = np.empty((0, 0), np.int32)
 UNTOUCHED = 7.0
 """In the gaps of results."""
 
@@ -166,15 +166,8 @@ def numba_update(
     changed = Updated(batch.weights.clone(), state.clone())
     scale = batch.scale if scaled else NO_FLOATS
     arg_max = NO_ARG_MAX if arg_max is None else arg_max
-    bags = backward.Bags(
-        np.array([0, len(batch.bag_starts) - 1]),
-        batch.wide_starts,
-        batch.columns,
-        batch.samples,
-        scale,
-        mean,
-        arg_max,
-    )
+    bounds = np.array([0, len(batch.bag_starts) - 1])
+    bags = PoolBags([SimpleNamespace(index=0)], bounds, batch.wide_starts, batch.columns, batch.samples, scale)
     pool: Any = SimpleNamespace(
         weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
         half=batch.half,
@@ -182,7 +175,7 @@ def numba_update(
     # Row by row, since here rows of any two tables may follow each other.
     in_order = list(dict.fromkeys(batch.inverse.tolist()))
     number_of = {number: place for place, number in enumerate(in_order)}
-    groups = backward.Groups(bags, batch.grad_out.shape[1], Workers(1))
+    groups = backward.Groups(bags, arg_max, batch.grad_out.shape[1], Workers(1), is_mean=mean)
     groups.by_number(np.array([number_of[number] for number in batch.inverse.tolist()], np.int32), len(in_order))
     for place, number in enumerate(in_order):
         table = batch.table_of_row[number]

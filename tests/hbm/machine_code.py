@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 MODULES: Final = (
-    "tierstore.cache.hbm_triton",
+    "tierstore.hbm.cache_triton",
     "tierstore.hbm.grouping_triton",
     "tierstore.hbm.moving_triton",
     "tierstore.hbm.pooling_triton",
@@ -191,9 +191,8 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from tierstore.cache import hbm_triton
-    from tierstore.cache.hbm_books import SUMMARY_ROWS, WAYS, Books, Plan, Status
-    from tierstore.hbm import grouping_triton
+    from tierstore.hbm import cache_triton, grouping_triton
+    from tierstore.hbm.books import SUMMARY_ROWS, WAYS, Books, Plan, Status
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     books = Books.empty(2 * WAYS, torch.device("cpu"))
@@ -201,16 +200,16 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     counters = torch.zeros(64, dtype=torch.int16)
     for name, lying, counts, lfu in (("lru", None, None, False), ("lfu", slots, slots, True)):
         plan = Plan(keys, slots, slots.to(torch.int8), counts, summary)
-        yield f"plan {name}", partial(hbm_triton.plan, books, keys, slots[:1], lying, counts, summary)
-        yield f"commit {name}", partial(hbm_triton.commit, books, plan, summary, 1, lfu, lfu)
-        yield f"list {name}", partial(hbm_triton.list_keys, books, plan, keys, 64, torch.stack([keys, keys]))
-    yield "find", lambda: hbm_triton.find_sorted(keys, keys, keys, 64)
-    yield "age", lambda: hbm_triton.age(books.ranks)
-    edit = partial(hbm_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
+        yield f"plan {name}", partial(cache_triton.plan, books, keys, slots[:1], lying, counts, summary)
+        yield f"commit {name}", partial(cache_triton.commit, books, plan, summary, 1, lfu, lfu)
+        yield f"list {name}", partial(cache_triton.list_keys, books, plan, keys, 64, torch.stack([keys, keys]))
+    yield "find", lambda: cache_triton.find_sorted(keys, keys, keys, 64)
+    yield "age", lambda: cache_triton.age(books.ranks)
+    edit = partial(cache_triton.edit_flags, books.flags, slots, 64, unpin=True, keep=-1, add=0)
     yield "edit", partial(edit, forget=False)
     yield "forget", partial(edit, forget=True)
-    yield "estimate", lambda: hbm_triton.sketch_estimate(counters, keys, slots[:1])
-    yield "count", lambda: hbm_triton.sketch_count(counters, keys, slots[:1], 9)
+    yield "estimate", lambda: cache_triton.sketch_estimate(counters, keys, slots[:1])
+    yield "count", lambda: cache_triton.sketch_count(counters, keys, slots[:1], 9)
     yield "mix", lambda: grouping_triton.mix_keys(keys)
     yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, keys)
     yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, None)
@@ -227,11 +226,10 @@ def launches() -> dict[str, Launch]:
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
         noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
 
-    from tierstore.cache import hbm_triton
-    from tierstore.hbm import grouping_triton, rows_triton
+    from tierstore.hbm import cache_triton, grouping_triton, rows_triton
 
     module: ModuleType
-    for module in (hbm_triton, grouping_triton, rows_triton):
+    for module in (cache_triton, grouping_triton, rows_triton):
         module.launch = note  # type: ignore[attr-defined]
     for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
@@ -246,7 +244,7 @@ def _compiled(launch: Launch) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tierstore.cache.triton_launch import LAUNCH
+    from tierstore.hbm.triton_launch import LAUNCH
 
     kernel, types, constants, attributes = launch.kernel, {}, {}, {}
     options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}

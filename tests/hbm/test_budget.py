@@ -38,11 +38,11 @@ def make(directory: Path, shapes: list[dict[str, Any]], **arguments: Any) -> tie
 
 
 def use(store: tierstore.Store) -> list[DeviceRows]:
-    """The pools, after every table was read."""
+    """The tiers on the device, after every table was read."""
     for table in store.tables.values():
         table.read(torch.arange(20))
-    pools = {table.pool.hot for table in store.tables.values()}
-    return [pool for pool in pools if pool is not None]
+    tiers = {table.pool.tier for table in store.tables.values()}
+    return [tier for tier in tiers if isinstance(tier, DeviceRows)]
 
 
 def needed(error: BudgetError, name: str) -> str:
@@ -158,7 +158,7 @@ def test_no_budget_is_no_tier(store_dir: Path, hbm: Any) -> None:
     table: dict[str, Any] = {"num_embeddings": 1000, "embedding_dim": 4}
     with make(store_dir, [table], ddr="1MiB", hbm=hbm) as store:
         assert use(store) == []
-        assert store["table 0"].pool.hot is None
+        assert not store["table 0"].pool.tier.on_device
         assert store.stats().hbm == tierstore.TierStats()
 
 

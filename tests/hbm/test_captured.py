@@ -230,7 +230,7 @@ def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device:
         with pytest.raises(TableError) as caught:
             store.create_table(config("late"))
         assert CLOSED in str(caught.value)
-        for change in (lambda: store.rollback(version), lambda: store["t"].pool.exclusive().__enter__()):
+        for change in (lambda: store.rollback(version), lambda: store["t"].pool.tier.emptied().__enter__()):
             with pytest.raises(TableError, match="CUDA graph"):
                 change()
         store["t"].learning_rate = 1.0

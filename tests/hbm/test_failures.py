@@ -11,9 +11,9 @@ import torch
 
 import tierstore
 from tests.hbm.stores import ALL, hot, open_store, simple
-from tierstore.cache.hbm import HbmCache
 from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
+from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.overflow import Overflow
 
 

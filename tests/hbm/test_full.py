@@ -30,7 +30,7 @@ LAST = ROWS - 1
 
 
 def full(store: tierstore.Store, name: str = "t") -> FullRows:
-    found: Any = store[name].pool.hot
+    found: Any = store[name].pool.tier
     assert isinstance(found, FullRows)
     return found
 
@@ -212,7 +212,7 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
     with open_store(store_dir, hbm=hbm) as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         step(bag, ALL[:6])
-        out, hot = bag(ALL[:6], torch.tensor([0])), store["t"].pool.hot
+        out, hot = bag(ALL[:6], torch.tensor([0])), store["t"].pool.tier
         assert isinstance(hot, DeviceRows)
         assert hot.weights.untyped_storage().nbytes() >= ROWS // 8
     assert [each.untyped_storage().nbytes() for each in (hot.weights, hot.state)] == [0, 0]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.hbm import test_order
-from tierstore.cache import hbm, hbm_triton
-from tierstore.hbm import base, grouping, grouping_triton, rows_triton
+from tierstore.hbm import base, cache, cache_triton, grouping, grouping_triton, rows_triton
 from tierstore.store import arguments
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +25,7 @@ def test_training_with_triton_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
 ) -> None:
     expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
-    monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
+    monkeypatch.setattr(cache, "_kernels_for", lambda _: cache_triton)
     monkeypatch.setattr(grouping, "_kernels_for", lambda _: grouping_triton)
     monkeypatch.setattr(base, "_kernels_for", lambda _: rows_triton)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)

@@ -15,10 +15,10 @@ import torch
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.cache.flags import RESIDENT
-from tierstore.cache.hbm import HbmCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError, TableError
 from tierstore.hbm import pool as hbm_pool
+from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize

@@ -67,8 +67,7 @@ def everything(directory: Path, table: tierstore.TableConfig, **settings: Any) -
                 store.commit()
         rows = read_rows(own, 0, ROWS)
         seen += [own.read(ALL), rows.weights, rows.state]
-        if own.pool.hot is not None:
-            own.pool.hot.check_integrity()
+        own.pool.tier.check_integrity()
         assert not own.pool.in_use
         return [bits(each) for each in seen], store.stats().hbm
 
@@ -285,6 +284,34 @@ def test_tables_are_made_between_batches_only(store_dir: Path) -> None:
         assert not store["t"].pool.in_use
         with pytest.raises(BudgetError):  # what was just enough for one table
             store.create_table(config(name="u", num_embeddings=10**5, embedding_dim=64)).read(ALL)
+
+
+@pytest.mark.parametrize("hbm", [LEAST, 2**20])
+@pytest.mark.parametrize("call", ["has_room", "stage", "readied"])
+def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, hbm: int, call: str
+) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        table = store["t"]
+        lookup: Any = table.lookup(table.jagged(ALL[:6], torch.tensor([0, 3, 6]), mode="sum"), mode="sum")
+        tier, send, gradient = type(hot(store)), type(hot(store)).send, torch.ones(2, 4)
+        replaced = []
+
+        def send_late(rows: Any, *arguments: Any) -> Any:
+            if not replaced:
+                replaced.append(rows)
+                store.create_table(simple(name="u"))
+            return send(rows, *arguments)
+
+        monkeypatch.setattr(tier, "send", send_late)
+        ready = getattr(lookup, call)(*[gradient] * (call == "readied"))
+        assert table.pool.tier is not replaced[0]
+        if call == "readied":
+            ready.train()
+        assert ready
+        lookup.release()
+        assert not table.pool.in_use
+        assert torch.equal(table.read(ALL)[:, 0], -torch.ones(ROWS) * (ALL < 6) * (call == "readied"))
 
 
 def ones() -> Any:

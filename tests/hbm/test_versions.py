@@ -121,7 +121,7 @@ for line in sys.stdin:
     rows = store["t"].read(torch.arange(600))
     pooled = tierstore.TieredEmbeddingBag(store["t"])(torch.arange(600), torch.arange(0, 600, 100)) / 100
     assert not pooled.requires_grad
-    pool = store["t"].pool.hot
+    pool = store["t"].pool.tier
     pool.check_integrity()
     assert pool.num_dirty == pool.num_leased == 0
     print(store.version, *rows[:, 0].unique(return_counts=True)[1].tolist(), round(pooled[0, 0].item(), 3), flush=True)

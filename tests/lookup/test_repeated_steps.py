@@ -134,7 +134,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimizer: bool) -> None:
     with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
         pools: list[Any] = [table.pool for table in store.tables.values()]
-        capacity = min(pool.cache.capacity if pool.hot is None else pool.hot.capacity_rows for pool in pools)
+        capacity = min(pool.tier.capacity_rows if pool.tier.on_device else pool.cache.capacity for pool in pools)
         assert capacity < ROWS
         generator = torch.Generator().manual_seed(1)
         size = int(capacity * SHARES[share]) // 2 * 2

@@ -43,11 +43,6 @@ def test_rows_looked_up_alone_lie_by_frequency() -> None:
     assert np.array_equal(order_by_co_access(alone, 4), by_frequency(alone))
 
 
-def test_no_lookup_is_no_order() -> None:
-    nothing = Accesses(np.empty(0, np.int64), np.zeros(4, np.int64))
-    assert not len(order_by_co_access(nothing, 15))
-
-
 def test_companions_share_blocks() -> None:
     """Rows of groups that come up together: later samples read fewer blocks than by frequency."""
     generator = np.random.default_rng(3)

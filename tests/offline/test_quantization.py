@@ -13,12 +13,10 @@ from torch import Tensor
 
 import tierstore
 from tests.quantized import OPERATORS, packed
-from tests.stored import segments_of
 from tierstore import errors, optim
 from tierstore.cli import entry as cli
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.rows import read_rows
-from tierstore.io import reads
 from tierstore.offline import quantization
 
 ROWS = 3000
@@ -91,20 +89,6 @@ def test_every_row_is_converted_as_torch_converts_it(source: Path, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
 
 
-@pytest.mark.parametrize("tables", [["item", "user"], ["item"]])
-def test_rows_are_appended_once_in_key_order_in_full_segments(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: list[str]
-) -> None:
-    """A segment is full, but for the last of a layout, though many chunks are read and a third of the rows is there."""
-    monkeypatch.setattr(quantization, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(reads, "_LIST_STEP", 100)
-    tierstore.quantize(source, tmp_path / "new", dtype="int8", tables=tables)
-    found = segments_of(tmp_path / "new")
-    keys = [WRITTEN.numpy() + (index << 40) for index in range(2)]
-    assert np.array_equal(np.concatenate(found.keys), np.concatenate(keys))
-    assert len(found.keys) > len(set(found.layouts)) == len(found.partial()) == 3 - len(tables)
-
-
 @every_dtype
 def test_first_values_depend_on_seed_and_row_only(source: Path, tmp_path: Path, dtype: Any) -> None:
     """A table that never was trained has the rows that quantizing one makes of what was never written."""
@@ -153,9 +137,11 @@ def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(
 
 
 @every_dtype
-def test_modules_and_prefetching(source: Path, tmp_path: Path, dtype: Any) -> None:
+def test_modules_prefetching_and_gradients_of_weights(source: Path, tmp_path: Path, dtype: Any) -> None:
     tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["item"])
     weights, plain = packed(rows(source), dtype), rows(source, "user")
+    scale = bags(0, 50)[2]
+    one, other = scale.clone().requires_grad_(), scale.clone().requires_grad_()
     with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
         assert (store["item"].config.dtype, store["user"].config.dtype) == (dtype, "float32")
         assert torch.equal(store["user"].read(ALL), plain)
@@ -172,24 +158,14 @@ def test_modules_and_prefetching(source: Path, tmp_path: Path, dtype: Any) -> No
             assert torch.equal(out["item"], expected)
             sums = torch.nn.functional.embedding_bag(ids, plain, offsets, mode="sum", include_last_offset=True)
             assert torch.allclose(out["user"], sums, atol=1e-5)
-
-
-@every_dtype
-def test_per_sample_weights_get_their_gradient_in_a_store_opened_for_reading(
-    source: Path, tmp_path: Path, dtype: Any
-) -> None:
-    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
-    plain = OPERATORS[dtype][1](packed(rows(source), dtype))
-    ids, offsets, scale = bags(0, 50)
-    one, other = scale.clone().requires_grad_(), scale.clone().requires_grad_()
-    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
         bag = tierstore.TieredEmbeddingBag(store["item"], mode="sum", include_last_offset=True)
-        bag(ids, offsets, one).square().sum().backward()
+        bag(*bags(0, 50)[:2], one).square().sum().backward()
+    ids, offsets, _ = bags(0, 50)
     expected = torch.nn.functional.embedding_bag(
-        ids, plain, offsets, mode="sum", per_sample_weights=other, include_last_offset=True
+        ids, OPERATORS[dtype][1](weights), offsets, mode="sum", per_sample_weights=other, include_last_offset=True
     )
     expected.square().sum().backward()
-    assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-3), "of a store opened for reading"
 
 
 @every_dtype
@@ -211,19 +187,6 @@ def test_training_is_refused_before_any_table_changes(source: Path, tmp_path: Pa
             assert torch.equal(collection(features).values(), out)
         del out
         store.commit()
-
-
-@every_dtype
-def test_reads_are_float32(source: Path, tmp_path: Path, dtype: Any) -> None:
-    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
-    everything = rows(tmp_path / "new")
-    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
-        ids = torch.tensor([5, 3, 5, 2999], dtype=torch.int32)
-        found = store["item"].read(ids)
-        assert found.dtype == store["item"].read(ids[:0]).dtype == torch.float32
-        assert torch.equal(found, everything[ids.long()])
-        assert torch.equal(found, store["item"].read(ids))  # now out of the cache
-        assert store["item"].read(ids[:0]).shape == (0, DIM)
 
 
 @every_dtype
@@ -281,13 +244,6 @@ def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path: Path, half: 
     assert torch.equal(stored(tmp_path / "new")[WRITTEN], packed(before, "int8"))
     tierstore.quantize(tmp_path / "half", tmp_path / "same", dtype=half)
     assert torch.equal(rows(tmp_path / "same"), rows(tmp_path / "half"))
-
-
-def test_a_store_without_a_version(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "empty", **SMALL) as store:
-        store.create_table(table_config("item"))
-    assert tierstore.quantize(tmp_path / "empty", tmp_path / "new", dtype="int8").tables[0].rows == 0
-    assert torch.equal(stored(tmp_path / "new"), packed(rows(tmp_path / "empty"), "int8"))
 
 
 @pytest.mark.parametrize(
@@ -357,11 +313,8 @@ def test_an_export_is_what_torchs_operators_take(source: Path, tmp_path: Path, d
 
 def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = str(tmp_path / "new")
-    assert cli.main(["quantize", str(source), new, "--dtype", "int9"]) == cli.EXIT_USAGE
-    assert "dtype='int9' is not one of float16, bfloat16, int8, int4" in capsys.readouterr().err
     assert cli.main(["quantize", str(source), new, "--dtype", "int8", "--table", "item", "--at", "1"]) == 0
     out = capsys.readouterr().out
     assert f"{new}: version 1, verified; " in out
     assert "  item: int8, 1,000 rows written\n  user: float32, 1,000 rows written\n" in out
     assert cli.main(["inspect", new]) == 0
-    assert cli.main(["import", new, str(tmp_path), "--dtype", "int8"]) == cli.EXIT_USAGE

@@ -61,7 +61,7 @@ def test_a_budget_of_device_memory_too(store_dir: Path) -> None:
     with make_store(store_dir, WORKLOAD, ddr=ddr, policy="lru", hbm=hbm) as store:
         pools = [store["a"].pool, store["b"].pool]
         assert [load.ddr_rows for load in loads] == [pool.cache.capacity for pool in pools]
-        assert [load.hbm_rows for load in loads] == [pool.hot.cache.capacity for pool in pools if pool.hot]
+        assert [load.hbm_rows for load in loads] == [pool.tier.cache.capacity for pool in pools if pool.tier.on_device]
 
 
 def flat_pools(workload: Workload) -> Demand:

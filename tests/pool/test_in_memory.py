@@ -59,7 +59,7 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         table.read(torch.arange(ROWS))
         ids, offsets = _bags(np.random.default_rng(bags), bags, longest)
         expected = _by_lookup(table, ids, offsets, mode)
-        memory = table.pool.one_table(table.index, ROWS)
+        memory = table.pool.tier.one_table(table.index, ROWS)
         assert memory is not None
         for given in (ids, ids.to(torch.int32)):
             pooled = memory.pooled(given, offsets, {"sum": 0, "mean": 1}[mode])
@@ -87,7 +87,7 @@ def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch
 def test_rows_that_are_not_in_are_brought_in(tmp_path: Path) -> None:
     with _open(tmp_path) as store:
         table = store["a"]
-        memory = table.pool.one_table(table.index, ROWS)
+        memory = table.pool.tier.one_table(table.index, ROWS)
         assert memory is not None
         ids, offsets = torch.tensor([5, 7]), torch.tensor([0, 2])
         assert memory.pooled(ids, offsets, 0) is None

@@ -1,16 +1,12 @@
 """A server of a replica, as small as it can be: the routes under test, and a store that is open for reading."""
 
-import asyncio
 import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 import tierstore
+from tests.serve import monitored
 from tests.updates.support import SMALL
 from tierstore.serve import admin
 
@@ -46,29 +42,15 @@ class Shown:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *, token: str | None = None, port: int = 0) -> Iterator[tuple[str, Shown]]:
+def serving(directory: Path, *, token: str | None = None) -> Iterator[tuple[str, Shown]]:
     """The URL of a server, and its replica."""
     replica = Shown(directory)
     taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh())
     calls = admin.admin_routes(
         refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh, resume=replica.refresh
     )
-    app = admin.admin_app([*taker.routes(), *calls], token=token)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen()
-    config = uvicorn.Config(
-        app, ws="none", lifespan="off", loop="asyncio", log_level="critical", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", replica
+        with monitored.serving(admin.admin_app([*taker.routes(), *calls], token=token)) as served:
+            yield served.url, replica
     finally:
-        server.should_exit = True
-        thread.join(WAIT_SECONDS)
-        listener.close()
         replica.close()
-    assert not thread.is_alive(), "the server did not stop"

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from tierstore.serve.logs import Formatter, configure, log_refused, log_request
 from tierstore.serve.messages import InferRequest, ServeError, Status
 
 NASTY = 'a\n{"level": "INFO"}\r\x1b[31m\x00\x85\u2028\u202e"\\'
+ODD = [float("nan"), float("inf"), np.float32(2.5), 1 << 4000, object(), None, True, 3, 1.5]
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +41,6 @@ def record(message: str = "hello", **extra: Any) -> logging.LogRecord:
     )
 
 
-def formatted(made: logging.LogRecord) -> dict[str, Any]:
-    line = Formatter().format(made)
-    assert line.isascii()
-    assert line.isprintable()
-    return json.loads(line)
-
-
 def request(**options: Any) -> InferRequest:
     return InferRequest(model="m", id="r1", protocol="grpc", inputs={}, **options)
 
@@ -57,118 +51,63 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in err.splitlines()]
 
 
-# One line.
-
-
-def test_json_line() -> None:
-    line = formatted(record("hello", milliseconds=1.5, model="m", status="OK", count=3, right=True, nothing=None))
-    time = datetime.fromisoformat(line.pop("time"))
-    assert time.utcoffset() == timedelta(0)
-    assert line == {
-        "level": "WARNING",
-        "logger": "tierstore.test",
-        "message": "hello",
-        "milliseconds": 1.5,
-        "model": "m",
-        "status": "OK",
-        "count": 3,
-        "right": True,
-        "nothing": None,
-    }
-
-
-def test_time_is_in_utc() -> None:
-    made = record()
+@given(st.text() | st.just(NASTY + "\ud800") | st.just("x" * 100_000), st.sampled_from(ODD))
+def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str, value: Any) -> None:
+    made = record(text, model=text, odd=value, others=[text], level="DEBUG", time="never", logger="another")
     made.created = 1.25
-    assert formatted(made)["time"] == "1970-01-01T00:00:01.250Z"
-    assert Formatter(as_json=False).format(made).startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: hello")
-
-
-def test_strings_are_bounded() -> None:
-    line = formatted(record("m" * 100_000, model="x" * 100_000, others=["y" * 100_000]))
-    assert len(line["model"]) < 300
-    assert len(line["others"]) < 300
-    assert len(line["message"]) < 5000
-    assert len(Formatter(as_json=False).format(record("m" * 100_000, model="x" * 100_000))) < 6000
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32(2.5), 1 << 4000, object()])
-def test_odd_values_are_json(value: object) -> None:
-    assert "odd" in formatted(record(odd=value))
-
-
-def test_own_fields_cannot_be_replaced() -> None:
-    assert formatted(record(level="DEBUG", time="never", logger="another"))["level"] == "WARNING"
-
-
-@given(st.text())
-def test_no_text_breaks_a_line(text: str) -> None:
-    line = formatted(record(text, model=text))
-    assert len(Formatter(as_json=False).format(record(text, model=text)).splitlines()) == 1
-    assert line["message"] == text
-    assert line["model"] == text
-
-
-def test_controls_are_escaped_in_text() -> None:
-    half = NASTY + "\ud800"
-    line = Formatter(as_json=False).format(record(half, model=half, id="a status=OK"))
-    assert formatted(record(half))["message"] == half
+    line = Formatter().format(made)
+    assert line.isascii()
     assert line.isprintable()
-    assert "id='a status=OK'" in line, "quoted, as it could be taken for two fields"
+    found = json.loads(line)
+    own = {"time": "1970-01-01T00:00:01.250Z", "level": "WARNING", "logger": "tierstore.test"}
+    assert own.items() <= found.items()
+    assert "odd" in found
+    if value is None or (type(value) in (bool, int, float) and abs(value) < 9):
+        assert found["odd"] == value
+    if len(text) < 200:
+        assert (found["message"], found["model"]) == (text, text)
+    assert len(line) < 6 * 6000
+    assert len(found["message"]) < 5000
+    assert len(found["model"]) < 300
+    shown = Formatter(as_json=False).format(made)
+    assert shown.startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: ")
+    assert shown.isprintable()
+    assert "id='a status=OK'" in Formatter(as_json=False).format(record(id="a status=OK")), "it could be two fields"
 
 
-def failing(formatter: logging.Formatter) -> str:
+@pytest.mark.parametrize("text", [NASTY, "x" * 100_000])
+def test_tracebacks_are_parts_of_their_line(text: str) -> None:
+    made = record()
     try:
-        raise ValueError(NASTY)
+        raise ValueError(text)
     except ValueError:
-        made = record()
         made.exc_info = sys.exc_info()
-    return formatter.format(made)
-
-
-def test_traceback() -> None:
-    line = failing(Formatter())
+    line = Formatter().format(made)
     assert line.isprintable()
-    assert "in failing" in json.loads(line)["exception"]
-    first, *rest = failing(Formatter(as_json=False)).split("\n")
+    assert text != NASTY or "in test_tracebacks" in json.loads(line)["exception"]
+    assert len(json.loads(line)["exception"]) < 17_000
+    first, *rest = Formatter(as_json=False).format(made).split("\n")
     assert first.endswith("hello")
-    assert len(rest) > 3
+    assert len(rest) > (3 if text == NASTY else 0)
     assert all(part.startswith("    ") and part.isprintable() for part in rest)
 
 
-def test_traceback_is_bounded() -> None:
-    try:
-        raise ValueError("x" * 100_000)
-    except ValueError:
-        made = record()
-        made.exc_info = sys.exc_info()
-    assert len(formatted(made)["exception"]) < 17_000
-
-
-# All of the process.
-
-
 @pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn.error", "grpc._cython"])
-def test_every_logger_writes_json_to_stderr(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
     configure("INFO", as_json=True)
     logging.getLogger(name).info("hello %s", "you", extra={"color_message": "\x1b[1mhello"})
     logging.getLogger(name).debug("not shown")
     (line,) = lines(capsys)
-    assert (line["logger"], line["message"]) == (name, "hello you")
-    assert "color_message" not in line
-
-
-def test_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("INFO", as_json=True)
+    assert (line["logger"], line["message"], "color_message" in line) == (name, "hello you", False)
+    assert datetime.fromisoformat(line["time"]).utcoffset() is not None
     configure("DEBUG", as_json=False)
     logging.getLogger("tierstore").debug("hello", extra={"model": "m"})
     _, err = capsys.readouterr()
     assert err.endswith(" DEBUG   tierstore: hello model=m\n")
     assert err.count("\n") == 1
-
-
-def test_no_such_level() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         configure("LOUD")
 
@@ -176,7 +115,6 @@ def test_no_such_level() -> None:
 def test_grpc_is_told_to_be_silent() -> None:
     """Its core would write lines of its own, which are no JSON."""
     code = """
-import os
 from tierstore.serve.logs import configure
 configure("INFO", as_json=True)
 import asyncio
@@ -193,42 +131,24 @@ asyncio.run(main())
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert done.stdout == "refused\n"
-    assert not done.stderr
+    assert (done.stdout, done.stderr) == ("refused\n", "")
 
 
-# Requests.
-
-
-def test_request_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests(capsys: pytest.CaptureFixture[str]) -> None:
     configure("INFO", as_json=True)
     log_request(request(), "OK", 0.0125, version="7")
-    assert not lines(capsys)
-    configure("DEBUG", as_json=True)
-    log_request(request(), "OK", 0.0125, version="7")
-    (line,) = lines(capsys)
-    del line["time"]
-    assert line == {
-        "level": "DEBUG",
-        "logger": "tierstore.serve.requests",
-        "message": "request answered",
-        "request_id": "r1",
-        "model": "m",
-        "protocol": "grpc",
-        "status": "OK",
-        "milliseconds": 12.5,
-        "version": "7",
-    }
-
-
-def test_request_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("INFO", as_json=True)
     log_request(request(version="6"), "NOT_FOUND", 0.001, error=ServeError(Status.NOT_FOUND, f"no {NASTY}"))
     log_refused("grpc", ServeError(Status.INVALID, "bad"), NASTY)
     failed, refused = lines(capsys)
     assert (failed["level"], failed["status"], failed["version"]) == ("WARNING", "NOT_FOUND", "6")
     assert failed["message"].startswith("request failed: no a\n")
     assert (refused["status"], refused["protocol"], refused["request_id"]) == ("INVALID_ARGUMENT", "grpc", NASTY)
+    configure("DEBUG", as_json=True)
+    log_request(request(), "OK", 0.0125, version="7")
+    (line,) = lines(capsys)
+    told = {"level": "DEBUG", "logger": "tierstore.serve.requests", "message": "request answered", "request_id": "r1"}
+    told |= {"model": "m", "protocol": "grpc", "status": "OK", "milliseconds": 12.5, "version": "7"}
+    assert line == told | {"time": line["time"]}
 
 
 def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

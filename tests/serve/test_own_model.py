@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import tritonclient.grpc
-import tritonclient.http
 from torch import Tensor
 
 import tierstore
 from tests.serve.models.programs import save
-from tests.serve.whole import ADMIN, ADMIN_TOKEN, InThread, serving, wait_for
+from tests.serve.whole import ADMIN, ADMIN_TOKEN, serving, wait_for
 from tests.updates.support import SMALL, change
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError
@@ -36,46 +33,6 @@ class Both(torch.nn.Module):
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "both.pt2"
     return save(Both(), path, torch.zeros(2, 2), torch.zeros(2, 6), torch.zeros(2, 5))
-
-
-@pytest.fixture
-def served(tmp_path: Path, program: Path) -> Iterator[InThread]:
-    change(tmp_path / "store", 1)
-    with serving(tmp_path / "store", model=str(program)) as server:
-        yield server
-
-
-def by_hand(server: InThread, program: Path) -> Any:
-    with tierstore.open(server.config.store, mode="r", **SMALL) as store:
-        item = store["item"].pooled(torch.tensor([3, 4, 5]), torch.tensor([0, 2, 3]))
-        user = store["user"].pooled(torch.tensor([6, 7]), torch.tensor([0, 0, 2]))
-    with torch.no_grad():
-        return torch.export.load(program).module()(torch.from_numpy(DENSE), item, user).numpy()
-
-
-def inputs_of(triton: Any) -> list[Any]:
-    arrays = {"dense": ("FP32", DENSE), "values": ("INT64", VALUES), "lengths": ("INT32", LENGTHS)}
-    made = []
-    for name, (datatype, array) in arrays.items():
-        made.append(triton.InferInput(name, list(array.shape), datatype))
-        made[-1].set_data_from_numpy(array)
-    return made
-
-
-def test_clients_get_the_programs_bits_before_and_after_a_commit(served: InThread, program: Path) -> None:
-    for seed in (1, 2):
-        if seed > 1:
-            change(Path(served.config.store), seed)
-            wait_for(lambda: served.engine.version == 2)
-        want = by_hand(served, program)
-        with tritonclient.http.InferenceServerClient(served.url.removeprefix("http://")) as http:
-            assert http.infer("both", inputs_of(tritonclient.http)).as_numpy("output").tobytes() == want.tobytes()
-            names = [each["name"] for each in http.get_model_metadata("both")["inputs"]]
-            assert names == ["dense", "values", "lengths"]
-        with tritonclient.grpc.InferenceServerClient(served.grpc) as grpc:
-            found = grpc.infer("both", inputs_of(tritonclient.grpc))
-            assert found.as_numpy("output").tobytes() == want.tobytes()
-            assert found.get_response().model_version == str(seed)
 
 
 def test_a_version_without_one_of_its_tables_is_served_without_it(

@@ -1,5 +1,6 @@
 """Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
 
+import asyncio
 import json
 import mmap
 import os
@@ -29,11 +30,13 @@ from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.client import Client
+from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.tls import Tls
 from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
 from tierstore.train import train
+from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
 from tierstore.updates import apply_update, write_update
 from tierstore.updates.publish import publish
@@ -102,8 +105,6 @@ def trainer(run: tuple[Path, RunConfig]) -> Iterator[Trainer]:
 @pytest.fixture(scope="module")
 def question(run: tuple[Path, RunConfig]) -> dict[str, Any]:
     """The first rows of the test data, as they are in the file."""
-    from tierstore.train.build import open_data
-
     reader, _ = open_data(run[1])
     raw = next(iter(reader.read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
     has = np.diff(raw.categories.offsets)
@@ -298,56 +299,26 @@ HOSTILE_HOT: list[tuple[Any, bool]] = [
 ]
 
 
-def test_a_name_that_another_made_is_not_written_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, other = tmp_path / "store.hot", tmp_path / "other"
+def test_hot_rows_are_kept_while_serving_and_not_through_a_name_that_another_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(tmp_path / "store", 1)
+    path, other = hot_rows.hot_rows_path(tmp_path / "store"), tmp_path / "other"
     partial = path.with_name(f"store.hot.{os.getpid()}.partial")
     other.write_bytes(b"mine")
     partial.symlink_to(other)
-    hot_rows.save_hot_rows(path, np.array([3]))
-    assert (other.read_bytes(), path.read_bytes()) == (b"mine", b"\3" + bytes(7))
+    with serving(tmp_path / "store", warm_up="auto") as server, Client(server.url) as client:
+        client.rows([5, 8], table="user")
+        keeping = asyncio.run_coroutine_threadsafe(server.engine.keep_hot_rows(0.01), server._loop)
+        wait_for(path.exists)
+        keeping.cancel()
+        kept = np.fromfile(path, "<i8")
+        assert (kept[kept >> 40 == 1] - (1 << 40)).tolist() == [0, 5, 8]  # row 0 of the rehearsal
+        assert other.read_bytes() == b"mine"
+    partial.unlink(missing_ok=True)
     partial.mkdir()
     hot_rows.save_hot_rows(path, np.array([4]))
     assert "not kept" in caplog.text
-
-
-def test_hot_rows_are_kept_while_serving(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    change(store, 1)
-    with serving(store, warm_up="auto") as server, Client(server.url) as client:
-        client.rows([5, 8], table="user")
-        server.call(one_turn(server.engine))
-        kept = np.fromfile(hot_rows.hot_rows_path(store), "<i8")
-        assert (kept[kept >> 40 == 1] - (1 << 40)).tolist() == [0, 5, 8]  # row 0 of the rehearsal
-
-
-async def one_turn(engine: Any) -> None:
-    import asyncio
-
-    path = hot_rows.hot_rows_path(Path(engine._config.store))
-    keeping = asyncio.create_task(engine.keep_hot_rows(0.01))
-    async with asyncio.timeout(30):
-        while not path.exists():
-            await asyncio.sleep(0.005)
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
-
-
-def test_rows_that_are_saved_are_loaded_and_may_be_gone(tmp_path: Path) -> None:
-    names = ["one", "two", "three", "four"]
-    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
-        for name in names:
-            store.create_table(table_config(name)).write(torch.tensor([3]), torch.ones(1, 6))
-        store.commit()
-    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
-        for name in names:
-            store[name].read(torch.tensor([3, 4]))
-        hot_rows.save_hot_rows(tmp_path / "x.hot", hot_rows.hot_rows(store))
-        found = hot_rows.load_hot_rows(tmp_path / "x.hot", store)
-    assert {name: ids.tolist() for name, ids in found.items()} == {name: [3, 4] for name in names}
-    found |= {"gone": np.array([1]), "four": np.array([-1, ROWS, 7])}
-    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
-        assert hot_rows.warm_up(store, found, lambda: False) == 3 * 2 + 1
-        assert hot_rows.warm_up(store, found, lambda: True) == 0
 
 
 def test_with_less_memory_the_last_hot_rows_of_each_table_are_loaded(tmp_path: Path) -> None:
@@ -403,9 +374,7 @@ def test_a_server_records_what_it_looks_up(plain: Path, tmp_path: Path) -> None:
     }
 
 
-def config_with(store: Any, **settings: Any) -> Any:
-    from tierstore.serve.config import ServeConfig
-
+def config_with(store: Any, **settings: Any) -> ServeConfig:
     return ServeConfig(**(SMALL | {"store": str(store)} | settings))
 
 
@@ -428,7 +397,7 @@ def test_clients_and_operators_have_a_token_each(plain: Path, tmp_path: Path) ->
             assert client.rows([1], table="item").shape == (1, 6)
         assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-            inputs = bags_of(tritonclient.grpc, [1], [])[:1]
+            inputs = bags_of([1])
             with pytest.raises(InferenceServerException) as refused:
                 client.infer("rows.item", inputs)
             assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
@@ -464,33 +433,9 @@ def test_without_an_admin_token_nothing_is_changed_whoever_asks(plain: Path) -> 
         config_with(plain, admin_host="0.0.0.0", token_file="clients")
 
 
-def test_tls_on_all_ports(plain: Path, tls: Tls) -> None:
-    context = ssl.create_default_context(cafile=tls.certificate)
-    with serving(plain, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as server:
-        for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
-            assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=context, headers=ADMIN).status_code == 200
-            with pytest.raises(httpx.HTTPError):
-                httpx.get(f"http://127.0.0.1:{port}{path}")
-        with tritonclient.grpc.InferenceServerClient(
-            server.grpc, ssl=True, root_certificates=str(tls.certificate)
-        ) as client:
-            found = client.infer("rows.item", bags_of(tritonclient.grpc, [1], [])[:1])
-            assert found.as_numpy("rows").shape == (1, 6)
-
-
 def made_certificate(name: str, certificate: Path, key: Path, *options: str) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += [
-        *(options or ["-nodes"]),
-        "-subj",
-        f"/CN={name}",
-        "-days",
-        "2",
-        "-keyout",
-        str(key),
-        "-out",
-        str(certificate),
-    ]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+    command += [*(options or ["-nodes"]), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
@@ -515,6 +460,10 @@ def test_a_renewed_certificate_is_shown_on_all_ports(
 
         renew = server.server.tls.renew
         (first,) = shown()
+        for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
+            assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=False, headers=ADMIN).status_code == 200
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"http://127.0.0.1:{port}{path}")
         made_certificate("second", certificate, tmp_path / "second.pem")
         renew()
         assert shown() == {first}, "its key has not come yet"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import tierstore
-from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing, ReferenceCache
+from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing
 from tierstore.cache.policies import ranks_of
+from tierstore.cache.reference import ReferenceCache
 from tierstore.pool import Pool
 from tierstore.store import listing
 from tierstore.store.listing import resident_keys

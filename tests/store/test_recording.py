@@ -94,7 +94,8 @@ def test_a_collection_in_training(store_dir: Path, path: Path, tiers: str, dtype
     log = steps(4)
     with open_store(store_dir, **TIERS[tiers]) as store:
         pool = store["a"].pool
-        assert (not isinstance(pool.cache, FullCache), pool.hot is None) == (tiers == "leased", tiers != "with hbm")
+        assert isinstance(pool.cache, FullCache) == (tiers != "leased")
+        assert pool.tier.on_device == (tiers == "with hbm")
         collection = tierstore.TieredEmbeddingBagCollection(store)
         with store.record(path, rate=rate):
             for batch in log[:3]:

@@ -126,13 +126,9 @@ def test_a_folder_of_another_kind_is_left_alone(tmp_path):
 
 
 def test_an_earlier_demonstration_is_overwritten_with_notice(tmp_path, capsys):
-    folder = tmp_path / "demo"
-    demo._empty(folder)
-    (folder / "old").write_text("")
-    demo._empty(folder)
+    for _ in range(2):
+        demo._empty(tmp_path / "demo")
+        assert not (tmp_path / "demo" / "old").exists()
+        (tmp_path / "demo" / "old").write_text("")
     assert "Overwriting the demonstration" in capsys.readouterr().out
-    assert not (folder / "old").exists()
-
-
-def test_unequal_bits_are_said_loudly():
     assert "DIFFERENT bits" in demo._verdict(False, {}, None)

@@ -31,16 +31,6 @@ def test_auc_is_the_share_of_pairs_won(rows):
     assert (math.isnan(result) and math.isnan(expected)) or result == expected
 
 
-def test_auc_of_a_larger_sample_and_of_any_monotone_function_of_it():
-    random = np.random.default_rng(0)
-    scores = random.normal(size=400).round(1)
-    labels = random.random(400) < 1 / (1 + np.exp(-scores))
-    expected = auc_by_pairs(labels, scores)
-    assert roc_auc(labels, scores) == pytest.approx(expected, abs=1e-12)
-    assert roc_auc(labels, np.exp(scores)) == roc_auc(labels, scores)
-    assert roc_auc(labels, -scores) == pytest.approx(1 - expected, abs=1e-12)
-
-
 def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
     labels, logits = np.array([1, 0, 1, 0]), np.array([0.3, -1.2, -2.0, 4.0])
     probability = 1 / (1 + np.exp(-logits))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -60,27 +61,6 @@ def unbroken(folder):
     return get
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"store__ddr": FITS_NOTHING},
-        {"store__ddr": FITS_NOTHING, "store__policy": "lfu", "train__prefetch_depth": 5},
-        {"store__ddr": FITS_NOTHING, "store__policy": "reference-lru", "train__prefetch_depth": 0},
-        {"store__ddr": "440KiB", "store__policy": "tinylfu", "train__prefetch_depth": 2},
-        {"store__ddr": "440KiB", "store__policy": "lookahead", "train__lookahead": 9},
-        {"store__threads": 3, "train__prefetch_depth": 1},
-        {"train__commit_every": 7, "store__ddr": FITS_NOTHING},
-    ],
-)
-def test_tiers_threads_and_commits_change_no_bit(run, unbroken, changes):
-    summary = run(**changes)
-    assert summary.bits == unbroken().bits
-    assert summary.test == unbroken().test
-    assert summary.loss == unbroken().loss
-    if changes.get("store__ddr") == FITS_NOTHING:
-        assert summary.tiers.ddr.evictions > 0
-
-
 def test_the_seed_and_the_model_change_the_bits(unbroken):
     digests = {unbroken().bits, unbroken(train__seed=1).bits, unbroken(model__interaction="dcn").bits}
     assert len(digests) == 3
@@ -99,46 +79,53 @@ def stop_after(monkeypatch, step, stop):
     monkeypatch.setattr(trainer, "train_step", stopping_step)
 
 
+class CrashError(Exception):
+    pass
+
+
+def crash():
+    raise CrashError
+
+
 OPTIMIZERS = [
     {},
     {"optimizer__sparse": "sgd", "optimizer__dense": "sgd"},
     {"optimizer__sparse": "adagrad", "optimizer__dense": "adam", "optimizer__dense_lr": 0.001},
     {"optimizer__sparse": "adam", "optimizer__sparse_lr": 0.001, "optimizer__sparse_weight_decay": 1e-4},
 ]
+POLICIES = ["lru", "lfu", "reference-lru", "tinylfu", "lookahead"]
 
 
-@pytest.mark.parametrize("step", [1, 9, 10, 11, STEPS])
-def test_ctrl_c_commits_and_resuming_ends_in_the_same_bits(run, unbroken, monkeypatch, step):
+@pytest.mark.parametrize("seed", range(12))
+def test_tiers_threads_commits_and_interruptions_change_no_bit(run, unbroken, monkeypatch, seed):
+    """Any of them together: the run ends in the bits, the test figures and the loss of one that had none."""
+    draw = random.Random(seed)
+    optimizers = OPTIMIZERS[seed % len(OPTIMIZERS)]
+    policy, commit_every = POLICIES[seed % len(POLICIES)], draw.choice([0, 7, 9])
+    settings = {"store__ddr": FITS_NOTHING if policy in POLICIES[:3] else "440KiB", "store__policy": policy}
+    settings |= {"store__threads": draw.choice([1, 3]), "train__commit_every": commit_every, **optimizers}
+    settings["train__prefetch_depth"] = 2 if policy in POLICIES[3:] else draw.choice([0, 1, 2, 5])
+    if policy == "lookahead":
+        settings["train__lookahead"] = 9
+    how, step = draw.choice(["", "ctrl-c", "ctrl-c", "crash"]), draw.choice([1, 9, 10, 11, 13, STEPS])
+    done = 0
     with monkeypatch.context() as patch:
-        stop_after(patch, step, lambda: signal.raise_signal(signal.SIGINT))
-        stopped = run()
-    assert stopped.step == step
-    assert stopped.version == 1
-    assert stopped.test is None
-    assert stopped.interrupted
-    resumed = run(resume=True)
-    assert not resumed.interrupted
-    assert resumed.step == STEPS
-    assert resumed.rows == 2 * TRAIN_ROWS - stopped.rows
-    assert (resumed.bits, resumed.test) == (unbroken().bits, unbroken().test)
-
-
-@pytest.mark.parametrize("optimizers", OPTIMIZERS)
-def test_after_a_crash_the_last_commit_continues_to_the_same_bits(run, unbroken, monkeypatch, optimizers):
-    class CrashError(Exception):
-        pass
-
-    def crash():
-        raise CrashError
-
-    settings = {"train__commit_every": 9, "store__ddr": FITS_NOTHING, **optimizers}
-    with monkeypatch.context() as patch:
-        stop_after(patch, 13, crash)
-        with pytest.raises(CrashError):
-            run(**settings)
-    resumed = run(resume=True, **settings)
-    assert resumed.rows == 2 * TRAIN_ROWS - 9 * 32
-    assert resumed.bits == unbroken(**optimizers).bits
+        if how == "crash":
+            stop_after(patch, step, crash)
+            with pytest.raises(CrashError):
+                run(**settings)
+            done = (step - 1) // commit_every * commit_every if commit_every else 0
+        elif how:
+            stop_after(patch, step, lambda: signal.raise_signal(signal.SIGINT))
+            stopped = run(**settings)
+            assert (stopped.step, stopped.test, stopped.interrupted) == (step, None, True)
+            done = step
+    summary = run(resume=True, **settings)
+    expected = unbroken(**optimizers)
+    assert (summary.bits, summary.test, summary.step) == (expected.bits, expected.test, STEPS)
+    epochs, steps_more = divmod(done, STEPS // 2)
+    assert summary.rows == (2 - epochs) * TRAIN_ROWS - 32 * steps_more
+    assert how or (summary.loss == expected.loss and summary.tiers.ddr.evictions > 0)
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
@@ -168,25 +155,14 @@ def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroke
     assert run(train__epochs=2, resume=True).bits == unbroken().bits
 
 
-def test_resume_begins_where_there_is_nothing_yet(run, unbroken):
-    assert run(resume=True).bits == unbroken().bits
-
-
-def test_a_store_that_holds_a_run_is_not_overwritten(run):
+def test_what_a_store_holds_already_is_not_overwritten(folder, run):
     run(train__epochs=1)
     with pytest.raises(ValueError, match=r"holds a run already: continue it with --resume, or .* --store"):
         run(train__epochs=1)
-
-
-def test_resuming_with_another_model_names_the_keys(run):
-    run(train__epochs=1)
     with pytest.raises(ValueError, match=r"optimizer\.dense_lr = 0\.02, not 0\.5; train\.seed = 0, not 1"):
         run(resume=True, optimizer__dense_lr=0.5, train__seed=1)
     with pytest.raises(ValueError, match=r"embedding\.dim = 4, not 8"):
         run(resume=True, embedding__dim=8)
-
-
-def test_a_store_of_another_kind_is_refused(folder, run):
     config = config_of(folder, "foreign")
     with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
         store.commit(extra={"mine": 1})
@@ -259,12 +235,8 @@ def test_too_few_rows_and_no_rows_are_errors(folder, run):
         run("small", store__ddr=1000)
     assert {path.name.split("-")[-1] for path in folder.iterdir()} == made  # what was refused left no store behind
     assert not made & {"long", "none", "no path"}
-
-
-def test_all_rows_are_taken_where_no_number_is_given(run):
-    summary = run(data__train_rows=0, data__test_rows=0, train__epochs=1)
-    assert summary.rows == TRAIN_ROWS + TEST_ROWS
-    assert summary.test is None
+    every = run("every", data__train_rows=0, data__test_rows=0, train__epochs=1)
+    assert (every.rows, every.test) == (TRAIN_ROWS + TEST_ROWS, None)
 
 
 class PlainTables(nn.Module):

@@ -68,35 +68,6 @@ def test_rows_that_were_written_are_sent_whatever_bits_they_had(tmp_path: Path) 
     assert sent_rows(make(source, 1)) == {"item": {5, 700, 800}}
 
 
-def test_of_a_version_that_is_not_kept_all_changes_are_sent_and_no_others(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    changed = change(source, 1)
-    apply_update(replica, make(source).path)
-    changed = change(source, 2, names=("item",))
-    changed = {"item": changed["item"] | change(source, 3, names=("item",))["item"]}
-    update = make(source, 1)
-    assert update.header.since == 1
-    assert sent_rows(update) == changed | {"user": set()}
-    apply_update(replica, update.path)
-    assert same(contents(source), contents(replica))
-
-
-def test_a_version_that_was_rolled_back_is_no_basis(tmp_path: Path) -> None:
-    """Its rows went back without being written; only sending everything puts them right."""
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    change(source, 1, keep=3)
-    change(source, 2, keep=3)
-    apply_update(replica, make(source).path)
-    with tierstore.open(source, keep=1, **SMALL) as store:
-        store.rollback(1)
-        store.create_table(table_config("new")).write(torch.tensor([4]), torch.ones(1, 6))
-        store.commit()
-    update = make(source, 2)
-    assert update.header.since == 0
-    assert apply_update(replica, update.path) == (3, update.header.num_rows, False)
-    assert same(contents(source), contents(replica))
-
-
 def test_a_source_that_went_back_is_followed(tmp_path: Path) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
     change(source, 1, keep=3)
@@ -113,19 +84,6 @@ def test_a_source_that_went_back_is_followed(tmp_path: Path) -> None:
         apply_update(replica, again)
     assert apply_update(replica, again, replaces=later.header.origin.commit_id).version == 1
     assert same(contents(replica), before)
-
-
-def test_a_new_table_and_one_without_rows_come_along(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    change(source, 1, keep=2, names=("item",))
-    apply_update(replica, make(source).path)
-    with tierstore.open(source, keep=2, **SMALL) as store:
-        store.create_table(table_config("empty"))
-    changed = change(source, 2, keep=2, names=("user",))
-    update = make(source, 1)
-    assert sent_rows(update) == {"item": set(), "empty": set(), "user": changed["user"]}
-    apply_update(replica, update.path)
-    assert same(contents(source), contents(replica))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int4"])

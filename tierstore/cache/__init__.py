@@ -16,16 +16,15 @@ policy               cache
 ===================  =============================================================
 
 These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
-needs no policy.  ``hbm.HbmCache`` holds rows in device memory, on tensors, 32-way set-associative.
+needs no policy.  ``tierstore.hbm.cache`` has that of device memory.
 """
 
 import bisect
-from collections.abc import Callable
 from typing import Any, Final
 
 from ..config import require_choice as _require_choice
 from ..config import require_int as _require_int
-from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, Pinned, RowCache
+from .base import Admission, AdmitStatus, CacheCounters, Listing, Pinned, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
 from .full import FullCache, full_size_bytes
@@ -33,7 +32,6 @@ from .host import CAPACITY_MAX as _CAPACITY_MAX
 from .host import NUMBER_MAX as _NUMBER_MAX
 from .host import arena_bytes as _arena_bytes
 from .numbering import TABLE_BYTES
-from .reference import ReferenceCache
 
 __all__ = [
     "AUTO",
@@ -43,14 +41,11 @@ __all__ = [
     "TABLE_BYTES",
     "Admission",
     "AdmitStatus",
-    "Announceable",
     "CacheCounters",
     "DdrCache",
     "FullCache",
-    "Listable",
     "Listing",
     "Pinned",
-    "ReferenceCache",
     "RowCache",
     "capacity_for",
     "full_size_bytes",
@@ -64,13 +59,9 @@ AUTO: Final = "auto"
 """The default policy's name."""
 _BEST: Final = "tinylfu"
 """Of the host's policies that need no announcements; docs/performance.md has the measurements."""
-_CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
-    prefix + policy: made
-    for prefix, made in (("", DdrCache), (REFERENCE_PREFIX, ReferenceCache))
-    for policy in OVERHEAD_BYTES
-}
-
-POLICIES: Final[tuple[str, ...]] = (AUTO, *_CLASSES)
+POLICIES: Final[tuple[str, ...]] = (
+    AUTO, *(prefix + policy for prefix in ("", REFERENCE_PREFIX) for policy in OVERHEAD_BYTES)
+)  # fmt: skip
 """Names that ``make_cache`` accepts."""
 
 
@@ -97,8 +88,12 @@ def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: in
     Raises:
         ValueError: unknown policy, or a size out of range.
     """
-    policy = _checked(policy)
-    return _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
+    known: Any = _checked(policy)
+    if known.startswith(REFERENCE_PREFIX):
+        from .reference import ReferenceCache
+
+        return ReferenceCache(capacity, weight_words=weight_words, state_words=state_words, policy=known)
+    return DdrCache(capacity, weight_words=weight_words, state_words=state_words, policy=known)
 
 
 def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_words: int) -> int:

@@ -14,7 +14,7 @@ next admission. A row is clean only once it was written: until then it stays dir
 """
 
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,12 +99,10 @@ class Admission(Pinned):
 
     @property
     def consumed(self) -> int:
-        """See the class."""
         return self.progress.item(CONSUMED)
 
     @property
     def num_missing(self) -> int:
-        """See the class."""
         return self.progress.item(NUM_MISSING)
 
     @property
@@ -115,7 +113,7 @@ class Admission(Pinned):
 
 
 class Listing:
-    """The state of listing a cache's resident rows; ``Listable.list_more`` fills it in, over several calls.
+    """The state of listing a cache's resident rows; ``list_more`` fills it in, over several calls.
 
     Attributes:
         next_slot: the first that was not looked at. A row that stays keeps its slot, so none is passed over.
@@ -136,39 +134,10 @@ class Listing:
         return listed
 
 
-@runtime_checkable
-class Listable(Protocol):
-    """A cache whose rows can be listed in parts, with other calls in between."""
+class SlotStates(Protocol):
+    """Which slots are in use, loading, or newer than the tier below, whatever rows they have.
 
-    def list_more(self, listing: Listing, limit: int) -> bool:
-        """List the rows, loading ones included, in the next ``limit`` slots. Returns False after the last slot: every
-        row resident throughout has then been listed."""
-
-
-@runtime_checkable
-class Announceable(Protocol):
-    """A cache that takes announcements of future accesses. It chooses victims by them; nothing else depends on them."""
-
-    def can_announce(self, num_keys: int) -> bool:
-        """Whether there is room to announce a batch of so many keys; always True if the policy ignores
-        announcements."""
-
-    def announce(self, keys: Int64s) -> int:
-        """Announce a future batch, int64 [n], duplicates allowed. It comes after the batches announced before.
-
-        Returns:
-            the batch's number, for ``retire``; 0 if there is no room for it, or the policy ignores announcements.
-        """
-
-    def retire(self, batch: int) -> None:
-        """Drop an announcement: the batch's rows were admitted, as far as there is room, or it will never be used. No
-        effect for 0 or a retired batch. Memory is freed in the order of announcing."""
-
-
-class RowCache(Protocol):
-    """Which rows are resident, where, in use, or newer than the tier below, and which are evicted.
-
-    Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
+    Slots are int32.
     """
 
     weights: Words
@@ -178,52 +147,12 @@ class RowCache(Protocol):
 
     @property
     def capacity(self) -> int: ...
-    @property
-    def num_resident(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of arenas, index and policy together, as allocated."""
-
-    def counters(self) -> CacheCounters: ...
-
-    def find(self, keys: Int64s) -> Int32s:
-        """int32 [n]: each key's slot, or -1. Changes nothing, not even the policy's order."""
 
     def is_loading(self, slots: Int32s) -> bool:
         """Whether any of the slots awaits its row."""
 
-    def touch(self, slots: Int32s) -> None:
-        """Count hits that need no admission: one access of each distinct slot, in order of first use, as ``admit``
-        counts."""
-
-    def admit(self, admission: Admission) -> AdmitStatus:
-        """Give each key a slot and pin it, in order of ``keys``, from ``admission.consumed`` on.
-
-        The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
-        later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
-        victim, which must be clean; the slot is then loading. A slot found loading is missing again: whoever reserved
-        it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED nothing
-        was changed for the key at ``consumed``. No other admission may run between the calls of one, and its slots
-        stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is
-        released.
-        """
-
     def filled(self, slots: Int32s) -> None:
         """The rows of these loading slots are in place."""
-
-    def release(self, pinned: Pinned) -> None:
-        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped.
-
-        ``pinned`` has none then, and an admission is as it was before its first ``admit``. Again is fine.
-        """
-
-    def keys_of(self, slots: Int32s) -> Int64s: ...
-    def resident_slots(self) -> Int32s:
-        """int32 [num_resident]: every resident slot in eviction order, pinned, dirty and loading ones included."""
-
-    def evict(self, slots: Int32s) -> None:
-        """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
 
     @property
     def num_pinned(self) -> int:
@@ -241,15 +170,6 @@ class RowCache(Protocol):
     def mark_dirty(self, slots: Int32s) -> None:
         """The rows are newer than the tier below; the caller has copied those that are frozen, which are so no more.
         AssertionError if one is loading (``filled`` comes first)."""
-
-    def victims(self, count: int, gap: int) -> Int32s:
-        """The dirty or frozen ones among the next ``count`` unpinned victims, next victim first. The search ends at
-        ``gap`` clean slots in a row, once an eighth of ``gap`` is found. A set-associative cache has no such order, and
-        gives any ``count``. Changes nothing."""
-
-    def by_admission(self, slots: Int32s) -> Int32s:
-        """The slots sorted by their rows' last admission, then by first use within it. A cache that does not know this
-        order returns them as given. Changes nothing."""
 
     def clean(self, slots: Int32s) -> Int32s:
         """Make dirty slots clean; returns those of ``slots`` that were dirty, in order. Their rows were written."""
@@ -282,6 +202,86 @@ class RowCache(Protocol):
 
     def unfreeze(self) -> None:
         """Make every frozen slot dirty: the commit was given up."""
+
+
+class Placement(Protocol):
+    """Which rows are resident, in which slot, and which are evicted.
+
+    Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
+    """
+
+    @property
+    def num_resident(self) -> int: ...
+
+    def counters(self) -> CacheCounters: ...
+
+    def find(self, keys: Int64s) -> Int32s:
+        """int32 [n]: each key's slot, or -1. Changes nothing, not even the policy's order."""
+
+    def touch(self, slots: Int32s) -> None:
+        """Count hits that need no admission: one access of each distinct slot, in order of first use, as ``admit``
+        counts."""
+
+    def admit(self, admission: Admission) -> AdmitStatus:
+        """Give each key a slot and pin it, in order of ``keys``, from ``admission.consumed`` on.
+
+        The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
+        later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
+        victim, which must be clean; the slot is then loading. A slot found loading is missing again: whoever reserved
+        it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED nothing
+        was changed for the key at ``consumed``. No other admission may run between the calls of one, and its slots
+        stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is
+        released.
+        """
+
+    def release(self, pinned: Pinned) -> None:
+        """Undo one pin of each of these slots; those that are loading and not pinned any more are dropped.
+
+        ``pinned`` has none then, and an admission is as it was before its first ``admit``. Again is fine.
+        """
+
+    def keys_of(self, slots: Int32s) -> Int64s: ...
+    def resident_slots(self) -> Int32s:
+        """int32 [num_resident]: every resident slot in eviction order, pinned, dirty and loading ones included."""
+
+    def list_more(self, listing: Listing, limit: int) -> bool:
+        """List the rows, loading ones included, in the next ``limit`` slots, or in all. Returns False after the last
+        slot: every row resident throughout has then been listed."""
+
+    def victims(self, count: int, gap: int) -> Int32s:
+        """The dirty or frozen ones among the next ``count`` unpinned victims, next victim first. The search ends at
+        ``gap`` clean slots in a row, once an eighth of ``gap`` is found. Changes nothing."""
+
+    def by_admission(self, slots: Int32s) -> Int32s:
+        """The slots sorted by their rows' last admission, then by first use within it. A cache that does not know this
+        order returns them as given. Changes nothing."""
+
+    def evict(self, slots: Int32s) -> None:
+        """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
+
+    def can_announce(self, num_keys: int) -> bool:
+        """Whether there is room to announce a batch of so many keys; always True if the policy ignores
+        announcements."""
+
+    def announce(self, keys: Int64s) -> int:
+        """Announce a future batch, int64 [n], duplicates allowed. It comes after the batches announced before. Victims
+        are chosen by it; nothing else depends on it.
+
+        Returns:
+            the batch's number, for ``retire``; 0 if there is no room for it, or the policy ignores announcements.
+        """
+
+    def retire(self, batch: int) -> None:
+        """Drop an announcement: the batch's rows were admitted, as far as there is room, or it will never be used. No
+        effect for 0 or a retired batch. Memory is freed in the order of announcing."""
+
+
+class RowCache(SlotStates, Placement, Protocol):
+    """Slots, and the rows in them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of arenas, index and policy together, as allocated."""
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold:

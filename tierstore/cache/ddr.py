@@ -13,7 +13,7 @@ import numpy as np
 from ..config import require_int
 from ..kernels.arrays import Bools, Int32s, Int64s
 from . import admission as kernels
-from .base import STAMP, Admission, AdmitStatus, Listing, Pinned
+from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .dueling import Duel, duel_bytes_of
 from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
@@ -84,16 +84,22 @@ class DdrCache(HostCache):
         self._observe(distinct[: self._books.tallies[Tally.HITS] - before])
 
     def _observe(self, slots: Int32s) -> None:
-        if self._duel and len(self._duel.observe(self.keys_of(slots))) % 2:
-            self._duel.turn()
+        """The rows of these resident slots were accessed."""
+        if self._duel:
+            keys = np.empty(len(slots), np.int64)
+            kernels.keys_of_slots(self._books, slots, keys)
+            if len(self._duel.observe(keys)) % 2:
+                self._duel.turn()
 
     def admit(self, admission: Admission) -> AdmitStatus:
         progress = admission.progress
         if progress.item(STAMP) < 0:
-            progress[STAMP] = self._next_stamp()
+            self._require_stamps(1)
+            self._books.tallies[Tally.STAMP] += 1
+            progress[STAMP] = self._books.tallies[Tally.STAMP]
         stamp = progress.item(STAMP)
         assert stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
-        num_before = admission.num_unique
+        num_before = progress.item(NUM_UNIQUE)
         status = kernels.admit_keys(
             self._books,
             checked_keys(admission.keys),
@@ -103,13 +109,8 @@ class DdrCache(HostCache):
             admission.missing,
             progress,
         )
-        self._observe(admission.slots[num_before:])
+        self._observe(admission.unique_slots[num_before : progress.item(NUM_UNIQUE)])
         return AdmitStatus(status)
-
-    def _next_stamp(self) -> int:
-        self._require_stamps(1)
-        self._books.tallies[Tally.STAMP] += 1
-        return int(self._books.tallies[Tally.STAMP])
 
     def _require_stamps(self, count: int) -> None:
         """So many admissions may follow before stamps begin anew."""
@@ -145,7 +146,7 @@ class DdrCache(HostCache):
         return listed
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """See Listable. The order is by the policy's rank, then by last admission."""
+        """See RowCache. The order is by the policy's rank, then by last admission."""
         stop = min(listing.next_slot + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
         records = self._books.slots[slots]
@@ -197,15 +198,12 @@ class DdrCache(HostCache):
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:
-        """See Announceable."""
         return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
 
     def announce(self, keys: Int64s) -> int:
-        """See Announceable."""
         return int(announce_keys(self._books, checked_keys(keys))) if self.policy == "lookahead" else 0
 
     def retire(self, batch: int) -> None:
-        """See Announceable."""
         if batch:
             retire_batch(self._books, batch)
 

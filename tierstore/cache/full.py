@@ -11,15 +11,15 @@ from typing import Final
 import numpy as np
 
 from ..config import require_int
-from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
+from ..kernels.arrays import Bools, Bytes, Int32s, Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
-from ..kernels.simd import item
 from ..rows import KEY_ROW_BITS, ROW_MASK
 from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, Admission, AdmitStatus, CacheCounters, Listing, Pinned
 from .books import NUM_TALLIES, Tally
 from .flags import DIRTY, FLAGS, LOADING, RESIDENT, UNCLEAN
 from .host import (
+    EIGHT,
     NOTHING_WRONG,
     NUMBER_MAX,
     HostCache,
@@ -37,9 +37,6 @@ FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
-_EIGHT: Final = 8
-"""Flags of a byte each in a word."""
-_ONES: Final = np.uint64(0x0101010101010101)
 
 _RESIDENT: Final = int(Tally.RESIDENT)
 _FILLED: Final = int(Tally.FILLED)
@@ -99,15 +96,16 @@ class FullCache(HostCache):
         return int(_count(self.flags, DIRTY))
 
     def first_slots(self, table_indices: Int64s) -> Int64s:
-        """See ``RowNumbering``."""
         return self.numbering.first_slots(table_indices)
 
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
         return self.numbering.keys_at(slots)
 
-    def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
-        _move_flags(self.flags, self.tallies, old, int(old_tally), new, int(new_tally))
+    @property
+    def _flag_words(self) -> Words:
+        words: Words = self.flags[: len(self.flags) // EIGHT * EIGHT].view(np.uint64)
+        return words
 
     def is_loading(self, slots: Int32s) -> bool:
         return self.tallies.item(_FILLED) != self.tallies.item(_RESIDENT) and super().is_loading(slots)
@@ -180,7 +178,7 @@ class FullCache(HostCache):
         return self.flagged(RESIDENT, self.num_resident)
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """See Listable. Slots that are never another row's are listed in the order of their numbers."""
+        """See RowCache. Slots that are never another row's are listed in the order of their numbers."""
         first = listing.next_slot
         stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
@@ -249,21 +247,6 @@ def _touch(slots: Int32s, flags: Bytes, number: Int32s, tallies: Int64s) -> int:
         tallies[_HITS] += number[slots[i]] == i
     tallies[_LOOKUPS] += slots.size
     return NOTHING_WRONG
-
-
-@kernel
-def _move_flags(flags: Bytes, tallies: Int64s, old: int, old_tally: int, new: int, new_tally: int) -> None:
-    """Replace one flag by another in every slot that has it. Most eights of slots have none, and are one word to look
-    at: slot by slot this takes seven times as long."""
-    moved, words = 0, flags[: flags.size // _EIGHT * _EIGHT].view(np.uint64)
-    for first in range(0, flags.size, _EIGHT):
-        if first >= words.size * _EIGHT or item(words, first // _EIGHT) & (_ONES * np.uint64(old)) != 0:
-            for slot in range(first, min(first + _EIGHT, flags.size)):
-                if flags[slot] & old:  # no other slot's memory is written
-                    flags[slot] ^= old | new
-                    moved += 1
-    tallies[old_tally] -= moved
-    tallies[new_tally] += moved
 
 
 @kernel

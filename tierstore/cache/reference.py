@@ -11,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
-from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Pinned
+from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Listing, Pinned
 from .reference_lookahead import Lookahead
 from .reference_pinnable import LRU, Pinnable
 from .reference_tinylfu import TinyLFU
@@ -320,6 +320,11 @@ class ReferenceCache:
 
     def resident_slots(self) -> Int32s:
         return np.array([self._rows.slots[key] for key in self._rows.eviction_order()], np.int32)
+
+    def list_more(self, listing: Listing, limit: int) -> bool:  # noqa: ARG002 - all at once, in eviction order
+        slots = self.resident_slots()
+        listing.add(self.keys_of(slots), np.zeros(len(slots), np.int32), np.arange(len(slots)))
+        return False
 
     def evict(self, slots: Int32s) -> None:
         for slot in slots.tolist():

@@ -13,8 +13,6 @@ USES_PER_ROW: Final = 6
 
 
 class Lookahead(Pinnable):
-    """See the module's docstring."""
-
     def __init__(self, maxsize: int) -> None:
         super().__init__(maxsize)
         self._batches: dict[int, dict[int, None]] = {}

@@ -89,7 +89,6 @@ class _OneTable:
         self._kind = _kind_of(self._table, of_rows=of_rows)
 
     def lookup(self, jagged: Any, *, mode: str) -> ShardedLookup:
-        """See ``Table.lookup``."""
         return self._kind(jagged.join(Features([self._table], [0]), [0]), mode=mode, owners=self.store.owners)
 
     def __repr__(self) -> str:

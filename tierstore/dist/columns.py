@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..lookup.joined import Joined
 from ..optim.kernels import mean_squares
-from ..pool.backward import NO_ARG_MAX
+from ..pool.bags import NO_ARG_MAX
 from .owners import Owners
 
 

@@ -21,18 +21,15 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
-from ..lookup.contract import AnyLookup
+from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.merging import Merged
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.arena import Rows
-from ..pool.backward import NO_ARG_MAX
-from ..pool.pooling import dot_part, pool_part
-from ..pool.residency import Pooling
+from ..pool.arena import RowArrays
+from ..pool.bags import NO_ARG_MAX, Pooling, dot_part, pool_part
 from ..store import Table
-from ..store.table import make_lookup
 from .columns import with_mean_squares
 from .owners import Owners
 from .ranks import Ranks
@@ -68,18 +65,26 @@ class SendsGradients(ABC):
     def release(self) -> None:
         """See ``Lookup.release``."""
 
+    @property
+    @abstractmethod
+    def _ranks(self) -> Ranks: ...
+
     @abstractmethod
     def sent(self, grad_out: Tensor) -> "Sent":
         """Send gradients to the owners; what came to this rank."""
 
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``. If it fails, other ranks may train all the same, so the step must not be repeated."""
+        """See ``TrainsRows``. If this rank has exchanged gradients, or is amid it, and fails, other ranks may train all
+        the same: the step must not be repeated. What all ranks refuse before it may be."""
+        may_be_trained = False
         try:
             sent = self.sent(grad_out)
+            may_be_trained = True
             found: Ready = sent.lookup.readied(sent.gradient)
         except BaseException as error:
-            for table in self.tables:
-                table.store.note_partly_trained(error)
+            if may_be_trained or self._ranks.is_amid_call:
+                for table in self.tables:
+                    table.store.note_partly_trained(error)
             raise
         return found
 
@@ -144,7 +149,6 @@ class ShardedLookup(SendsGradients):
 
     @property
     def group(self) -> Hashable:
-        """See ``AnyLookup``."""
         table = self._sharded[0]
         return type(self), table.store, table.layout, table.num_parts, self.mode
 
@@ -210,7 +214,6 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
         return self.tables[0].config.embedding_dim
 
     def release(self) -> None:
-        """See ``Lookup.release``."""
         if "own" in self.__dict__:
             self.own.release()
 
@@ -256,12 +259,11 @@ class RowsLookup(RoutedLookup[_Route]):
         super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
         self._arg_max = NO_ARG_MAX
-        self._rows: Rows | None = None
+        self._rows: RowArrays | None = None
         self._num_parts = self._sharded[0].num_parts
 
     @classmethod
     def merged(cls, lookups: Sequence["RowsLookup"], widths: Sequence[int]) -> Self:
-        """See ``Lookup.merged``."""
         joined = Merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
         if made._mode == kernels.MAX:
@@ -296,27 +298,24 @@ class RowsLookup(RoutedLookup[_Route]):
         return self._route.places[self._route.inverse]
 
     def release(self) -> None:
-        """See ``Lookup.release``."""
         self._rows = None
         super().release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         joined, route = self.joined, self._route
-        rows = Rows.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
+        rows = RowArrays.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers
-        pool_part(rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
+        pool_part(rows, workers, joined.bags, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``."""
         if not len(self.joined):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(self._rows, self.joined, grad_out.numpy(), 0, self._slots, own)
+        dot_part(self._rows, self.joined.bags, grad_out.numpy(), 0, self._slots, own)
         self.joined.scatter(own, grad_scale)
 
     def _side_by_side(self, parts: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.contract import AnyLookup
+from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Joined, tables_of
-from ..pool.backward import NO_FLOATS
+from ..pool.bags import NO_FLOATS
 from ..store import Table
-from ..store.table import make_lookup
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
 from .table import ShardedTable
@@ -109,11 +108,8 @@ class _Route(NamedTuple):
 
 
 class PooledLookup(RoutedLookup[_Route]):
-    """See the module's docstring."""
-
     @classmethod
     def merged(cls, lookups: Sequence["PooledLookup"], widths: Sequence[int]) -> "_MergedPooled":
-        """See ``Lookup.merged``."""
         return _MergedPooled(lookups, widths)
 
     @cached_property
@@ -177,7 +173,6 @@ class PooledLookup(RoutedLookup[_Route]):
         return bool(num_weights)
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         route, batch = self._route, self.joined.batch
         sums = self._from_owners(route.given, route.asked, keep=keep)
         is_set = set[int]()
@@ -200,7 +195,6 @@ class PooledLookup(RoutedLookup[_Route]):
             yield slice(column, column + dim), torch.from_numpy(own)[:, None]
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``."""
         route, joined = self._route, self.joined
         ids, given = (
             [len(each) for each in found] for found in (route.positions, [one.keys for one in route.requests])
@@ -238,6 +232,10 @@ class _MergedPooled(SendsGradients):
         super().__init__(list(dict.fromkeys(table for lookup in lookups for table in lookup.tables)))
         self._lookups = lookups
         self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._lookups[0]._ranks
 
     def release(self) -> None:
         for lookup in self._lookups:

@@ -123,6 +123,11 @@ class Ranks:
 
     # Calls
 
+    @property
+    def is_amid_call(self) -> bool:
+        """Whether a call ended here before its last exchange, so that this rank knows not how others went on."""
+        return bool(self._owed)
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """If what is within, which exchanges nothing, fails, tell the others, who ask for ``counts``."""

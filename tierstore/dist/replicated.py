@@ -13,24 +13,21 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats
+from ..lookup.contract import make_lookup
 from ..lookup.joined import Joined, OfKeys
 from ..rows import KEY_ROW_BITS
-from ..store.table import make_lookup
 from .lookup import Sent, ShardedLookup
 from .owners import Owners
 from .ranks import Ranks
 
 
 class ReplicatedLookup(ShardedLookup):
-    """See the module's docstring."""
-
     def __init__(self, joined: Joined, *, mode: str, owners: Owners, own: Any = None) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self.own = make_lookup(joined, mode=mode) if own is None else own
 
     @classmethod
     def merged(cls, lookups: Sequence["ReplicatedLookup"], widths: Sequence[int]) -> Self:
-        """See ``Lookup.merged``."""
         kind: Any = type(lookups[0].own)
         own = kind.merged([lookup.own for lookup in lookups], widths)
         return cls(own.joined, mode=own.mode, owners=lookups[0]._owners, own=own)
@@ -39,16 +36,13 @@ class ReplicatedLookup(ShardedLookup):
         """Ids stay here."""
 
     def release(self) -> None:
-        """See ``Lookup.release``."""
         self.own.release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         with self._ranks.together(f"lookup of {self._names}, {self._ranks.next_batch()}"):
             self.own.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``."""
         self.own.scale_gradient(grad_out, grad_scale)
 
     def sent(self, grad_out: Tensor) -> Sent:

@@ -341,7 +341,7 @@ class ShardedStore:
 
     @property
     def offsets_type(self) -> OffsetsType:
-        """See ``Store``."""
+        """Of the offsets that a lookup keeps."""
         return self.local.offsets_type
 
     @property

@@ -101,7 +101,6 @@ class WholeTier:
     # -- tables
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """See ``ColdTier.add_table``."""
         pieces: dict[int, Piece] = {}
         try:
             for rank, (configs, tier) in enumerate(zip(self._configs, self._tiers, strict=True)):
@@ -230,8 +229,6 @@ class WholeTier:
 
 
 class _NewerWhole:
-    """See ``base.NewerVersion``."""
-
     def __init__(self, tier: WholeTier, found: Sequence[NewerVersion], joined: _Joined) -> None:
         self._tier = tier
         self._found = found

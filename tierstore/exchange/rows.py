@@ -41,7 +41,7 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     is damaged. ClosedError."""
     table.store.require_open()
     pool, layout = table.pool, table.layout
-    pool.settle()
+    pool.tier.flush()
     weights = np.empty((stop - start, layout.stored_columns), layout.numpy_dtype)
     state = np.empty((stop - start, layout.state_dim), np.float32)
     for first, lease in pool.leases.parts(_keys(table, start, stop)):
@@ -63,7 +63,7 @@ def write_rows(table: Table, start: int, weights: Weights, state: Floats | None)
     """
     table.store.require_writable()
     pool, layout, stop = table.pool, table.layout, start + len(weights)
-    with pool.exclusive():
+    with pool.tier.emptied():
         before = read_rows(table, start, stop)
         state = before.state if state is None else state
         changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))

@@ -24,7 +24,7 @@ from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
-from ..pool.residency import Numbering
+from ..pool.bags import Numbering
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import rows_twin
@@ -358,7 +358,6 @@ class DeviceRows(ABC):
             self.checks.note(batch.check)
 
     def look(self) -> None:
-        """See ``UpperTier``."""
         self.checks.look(wait=True)
         self.captures.look(wait=True)
 
@@ -458,7 +457,18 @@ class DeviceRows(ABC):
         self.lane.follow(known.ready)
         return known.rules
 
-    # Whole rows, for their owner
+    # As a ``pool.tier.Tier``
+
+    on_device = True
+
+    def are_in_memory(self, keys: Int64s) -> bool:  # noqa: ARG002 - ids and results are copied
+        return False
+
+    def read_in_memory(self, keys: Int64s) -> None:  # noqa: ARG002
+        return None
+
+    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
+        return None
 
     @abstractmethod
     def read(self, keys: Int64s) -> Tensor:
@@ -557,6 +567,12 @@ class DeviceRows(ABC):
         """ClosedError after ``close``."""
         if self._closed:
             raise ClosedError("the store is closed")
+
+
+def rows_of(pool: Pool) -> DeviceRows:
+    """A pool's rows in device memory, where its ``tier`` is that."""
+    assert isinstance(pool.tier, DeviceRows), "a lookup in device memory over a pool without"
+    return pool.tier
 
 
 def _kernels_for(device: torch.device) -> ModuleType:

@@ -5,7 +5,6 @@ from typing import Final, Protocol, get_args
 
 import torch
 
-from ..cache.hbm import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..kernels import MODES
@@ -14,7 +13,8 @@ from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
-from .base import DeviceRows
+from .base import DeviceRows, rows_of
+from .cache import PolicyName
 from .full import FullRows, FullSize
 from .lanes import NOT_THERE, open_lane
 from .pool import HbmPool, HbmSize
@@ -69,7 +69,7 @@ def add_hbm(
                 rows = HbmPool(pool, size, sender, own)
             configs = [table.config for table in its_tables]
             rows.warm_up({config.optimizer.code for config in configs}, {MODES[config.pooling] for config in configs})
-            pool.hot = rows
+            pool.tier = rows
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise BudgetError(
@@ -102,7 +102,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
-    hot = [pool.hot for pool in pools if isinstance(pool.hot, DeviceRows)]
+    hot = [rows_of(pool) for pool in pools if pool.tier.on_device]
     return of_counters([rows.all_counters for rows in hot])._replace(
         capacity_rows=sum(rows.capacity_rows for rows in hot),
         bytes=sum(rows.size_bytes for rows in hot),

@@ -75,12 +75,10 @@ class FullLease:
         self.held = False
 
     def in_use(self, *, changes: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002 - the kernel marks it
-        """See ``DeviceLease``."""
         assert self._rows is not None, "rows are used after their release"
         return self._rows.in_use(self._batch.ready)
 
     def release(self, *, changed: bool = False) -> None:  # noqa: ARG002 - the kernel marked what changed
-        """See ``DeviceLease``."""
         rows, self._rows = self._rows, None
         if rows is not None:
             rows.let_go(self)
@@ -121,7 +119,6 @@ class FullRows(DeviceRows):
     # Batches
 
     def has_room(self, batch: DeviceBatch) -> bool:  # noqa: ARG002 - each row has its slot
-        """See ``DeviceRows``."""
         return True
 
     def stage(self, batch: DeviceBatch) -> FullLease:
@@ -148,7 +145,6 @@ class FullRows(DeviceRows):
             self.counters = CacheCounters(lookups + count, hits + count, *others)
 
     def whole(self, batch: DeviceBatch, lease: Any) -> FullLease:
-        """See ``DeviceRows``."""
         found: FullLease = lease or FullLease(self, batch)
         return found
 
@@ -158,7 +154,6 @@ class FullRows(DeviceRows):
         return iter((Part(0, len(slots), slots, None, lease or FullLease(self, batch)),))
 
     def groups(self, batch: DeviceBatch) -> Groups:
-        """See ``DeviceRows``."""
         grouping = self._grouped(batch)
         self.lane.follow(grouping.made)
         return grouping.groups
@@ -175,13 +170,11 @@ class FullRows(DeviceRows):
         return made
 
     def keys(self, batch: DeviceBatch) -> Tensor:
-        """See ``DeviceRows``."""
         groups = self.groups(batch)
         slots = self._grouped(batch).slots[: int(groups.num_unique)].cpu().numpy()
         return torch.from_numpy(self._keys_at(slots)).to(self.device)
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
-        """See ``DeviceRows``."""
         self.lane.follow(batch.rows_ready)
         return self._keys_at(batch.rows.cpu().numpy())
 
@@ -276,7 +269,6 @@ class FullRows(DeviceRows):
 
     @shielded
     def read(self, keys: Int64s) -> Tensor:
-        """See ``DeviceRows``."""
         slots, sent = self._send_slots(keys)
         self._note_hits(len(keys))
         with self.in_use(sent):
@@ -286,7 +278,6 @@ class FullRows(DeviceRows):
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
-        """See ``DeviceRows``."""
         distinct, place = np.unique(keys[::-1], return_index=True)
         last = torch.from_numpy(len(keys) - 1 - place)
         slots, sent = self._send_slots(distinct)
@@ -309,36 +300,30 @@ class FullRows(DeviceRows):
 
     @property
     def num_leased(self) -> int:
-        """See ``DeviceRows``."""
         return len(self._held) + len(self.captures)
 
     @property
     def all_counters(self) -> CacheCounters:
-        """See ``DeviceRows``."""
         lookups, hits, *others = self.counters
         replayed = self.captures.num_positions
         return CacheCounters(lookups + replayed, hits + replayed, *others)
 
     @property
     def num_dirty(self) -> int:
-        """See ``DeviceRows``."""
         with self.lane.side():
             self._follow_users()
             return int(torch.count_nonzero(self._marks))
 
     @property
     def capacity_rows(self) -> int:
-        """See ``DeviceRows``."""
         return len(self._marks)
 
     @property
     def size_bytes(self) -> int:
-        """See ``DeviceRows``."""
         return self.weights.nbytes + self.state.nbytes + self._marks.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """See ``DeviceRows``."""
         return self._staging.host_bytes
 
     def check_integrity(self) -> None:

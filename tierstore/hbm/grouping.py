@@ -28,7 +28,7 @@ class Grouping(NamedTuple):
 
 
 def group_keys(keys: Tensor) -> Grouping:
-    """Group int64 [N] by key, N > 0. Keys are sorted by ``cache.hbm_books.mixed``, so keys of a set are neighbours."""
+    """Group int64 [N] by key, N > 0. Keys are sorted by ``books.mixed``, so keys of a set are neighbours."""
     kernels = _kernels_for(keys.device)
     ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
     distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.hbm_triton import mix
-from ..cache.triton_launch import launch
+from .cache_triton import mix
+from .triton_launch import launch
 
 TILE: Final = 1024
 """Places of a sorted batch that one program looks at."""
@@ -75,7 +75,6 @@ def place_tile(
 
 
 def mix_keys(keys: Tensor) -> Tensor:
-    """See ``grouping_twin.mix_keys``."""
     mixed = torch.empty_like(keys)
     launch(mix_tile, _tiles(keys), keys, mixed, len(keys), BLOCK=TILE)
     return mixed

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..cache.hbm_books import mixed
+from .books import mixed
 
 
 def mix_keys(keys: Tensor) -> Tensor:
-    """int64 [N]: see ``cache.hbm_books.mixed``."""
+    """int64 [N]: see ``books.mixed``."""
     return mixed(keys)
 
 

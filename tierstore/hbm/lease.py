@@ -43,22 +43,18 @@ class HbmLease:
 
     @property
     def slots(self) -> Tensor:
-        """See ``HbmClaim``."""
         return self.claim.slots
 
     @property
     def num_rows(self) -> int:
-        """See ``HbmClaim``."""
         return self.claim.num_rows
 
     @property
     def overflow(self) -> Int32s:
-        """See ``HbmClaim``."""
         return self.claim.overflow
 
     @contextlib.contextmanager
     def in_use(self, *, changes: bool = False) -> Iterator[None]:
-        """See ``DeviceLease``."""
         assert self._pool is not None, "rows are used after their release"
         with self._pool.rows_lock:
             self._pool.lane.follow(self.ready)

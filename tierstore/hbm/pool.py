@@ -38,9 +38,6 @@ from torch import Tensor
 
 from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
-from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import SUMMARY_ROWS, Plan, Status
-from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
@@ -48,11 +45,14 @@ from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
+from .books import SUMMARY_ROWS, Plan, Status
+from .cache import HbmCache, PolicyName
 from .grouping import Grouping, group_keys, warm_up
 from .lanes import Mark
 from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
 from .sending import Sender
+from .sketch import FrequencySketch
 from .staging import Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
@@ -161,7 +161,6 @@ class HbmPool(DeviceRows):
             return self._can_hold(num_rows)
 
     def stage(self, batch: DeviceBatch) -> HbmLease | None:
-        """See ``DeviceRows``."""
         lease = self.acquire(self._grouped(batch).grouping, len(batch)) if self.has_room(batch) else None
         if lease is not None and not self.hold(lease):
             lease.release()
@@ -169,37 +168,31 @@ class HbmPool(DeviceRows):
         return lease
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        """See ``DeviceRows``."""
         grouping = self._grouped(batch).grouping
         leased = self._parts(batch.rows, grouping) if lease is None else [(0, len(batch), lease)]
         for first, last, own in leased:
             yield Part(first, last, own.slots, own.grouping.inverse, own)
 
     def whole(self, batch: DeviceBatch, lease: Any) -> HbmLease | None:
-        """See ``DeviceRows``."""
         found: HbmLease | None = self.acquire(self._grouped(batch).grouping, 0) if lease is None else lease
         return found
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        """See ``DeviceRows``."""
         grouping = self._grouped(batch).grouping
         leased = self._row_parts(grouping) if lease is None else [(0, len(batch), lease)]
         for first, last, own in leased:
             yield Part(first, last, own.slots, None, own)
 
     def groups(self, batch: DeviceBatch) -> Groups:
-        """See ``DeviceRows``."""
         grouping, made = self._grouped(batch)
         self.lane.follow(made)
         return grouping.groups
 
     def keys(self, batch: DeviceBatch) -> Tensor:
-        """See ``DeviceRows``."""
         groups = self.groups(batch)
         return self._grouped(batch).grouping.keys[: int(groups.num_unique)]
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
-        """See ``DeviceRows``."""
         self.lane.follow(batch.rows_ready)
         keys: Int64s = batch.rows.cpu().numpy()
         return keys
@@ -277,7 +270,6 @@ class HbmPool(DeviceRows):
             return group_keys(keys)
 
     def hold(self, lease: Any) -> bool:
-        """See ``DeviceRows``."""
         with self._held_lock:
             self._last_overflow = len(lease.overflow)
             if self._can_hold(lease.num_rows):
@@ -472,7 +464,6 @@ class HbmPool(DeviceRows):
             self.overflow.clean(dirty)
 
     def _forget(self) -> None:
-        """See ``DeviceRows``."""
         with self.lane.side():
             self.cache.clear()
             self.overflow.forget()
@@ -481,7 +472,6 @@ class HbmPool(DeviceRows):
 
     @shielded
     def read(self, keys: Int64s) -> Tensor:
-        """See ``DeviceRows``."""
         sent = self._send_keys(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
         for first, last, lease in self._parts(sent, self.group(sent)):
@@ -491,7 +481,6 @@ class HbmPool(DeviceRows):
 
     @shielded
     def write(self, keys: Int64s, rows: Tensor) -> None:
-        """See ``DeviceRows``."""
         sent, rows = self._send_keys(keys), rows.to(self.device)
         for first, _, lease in self._parts(sent, self.group(sent)):
             order, starts, _ = lease.grouping.groups
@@ -515,21 +504,18 @@ class HbmPool(DeviceRows):
 
     @property
     def num_leased(self) -> int:
-        """See ``DeviceRows``."""
         with self._changing():
             self._reclaim(wait=True)
             return len(self._claims)
 
     @property
     def num_dirty(self) -> int:
-        """See ``DeviceRows``."""
         with self._changing():
             self._reclaim(wait=True)
             return len(self.cache.slots_with(DIRTY)) + self.overflow.num_dirty
 
     @property
     def capacity_rows(self) -> int:
-        """See ``DeviceRows``."""
         return self.cache.capacity + self.overflow.capacity
 
     @property

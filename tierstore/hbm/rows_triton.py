@@ -31,13 +31,13 @@ import triton
 from torch import Tensor
 
 from .. import kernels
-from ..cache.triton_launch import launch
 from ..optim.configs import NUM_HYPER
 from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, DeviceIds, Groups
 from .moving_triton import move_tile
 from .pooling_triton import dot_positions, join_tile, number_positions, pool_bags
 from .rows_twin import Pair
+from .triton_launch import launch
 from .updating_triton import AVERAGED, CHOSEN, PLAIN, SCALED, sum_runs, sum_super_runs, update_tile
 
 TILE: Final = 256

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
+from .hbm import HbmLookup
 from .joined import Joined
+from .lookup import Lookup
 from .tables import TrainsRows
 
 
 class AnyLookup(TrainsRows, Protocol):
-    """See ``lookup.Lookup``."""
-
     joined: Joined
     mode: str
 
@@ -42,3 +42,14 @@ class AnyLookup(TrainsRows, Protocol):
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale``."""
         ...
+
+
+def make_lookup(joined: Joined, *, mode: str) -> AnyLookup:
+    """A pooled lookup in the fastest tier of the tables. ValueError, which names table and id, for an id outside its
+    table; where each row has a slot of its own, and in device memory, the lookup raises it."""
+    pool = joined.tables[0].pool
+    if pool.tier.on_device:
+        return HbmLookup(joined, mode=mode)
+    if pool.rows.numbering is None:
+        joined.keyed  # noqa: B018 - reads ids
+    return Lookup(joined, mode=mode)

@@ -11,6 +11,7 @@ forward call, if it has not ended.
 """
 
 import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -84,7 +85,7 @@ class _Pass:
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self._number, None)
-        collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
+        collected, self.collected = sorted(self.collected, key=_BY_NUMBER), []
         if self._outer is not None and self._outer.is_under_way:
             self._outer.collected.extend(collected)
             return
@@ -96,6 +97,7 @@ class _Pass:
             raise
 
 
+_BY_NUMBER: Final = operator.attrgetter("number")
 _PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
 
 
@@ -179,10 +181,9 @@ def _follow(collected: _Collected) -> Tensor:
 
 def _merged(collected: Sequence[_Collected]) -> tuple[Any, Tensor]:
     """Of lookups of one pool and mode, one lookup and its gradient."""
+    if len(collected) == 1:
+        return collected[0].lookup, _follow(collected[0])
     lookups: list[Any] = [each.lookup for each in collected]
     gradients = [_follow(each) for each in collected]
-    lookup, gradient = lookups[0], gradients[0]
-    if len(lookups) > 1:
-        lookup = lookup.merged(lookups, [gradient.shape[1] for gradient in gradients])
-        gradient = torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)
-    return lookup, gradient
+    merged = lookups[0].merged(lookups, [gradient.shape[1] for gradient in gradients])
+    return merged, torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules
+from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
 from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Floats, Int64s
 from ..optim.configs import Hyper, adding
@@ -42,15 +42,15 @@ class HbmLookup(OverJoined):
         self._batch: DeviceBatch | None = None
         if isinstance(joined, OnDevice):
             self._rows, self._batch = joined.rows, joined.sent
-        elif isinstance(rows := joined.tables[0].pool.hot, DeviceRows):
-            rows.lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
+        else:
+            lane = rows_of(joined.tables[0].pool).lane
+            lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
         self._rules: Rules | None = None
 
     @classmethod
     def merged(cls, lookups: "Sequence[HbmLookup]", widths: Sequence[int]) -> "HbmLookup":
-        """See ``Lookup.merged``."""
         joined = Merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
         made._parts = lookups
@@ -78,8 +78,7 @@ class HbmLookup(OverJoined):
 
     def _sent(self) -> tuple[DeviceRows, DeviceBatch]:
         """The tables' current pool, and the batch there; while no rows are in use, a new table may replace the pool."""
-        rows = self.joined.tables[0].pool.hot
-        assert isinstance(rows, DeviceRows), "a lookup in device memory over a pool without"
+        rows = rows_of(self.joined.tables[0].pool)
         rows.begin()
         if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
             raise refused_in_graph("no batch is used that was prefetched or looked up outside, nor the other way round")
@@ -104,19 +103,25 @@ class HbmLookup(OverJoined):
         return known
 
     def has_room(self) -> bool:
-        """See ``Lookup.has_room``."""
         if self._is_empty:
             return True
-        rows, batch = self._sent()
-        return rows.has_room(batch)
+
+        def has_room(_pool: Pool) -> bool:
+            rows, batch = self._sent()
+            return rows.has_room(batch)
+
+        return in_pool_of(self.joined.tables[0], has_room)
 
     @shielded
     def stage(self) -> bool:
-        """See ``Lookup.stage``."""
         if self._is_empty:
             return True
-        rows, batch = self._sent()
-        self._lease = rows.stage(batch)
+
+        def stage(_pool: Pool) -> DeviceLease | None:
+            rows, batch = self._sent()
+            return rows.stage(batch)
+
+        self._lease = in_pool_of(self.joined.tables[0], stage)
         return self._lease is not None
 
     def release(self) -> None:
@@ -136,7 +141,6 @@ class HbmLookup(OverJoined):
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
         table = self.joined.tables[0]
         if self._is_empty:
             for column in self.joined.columns.tolist():
@@ -180,14 +184,17 @@ class HbmLookup(OverJoined):
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``."""
-        replayed = None
-        if not self._is_empty:
-            with self._on_device() as (rows, batch):
-                if batch.captured is not None:  # what no graph can have is refused here, before a row changes
-                    replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
-                self._lease = rows.whole(batch, self._lease)
+        replayed = None if self._is_empty else in_pool_of(self.joined.tables[0], self._bring_in)
         return Ready(partial(self.update, grad_out, replayed), self._is_empty or self._lease is not None)
+
+    def _bring_in(self, _pool: Pool) -> list[Hyper] | None:
+        """Bring the rows in, if they fit together. Under capture returns the tables' ``replayed_hyper``."""
+        replayed = None
+        with self._on_device() as (rows, batch):
+            if batch.captured is not None:  # what no graph can have is refused here, before a row changes
+                replayed = [table.replayed_hyper(batch.captured) for table in self.joined.tables]
+            self._lease = rows.whole(batch, self._lease)
+        return replayed
 
     @shielded
     def update(self, grad_out: Tensor, replayed: list[Hyper] | None = None) -> None:

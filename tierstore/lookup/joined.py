@@ -11,8 +11,9 @@ from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
 from ..optim.configs import Hyper
-from ..pool.backward import NO_FLOATS, Bags, Groups
-from ..pool.residency import Distinct, Numbering
+from ..pool.backward import Groups
+from ..pool.bags import NO_FLOATS, Bags, Numbering
+from ..pool.residency import Batch, Distinct, IdsOfBags
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from .tables import LookupTable
@@ -45,25 +46,6 @@ class Jagged(NamedTuple):
     def join(self, features: "Features", places: Sequence[int]) -> "Joined":
         """The ids of some features; ``places``: which of these each of them is."""
         return Joined(features, self, places)
-
-
-class Sources(NamedTuple):
-    """Of ids laid end to end, feature by feature; the arguments of ``trace.sampling.select``, in its order.
-
-    Attributes:
-        ids: int64 or int32 [N].
-        starts: int64 [features], where each feature's begin in ``ids``.
-        firsts: int64 [features], the key of row 0 of each feature's table; num_rows: int64 [features], of it.
-        batch: bags of each feature.
-        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
-    """
-
-    ids: Ids
-    starts: Int64s
-    firsts: Int64s
-    num_rows: Int64s
-    batch: int
-    bag_starts: Ids
 
 
 class Features:
@@ -170,7 +152,7 @@ class Joined:
                 keys = np.empty(len(self), np.int64)
                 self._read(None, keys)
             else:
-                keys = self._slots + self.shifts(known)
+                keys = self._slots + self.bags.shifts(known)
             self._keys = keys
         return self._keys
 
@@ -178,6 +160,16 @@ class Joined:
     def distinct(self) -> Distinct:
         """The rows of ``keys``; errors as there."""
         return Distinct.of(self.keys)
+
+    @property
+    def bags(self) -> Bags:
+        """Where its positions lie."""
+        return Bags(self.tables, self.table_bags, self.bag_starts, self.columns, self.batch, self.scale)
+
+    @cached_property
+    def keyed(self) -> Batch:
+        """The batch as a pool takes it whose rows may be evicted; errors as ``keys``."""
+        return Batch(self.bags, self.keys, self._order())
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
@@ -198,7 +190,7 @@ class Joined:
         elif numbering is self._numbering:
             out[:] = self._slots
         else:
-            np.subtract(self.keys, self.shifts(numbering), out=out, casting="same_kind")
+            np.subtract(self.keys, self.bags.shifts(numbering), out=out, casting="same_kind")
 
     def note_keys(self, keys: Int64s) -> None:
         """Take over what ``keys`` would find: the caller's ids may have changed since they were read."""
@@ -212,17 +204,11 @@ class Joined:
     def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
         """As ``write``, from the caller's ids."""
         join: Any = kernels.join_ids
-        bad = join(0, len(self.bag_starts) - 1, *self.plan(numbering), out)
-        self.check([bad])
+        bad = join(0, len(self.bag_starts) - 1, *self.ids_of_bags(numbering), out)
+        if bad >= 0:
+            self.check([bad])
 
-    def shifts(self, numbering: Numbering) -> Int64s:
-        """int64 [N]: by how much the key of each position is above its slot."""
-        indices = np.array([table.index for table in self.tables], np.int64)
-        shifts = (indices << KEY_ROW_BITS) - numbering.first_slots(indices)
-        return np.repeat(shifts, np.diff(self.bag_starts[self.table_bags]))
-
-    @property
-    def order(self) -> Int64s | None:
+    def _order(self) -> Int64s | None:
         """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
         memory. None if the positions are in that order, or no row will be written."""
         if self.batch in (1, len(self.bag_starts) - 1) or self.tables[0].store.readonly:
@@ -231,22 +217,11 @@ class Joined:
         kernels.order_by_sample(self.bag_starts, self.batch, order)
         return order
 
-    @property
-    def sources(self) -> "Sources":
-        """Where its rows' keys come from."""
-        return Sources(
-            self._ids, self._starts, self._firsts(None), self._features.num_rows, self.batch, self.bag_starts
-        )
-
-    def _firsts(self, numbering: Numbering | None) -> Int64s:
-        """int64 [features], the slot, or without a numbering the key, of row 0 of each feature's table."""
-        indices = self._features.indices
-        return indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
-
-    def plan(self, numbering: Numbering | None) -> tuple[Ids, Int64s, Int64s, Int64s, int, Any]:
+    def ids_of_bags(self, numbering: Numbering | None) -> IdsOfBags:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
-        firsts, num_rows = self._firsts(numbering), self._features.num_rows
-        return self._ids, self._starts, firsts, num_rows, self.batch, self.bag_starts
+        indices = self._features.indices
+        firsts = indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
+        return IdsOfBags(self._ids, self._starts, firsts, self._features.num_rows, self.batch, self.bag_starts)
 
     def check(self, positions: list[int]) -> None:
         """Raise ValueError if one of them is the position of an id outside its table."""
@@ -283,8 +258,7 @@ class Joined:
             num_columns: of the output.
             is_mean: bags were averaged.
         """
-        bags = Bags(self.table_bags, self.bag_starts, self.columns, self.batch, self.scale, is_mean, arg_max)
-        return Groups(bags, num_columns, self.tables[0].store.workers)
+        return Groups(self.bags, arg_max, num_columns, self.tables[0].store.workers, is_mean=is_mean)
 
     @property
     def table_of_feature(self) -> Sequence[LookupTable]:
@@ -298,7 +272,7 @@ class Joined:
     def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
-        return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
+        return None if seeds.count(NEAREST) == len(seeds) else np.array(seeds, np.uint64)
 
 
 class OverJoined:
@@ -314,7 +288,6 @@ class OverJoined:
 
     @property
     def group(self) -> Hashable:
-        """See ``AnyLookup``."""
         table = self.joined.tables[0]
         return table.store, table.layout, self.mode
 

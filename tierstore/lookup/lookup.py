@@ -14,10 +14,10 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
-from ..pool.backward import NO_ARG_MAX, Groups
+from ..pool.backward import Groups
+from ..pool.bags import NO_ARG_MAX, Pooling, dot_part
 from ..pool.pins import Lease
-from ..pool.pooling import dot_part
-from ..pool.residency import Pooling, Update
+from ..pool.residency import Batch, Update
 from ..rows import ROW_MASK
 from ..system.signals import shielded
 from .joined import Joined, OverJoined
@@ -36,9 +36,8 @@ class Lookup(OverJoined):
         joined: its ids.
         mode: as given.
 
-    Raises:
-        ValueError: an id outside its table; names the table and the id. Where each row has a slot of its own,
-            ``forward`` and ``stage`` raise it.
+    Its methods that need rows raise ValueError, which names table and id, for an id outside its table, unless ids were
+    read before.
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
@@ -47,7 +46,6 @@ class Lookup(OverJoined):
         self._mode = kernels.MODES[mode]
         self._lease: Lease | None = None
         self._arg_max = NO_ARG_MAX
-        self._pool.rows.check(joined)
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
@@ -76,13 +74,18 @@ class Lookup(OverJoined):
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""
-        return self._pool.rows.has_room(self.joined)
+        return in_pool_of(self.joined.tables[0], lambda pool: pool.rows.has_room(self._batch_in(pool)))
 
     @shielded
     def stage(self) -> bool:
         """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
-        self._lease = self._pool.rows.stage(self.joined)
+        self._lease = in_pool_of(self.joined.tables[0], lambda pool: pool.rows.stage(self._batch_in(pool)))
         return self._lease is not None or not len(self.joined)
+
+    def _batch_in(self, pool: Pool) -> Batch:
+        """The batch as the pool takes it; its ids are read now if they were not."""
+        joined, numbering = self.joined, pool.rows.numbering
+        return joined.keyed if numbering is None else Batch(joined.bags, joined.slots(numbering))
 
     def _lease_in(self, pool: Pool) -> Lease | None:
         """What is held of this pool's rows. One of a pool that was closed is dropped."""
@@ -110,11 +113,22 @@ class Lookup(OverJoined):
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
-        self._lease = in_pool_of(
-            joined.tables[0], lambda pool: pool.rows.look_up(joined, pooling, self._lease_in(pool), keep=keep)
-        )
+        in_pool_of(joined.tables[0], partial(self._look_up, pooling=pooling, keep=keep))
         if not keep:
             self.release()
+
+    def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:
+        joined, rows = self.joined, pool.rows
+        lease = None if self._lease is None else self._lease_in(pool)
+        if lease is None and rows.takes_ids and rows.numbering is not None and not joined.is_read:
+            slots, failed = rows.look_up_ids(joined.ids_of_bags(rows.numbering), joined.bags, pooling, keep=keep)
+            joined.check(failed)
+            if not failed:
+                if keep:  # the caller may change the ids before backward
+                    joined.note_slots(slots, rows.numbering)
+                    self._lease = rows.held(slots)
+                return
+        self._lease = rows.look_up(self._batch_in(pool), pooling, lease, keep=keep)
 
     @shielded
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -124,17 +138,19 @@ class Lookup(OverJoined):
         own = np.zeros(len(joined), np.float32)
         if not len(own):
             return
-        for first, part in pool.rows.parts(joined, self._lease_in(pool)):
+        for first, part in pool.rows.parts(self._batch_in(pool), self._lease_in(pool)):
             with pool.arena.rows_lock:
-                dot_part(pool.arena, joined, grad_out.numpy(), first, part.position_slots, own)
+                dot_part(pool.arena, joined.bags, grad_out.numpy(), first, part.position_slots, own)
         joined.scatter(own, grad_scale)
 
     @shielded
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``."""
-        pool = self._pool
-        self._lease = pool.rows.whole(self.joined, self._lease_in(pool))
+        self._lease = in_pool_of(self.joined.tables[0], self._whole)
         return Ready(partial(self.update, grad_out), self._lease is not None or not len(self.joined))
+
+    def _whole(self, pool: Pool) -> Lease | None:
+        lease = self._lease_in(pool)
+        return lease or pool.rows.whole(self._batch_in(pool))
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
@@ -148,7 +164,8 @@ class Lookup(OverJoined):
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
             groups = self._groups(grad_out)
-            pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease_in(pool))
+            update = Update(groups, codes, hyper, grad_out.numpy(), seeds)
+            pool.rows.update(self._batch_in(pool), update, self._lease_in(pool))
         self.release()
 
     def _groups(self, grad_out: Tensor) -> Groups:

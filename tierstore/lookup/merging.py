@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Floats
-from ..pool.backward import NO_FLOATS
-from ..pool.residency import Numbering
+from ..pool.bags import NO_FLOATS, Numbering
 from .joined import Joined, tables_of
 from .tables import LookupTable
 

@@ -7,11 +7,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows
+from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
 from ..hbm.batch import DeviceIds
 from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
-from ..pool import Pool
 from ..rows import ROW_MASK
 from .joined import Features, Jagged, Joined
 from .tables import in_pool_of
@@ -41,7 +40,6 @@ class DeviceJagged:
         self._to_host = to_host
 
     def of(self, batch: int) -> "DeviceJagged":
-        """See ``Jagged``."""
         self.batch = batch
         return self
 
@@ -58,12 +56,7 @@ class DeviceJagged:
         if not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):
             return self.on_host.join(features, places)
 
-        def join_in(pool: Pool) -> Joined:
-            if isinstance(pool.hot, DeviceRows):
-                return OnDevice(features, self, pool.hot)
-            return self.on_host.join(features, places)
-
-        return in_pool_of(features.tables[0], join_in)
+        return in_pool_of(features.tables[0], lambda pool: OnDevice(features, self, rows_of(pool)))
 
 
 class OnDevice(Joined):

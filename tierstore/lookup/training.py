@@ -1,5 +1,6 @@
 """Updates of tables that a step makes: all of them, or none."""
 
+import operator
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -32,7 +33,7 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         raise
     try:
         # Parts may have to wait until rows that were pinned whole are released.
-        for update in sorted(ready, key=lambda update: not update.is_whole):
+        for update in sorted(ready, key=operator.attrgetter("is_whole"), reverse=True):
             update.train()
     except BaseException as error:
         for lookup, _ in updates:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.contract import AnyLookup
+from ..lookup.contract import AnyLookup, make_lookup
 from ..lookup.joined import Features, Jagged, Joined
 from ..lookup.on_device import DeviceJagged
 from ..store import Store, Table
 from ..store.arguments import check_jagged
-from ..store.table import make_lookup
 from ..system.excerpt import excerpt
 from .function import Prepared
 from .jagged import JaggedLike, JaggedTensor, KeyedTensor

@@ -72,29 +72,20 @@ class Prepared:
         self.store = store
         self.padding = padding
         self._all = lookups if padding is None else [*lookups, padding.lookup]
-        self._sources = [(source, _changes(source)) for source in sources if source is not None]
-        self._copies: list[Tensor] = []
+        self._sources = [source for source in sources if source is not None]
+        self._versions: list[int] = []
+
+    def note_versions(self) -> None:
+        """Note how often its tensors were changed, for ``is_current``."""
+        self._versions = [_changes(source) for source in self._sources]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
-        """Whether it was made from these very tensors, and none was changed in place since."""
+        """Whether it was made from these very tensors, and none was changed in place since ``note_versions``."""
         given = [source for source in sources if source is not None]
         return len(given) == len(self._sources) and all(
             one is other and _changes(one) == version
-            for one, (other, version) in zip(given, self._sources, strict=True)
+            for one, other, version in zip(given, self._sources, self._versions, strict=True)
         )
-
-    def require_unchanged(self) -> None:
-        """RuntimeError if memory of its tensors was changed since ``copy_sources`` other than through torch.
-
-        Whether forward should use what they held or what they hold cannot be told: a reader may have gone on to its
-        next batch in the same buffer, or the caller may have changed the batch.
-        """
-        hosts = [_bits(source) for source, _ in self._sources if source.is_cpu]
-        if not all(torch.equal(one, other) for one, other in zip(hosts, self._copies, strict=True)):
-            raise RuntimeError(
-                "a batch changed in memory, not through torch, after prefetch brought its rows in. Give each batch "
-                "memory of its own (copy it, where the reader reuses a buffer); change ids before prefetch gets them"
-            )
 
     def parts(self, out: Tensor) -> list[Tensor]:
         """What each lookup has of the output, or of its gradient: [batch, columns], views."""
@@ -107,10 +98,6 @@ class Prepared:
     def rows_read(self) -> "RowsRead":
         """The tables, each with the count of changes that its rows have seen."""
         return [(table, table.num_changes) for lookup in self.lookups for table in lookup.joined.tables]
-
-    def copy_sources(self) -> None:
-        """Copy its tensors, for ``require_unchanged``."""
-        self._copies = [_bits(source).clone() for source, _ in self._sources if source.is_cpu]
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
@@ -138,26 +125,26 @@ class Prepared:
             lookup.release()
 
 
-class Announced:
-    """A batch that pools were told of.
+class Announced(NamedTuple):
+    """A batch that caches know of.
 
-    Args:
+    Attributes:
         batches: each pool with the batch's number there.
     """
 
-    def __init__(self, batches: Sequence[tuple[Pool, int]]) -> None:
-        self._batches = batches
+    batches: Sequence[tuple[Pool, int]]
 
     def retire(self) -> None:
         """It is in use, or will never be."""
-        for pool, batch in self._batches:
+        for pool, batch in self.batches:
             pool.retire(batch)
 
 
 class PreparedLookups:
     """What the prefetch pipeline made ready, waiting for the forward call that will use it.
 
-    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile.
+    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile. Ids are
+    not compared: lookups keep what they read, so a batch whose memory is written over is looked up as it was prepared.
     """
 
     def __init__(self) -> None:
@@ -173,26 +160,17 @@ class PreparedLookups:
         return prepared
 
     def take(self, features: object, sources: Sequence[Tensor | None]) -> Prepared | None:
-        """What was prepared for this object, once, unless its tensors changed since.
-
-        Raises:
-            RuntimeError: they changed other than through torch.
-        """
+        """What was prepared for this object, once, unless torch changed its tensors since."""
         found = self._waiting.pop(id(features), None)
         if found is None:
             self._num_others += bool(self._waiting)
             return None
         self._num_others = self._num_missed = 0
         prepared = found[1]
-        if not prepared.is_current(sources):
-            prepared.release()
-            return None
-        try:
-            prepared.require_unchanged()
-        except RuntimeError:
-            prepared.release()
-            raise
-        return prepared
+        if prepared.is_current(sources):
+            return prepared
+        prepared.release()
+        return None
 
     def drop(self, ticket: Prepared) -> None:
         """Release what was prepared and not taken; warn of the second in turn for which another object came instead."""
@@ -209,13 +187,6 @@ class PreparedLookups:
 def _changes(tensor: Tensor) -> int:
     """How often a tensor was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A view in which a NaN equals itself."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.detach().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
 
 
 def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:

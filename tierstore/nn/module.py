@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config import require_int
 from ..store import Store, Table
@@ -16,7 +17,6 @@ from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.unpicklable import Unpicklable
 from .anchor import Anchor
 from .function import Announced, Prepared, PreparedLookups, run_lookups
-from .replicas import require_one_process
 
 NO_COUNTERPART: Final = {
     "max_norm": "rows are not renormalized; leave it out",
@@ -60,25 +60,29 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         ``torch.compile`` breaks its graph here: what is below has no tensors to trace.
         """
         is_loaded = "torch._dynamo" in sys.modules  # which takes a second, and comes with torch.compile
-        return (_run_eagerly if is_loaded else _run)(self, arguments, sources, shape)
-
-    def _look_up(
-        self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
-    ) -> Tensor:
-        refuse_traces(sources)
-        prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
-        rows: Any = self._parameters["rows"]  # by its name it is looked for elsewhere first
-        trainable = rows.requires_grad and not self._store.readonly
-        if trainable:
-            self._require_one_process()
-        return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
+        return (_look_up_eagerly if is_loaded else _look_up)(self, arguments, sources, shape)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
         raise RuntimeError(NOT_TRACED)
 
     def _require_one_process(self) -> None:
-        require_one_process(self, self._store)
+        """RuntimeError if rows are trained in the forward of a DistributedDataParallel of several processes, which
+        would each train rows of their own: DDP exchanges gradients of parameters, and rows are none."""
+        replicated = getattr(DistributedDataParallel, "_active_ddp_module", None)  # of any thread
+        if replicated is not None and any(each is self for each in replicated.modules()):
+            _REPLICATED[self] = replicated.process_group.size()
+        elif torch._C._current_graph_task_id() < 0:
+            _REPLICATED.pop(self, None)
+        processes = _REPLICATED.get(self, 1)
+        if processes > 1 and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"rows of the store at {self._store.directory} cannot be trained inside DistributedDataParallel by "
+                f"{processes} processes: each would train rows of its own, and nothing would bring them together. "
+                "Shard the tables over the processes (tierstore.dist), or train them in one. Tables that are not "
+                'trained may be replicated: open their store with mode="r", or freeze the module by '
+                "requires_grad_(False) before it is replicated"
+            )
 
     def ahead(self) -> Any:
         """What ``tierstore.prefetch`` drives, for one pass over batches."""
@@ -113,7 +117,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def keep(self, features: Any, prepared: Prepared) -> Prepared:
         """Keep a batch for the forward call that will be given ``features``."""
-        prepared.copy_sources()
+        prepared.note_versions()
         return self._prepared.put(arguments_of(features)[0], prepared)
 
     def has_room(self, ticket: Prepared) -> bool:
@@ -194,13 +198,23 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         missing[:] = [name for name in missing if name != prefix + "rows"]
 
 
-def _run(module: TieredModule, *arguments: Any) -> Tensor:
-    return module._look_up(*arguments)
+def _look_up(
+    module: TieredModule, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
+) -> Tensor:
+    refuse_traces(sources)
+    prepared = module._prepared.take(arguments[0], sources) or module._prepare(*arguments)
+    rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
+    trainable = rows.requires_grad and not module._store.readonly
+    if trainable:
+        module._require_one_process()
+    return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
 
 
-_run_eagerly: Final[Any] = torch._compile._disable_dynamo(_run)
-_run_eagerly._torchdynamo_disable = True  # already so before its first call, with what it says where no break may be
-_run_eagerly._torchdynamo_disable_msg = NOT_TRACED
+_look_up_eagerly: Final[Any] = torch._compile._disable_dynamo(_look_up)
+_look_up_eagerly._torchdynamo_disable = True  # so before its first call, with what it says where no break may be
+_look_up_eagerly._torchdynamo_disable_msg = NOT_TRACED
+_REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, int]"] = weakref.WeakKeyDictionary()
+"""Processes that replicate a module: a reentrant checkpoint trains in backward, where nothing says so."""
 
 
 def arguments_of(features: Any) -> tuple[Any, ...]:

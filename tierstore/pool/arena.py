@@ -18,7 +18,7 @@ from ..system.forks import disown_in_forks
 
 
 @dataclass(eq=False)
-class Rows:
+class RowArrays:
     """Rows as kernels read and update them.
 
     Attributes:
@@ -32,12 +32,12 @@ class Rows:
     state: Floats
 
     @classmethod
-    def plain(cls, weights: Floats) -> "Rows":
+    def plain(cls, weights: Floats) -> "RowArrays":
         """float32 [n, dim] without state."""
-        return Rows(RowLayout(dim=weights.shape[1]), FLOAT32, weights, np.zeros((len(weights), 0), np.float32))
+        return RowArrays(RowLayout(dim=weights.shape[1]), FLOAT32, weights, np.zeros((len(weights), 0), np.float32))
 
 
-class Arena(Rows):
+class Arena(RowArrays):
     """See the module's docstring.
 
     Attributes:

@@ -3,49 +3,27 @@
 A *row number* is ``firsts[t] + u`` for row u of table t, the rows of a table being numbered in order of first use.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from .. import kernels
-from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Words
+from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Words
 from ..kernels.threads import Workers
 from ..optim.configs import adding
 from ..optim.kernels import merge_and_update, scratch
-from .arena import Rows
+from .arena import RowArrays
+from .bags import NO_FLOATS, NO_INTS, Bags
 
-NO_INTS: Final = np.empty(0, np.int32)
-NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
-NO_FLOATS: Final = np.empty(0, np.float32)
 _NO_FLAGS: Final = np.empty(0, np.uint8)
-
-
-class Bags(NamedTuple):
-    """The bags of a batch's positions, and the factors of their gradients.
-
-    Attributes:
-        tables: int64 [T + 1], the bags of each table; tables are in order of their positions.
-        starts: int64 [K + 1], the positions of each bag.
-        columns: int32 or int64 [F], where a feature's results begin in a row of the output.
-        batch: bags of a feature.
-        scale: float32 [N], per-sample weights, or empty.
-        is_mean: gradients are divided by the sizes of their bags.
-        arg_max: int32 [K, dim], of max pooling, or empty.
-    """
-
-    tables: Int64s
-    starts: Int64s
-    columns: Ids
-    batch: int
-    scale: Floats
-    is_mean: bool
-    arg_max: Int32s
 
 
 class Groups:
     """The positions of a batch grouped by row, table by table; see ``kernels.group_rows`` for the arrays.
 
     Args:
+        arg_max: int32 [K, dim], the positions that gave maxima, of max pooling; or empty.
+        is_mean: gradients are divided by the sizes of their bags.
         num_columns: of a row of the output.
         workers: threads to work with.
 
@@ -53,17 +31,21 @@ class Groups:
         counts: int64 [T], how many rows each table has, once they are grouped.
     """
 
-    def __init__(self, bags: Bags, num_columns: int, workers: Workers) -> None:
-        num_positions, num_tables = int(bags.starts[-1]), len(bags.tables) - 1
+    def __init__(
+        self, bags: Bags, arg_max: Int32s, num_columns: int, workers: Workers, *, is_mean: bool
+    ) -> None:  # fmt: skip
+        num_positions, num_tables = int(bags.starts[-1]), len(bags.tables)
         self._bags = bags
+        self._arg_max = arg_max
+        self._is_mean = is_mean
         self._num_columns = num_columns
         self._workers = workers
-        self._table_starts = bags.starts[bags.tables]
+        self._table_starts = bags.starts[bags.bounds]
         self.counts = np.zeros(num_tables, np.int64)
         self._starts = np.empty(num_positions + 2 * num_tables, np.int64)
         self._sources = np.empty(num_positions, np.int64)
-        self._factors = np.empty(num_positions, np.float32) if bags.is_mean or len(bags.scale) else NO_FLOATS
-        self._positions = np.empty(num_positions, np.int32) if len(bags.arg_max) else NO_INTS
+        self._factors = np.empty(num_positions, np.float32) if is_mean or len(bags.scale) else NO_FLOATS
+        self._positions = np.empty(num_positions, np.int32) if len(arg_max) else NO_INTS
         self._bag_of = np.empty_like(self._positions)
         self._firsts = self._table_starts[:-1]
 
@@ -94,8 +76,8 @@ class Groups:
 
         def work(begin: int, end: int) -> None:
             kernels.group_rows(
-                begin, end, bags.tables, bags.starts, bags.columns, bags.batch, self._num_columns, slots, number,
-                row_slots, inverse, bags.scale, bags.is_mean, self.counts, self._starts, self._sources,
+                begin, end, bags.bounds, bags.starts, bags.columns, bags.batch, self._num_columns, slots, number,
+                row_slots, inverse, bags.scale, self._is_mean, self.counts, self._starts, self._sources,
                 self._factors, self._positions, self._bag_of,
             )  # fmt: skip
 
@@ -107,7 +89,7 @@ class Groups:
         return np.concatenate([by_number[first : first + count] for first, count in pairs])
 
     def update(
-        self, rows: Rows, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
+        self, rows: RowArrays, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
         flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
     ) -> None:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
@@ -121,12 +103,12 @@ class Groups:
             keys: int64, by number from ``first`` on; or None without ``seeds``.
         """
         cuts = self._cuts(self._place(first), self._place(first + len(slots)))
-        firsts, gradients, bags = self._firsts - first, grad_out.reshape(1, -1), self._bags
+        firsts, gradients = self._firsts - first, grad_out.reshape(1, -1)
 
         def work(begin: int, end: int) -> None:
             merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self.counts, self._starts,
-                self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
+                self._sources, self._factors, self._positions, self._bag_of, self._arg_max, gradients, codes, hyper,
                 rows.weights, rows.state, rows.layout.dim, rows.half, flags, dirty, seeds, keys,
                 scratch(rows.layout.dim),
             )  # fmt: skip
@@ -144,7 +126,7 @@ class Groups:
         self.by_number(inverse, num_unique)
         gradients = np.zeros((num_unique, dim), np.float32)
         slots = np.arange(num_unique, dtype=np.int32) if places is None else places
-        self.update(Rows.plain(gradients), 0, slots, *adding(len(self.counts)), grad_out)
+        self.update(RowArrays.plain(gradients), 0, slots, *adding(len(self.counts)), grad_out)
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -154,6 +136,8 @@ class Groups:
 
     def _cuts(self, begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
         """Places from ``begin`` to ``end`` with about as many positions between each two."""
+        if self._workers.parts(len(self._sources)) == 1:
+            return [begin, end]
         low, high = self._position(begin), self._position(end)
         parts = self._workers.parts(high - low)
         middle = [self._row_at(low + (high - low) * part // parts) for part in range(1, parts)]

@@ -6,16 +6,16 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from .arena import Arena
-from .backward import NO_INTS
+from .bags import NO_INTS, Bags, Numbering, Pooling, pool_part
 from .leases import Leases
 from .pins import Lease, Pins
-from .pooling import pool_part
-from .residency import Batch, Pooling, Update
+from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
 
 
 class EvictingRows:
-    """See ``residency.ResidentRows``."""
+    numbering: Numbering | None = None
+    takes_ids = False
 
     def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
         self._arena = arena
@@ -23,35 +23,39 @@ class EvictingRows:
         self._leases = leases
         self._writeback = writeback
 
-    def check(self, batch: Batch) -> None:
-        batch.keys  # noqa: B018 - checks the ids
-
     def has_room(self, batch: Batch) -> bool:
         # The rows are counted only where it depends on them.
         return self._pins.has_room(len(batch)) or self._pins.has_room(len(batch.distinct.keys))
 
     def stage(self, batch: Batch) -> Lease | None:
-        lease = self._leases.acquire_whole(batch.keys, batch.order) if len(batch) and self.has_room(batch) else None
+        lease = self._leases.acquire_whole(batch.rows, batch.order) if len(batch) and self.has_room(batch) else None
         if lease is None or self._pins.hold(lease):
             return lease
         lease.release()
         return None
 
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
-        return self._leases.parts(batch.keys, batch.order) if lease is None else iter([(0, lease)])
+        return self._leases.parts(batch.rows, batch.order) if lease is None else iter([(0, lease)])
 
     def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
-        if not len(batch):
-            pool_part(self._arena, self._arena.workers, batch, pooling, 0, NO_INTS)
+        count = len(batch.rows)
+        if not count:
+            pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, NO_INTS)
         for first, part in self.parts(batch, lease):
             with self._arena.rows_lock:
-                pool_part(self._arena, self._arena.workers, batch, pooling, first, part.position_slots)
-            if keep and not part.held and part.num_positions == len(batch) and self._pins.hold(part):
+                pool_part(self._arena, self._arena.workers, batch.bags, pooling, first, part.position_slots)
+            if keep and not part.held and part.num_positions == count and self._pins.hold(part):
                 lease = part
         return lease
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
-        return self._leases.acquire_rows(*batch.distinct) if lease is None and len(batch) else lease
+    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
+        raise NotImplementedError("rows are found by key")
+
+    def held(self, slots: Int32s) -> Lease:
+        raise NotImplementedError("slots are pinned by key")
+
+    def whole(self, batch: Batch) -> Lease | None:
+        return self._leases.acquire_rows(*batch.distinct) if len(batch) else None
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
@@ -60,7 +64,7 @@ class EvictingRows:
             assert lease.inverse is not None, "slots of this cache are not the positions' own"
             inverse, keys = lease.inverse, np.empty(len(lease.slots), np.int64)
             if update.seeds is not None:
-                keys[inverse] = batch.keys
+                keys[inverse] = batch.rows
         groups = update.groups
         groups.by_number(inverse, len(keys))
         for first, slots in self._row_parts(keys, lease):

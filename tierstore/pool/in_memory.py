@@ -18,7 +18,7 @@ from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32
 from . import direct
 from .arena import Arena
-from .backward import NO_ARG_MAX, NO_FLOATS, NO_INTS
+from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 _NUMPY_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}

@@ -10,35 +10,31 @@ from ..kernels.arrays import Int32s
 from ..kernels.jit import JIT_ENABLED
 from . import direct
 from .arena import Arena
-from .backward import NO_INTS
+from .bags import NO_INTS, Bags, Numbering, Pooling, pool_part
 from .in_memory import InMemory
 from .leases import Leases
 from .pins import Lease, Pins
-from .pooling import pool_part
-from .residency import Batch, Pooling, Update
+from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
 
 
 class InPlaceRows:
-    """See ``residency.ResidentRows``."""
-
     def __init__(self, arena: Arena, cache: FullCache, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        self.numbering: Numbering | None = cache
+        self.takes_ids = not arena.layout.is_quantized
         self._arena = arena
         self._cache = cache
         self._pins = pins
         self._leases = leases
         self._writeback = writeback
 
-    def check(self, batch: Batch) -> None:
-        pass
-
     def has_room(self, batch: Batch) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 
     def stage(self, batch: Batch) -> Lease | None:
-        return self._held(self._bring_in(batch))
+        return self.held(self._bring_in(batch))
 
-    def _held(self, slots: Int32s) -> Lease:
+    def held(self, slots: Int32s) -> Lease:
         """A lease that marks an in-flight batch; no pin does."""
         lease = self._leases.in_place(slots)
         self._pins.hold(lease)
@@ -46,7 +42,8 @@ class InPlaceRows:
 
     def _bring_in(self, batch: Batch) -> Int32s:
         """int32 [N]: the slot of each position, its row in. It stays in."""
-        cache, slots = self._cache, batch.slots(self._cache)
+        cache = self._cache
+        slots: Int32s = batch.rows
         self._arena.require_open()
         absent = NO_INTS if cache.are_in(slots) else cache.absent(slots)
         if len(absent):
@@ -62,39 +59,29 @@ class InPlaceRows:
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
         return iter([(0, self._leases.in_place(self._bring_in(batch)) if lease is None else lease)])
 
-    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
-        slots = None
-        if lease is None and not batch.is_read and not self._arena.layout.is_quantized:
-            with self._arena.rows_lock:
-                slots = self._look_up_ids(batch, pooling, keep=keep)
-        if slots is None:
-            slots = self._bring_in(batch) if lease is None else lease.slots
-            with self._arena.rows_lock:
-                pool_part(self._arena, self._arena.workers, batch, pooling, 0, slots)
-        return self._held(slots) if keep and lease is None else lease
-
-    def _look_up_ids(self, batch: Batch, pooling: Pooling, *, keep: bool) -> Int32s | None:
-        """Pool rows directly from ids. Returns their slots, with ``keep``. Returns None if a row is not resident;
-        ``out`` is then undefined. The caller holds ``rows_lock``."""
+    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
         arena, cache = self._arena, self._cache
-        arena.require_open()
-        ids, *bags = batch.plan(cache)
-        slots = np.empty(len(batch), np.int32) if keep else NO_INTS
-        flags = cache.flags[:0] if cache.is_complete else cache.flags
-        bad = direct.look_up(
-            arena.workers, arena.layout.dim, ids, bags, flags, RESIDENT | LOADING, RESIDENT, batch.scale, pooling.mode,
-            arena.weights, arena.layout.dim, arena.half, batch.columns, pooling.out, pooling.arg_max, slots,
-        )  # fmt: skip
-        batch.check(bad)
-        if bad:
-            return None
-        self._note_hits(len(batch))
-        if keep:
-            batch.note_slots(slots, cache)  # the caller may change the ids before backward
-        return slots
+        slots = np.empty(int(bags.starts[-1]), np.int32) if keep else NO_INTS
+        with arena.rows_lock:
+            arena.require_open()
+            flags = cache.flags[:0] if cache.is_complete else cache.flags
+            failed = direct.look_up(
+                arena.workers, arena.layout.dim, ids.ids, ids[1:], flags, RESIDENT | LOADING, RESIDENT, bags.scale,
+                pooling.mode, arena.weights, arena.layout.dim, arena.half, bags.columns, pooling.out, pooling.arg_max,
+                slots,
+            )  # fmt: skip
+            if not failed:
+                self._note_hits(int(bags.starts[-1]))
+        return FromIds(slots, failed)
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease:
-        return self._leases.in_place(self._bring_in(batch)) if lease is None else lease
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        slots = self._bring_in(batch) if lease is None else lease.slots
+        with self._arena.rows_lock:
+            pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, slots)
+        return self.held(slots) if keep and lease is None else lease
+
+    def whole(self, batch: Batch) -> Lease:
+        return self._leases.in_place(self._bring_in(batch))
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         cache, groups = self._cache, update.groups
@@ -106,7 +93,7 @@ class InPlaceRows:
             if cache.num_frozen:
                 self._writeback.begin_update(groups.used(row_slots))
                 flags = flags[:0]
-            keys = None if update.seeds is None else row_slots + batch.shifts(cache)
+            keys = None if update.seeds is None else row_slots + batch.bags.shifts(cache)
             groups.update(
                 self._arena, 0, row_slots, update.codes, update.hyper, update.gradient, flags=flags,
                 dirty=DIRTY | CHANGED, seeds=update.seeds, keys=keys,

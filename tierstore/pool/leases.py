@@ -1,17 +1,119 @@
-"""Leases of rows by key, whole batches or parts of them."""
+"""Leases of rows by key, whole batches or parts of them; their rows are brought in first.
+
+To bring rows in is to reserve slots, write next victims back, and read rows or compute their first values.
+"""
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from .. import kernels
-from ..cache import Admission
+from ..cache import Admission, AdmitStatus, CacheCounters
+from ..config import TableConfig
 from ..errors import BudgetError
+from ..kernels import quantized
 from ..kernels.arrays import Int32s, Int64s
+from ..rows import KEY_ROW_BITS
 from .arena import Arena
-from .filling import Filler
+from .converting import RowSource
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
+from .writeback import WriteBack
+
+
+class Filler:
+    """Fills the slots of an arena. The caller holds ``fill_lock``.
+
+    Args:
+        read_rows: brings rows in.
+
+    Attributes:
+        seconds: time spent bringing rows in and writing rows back.
+    """
+
+    def __init__(self, arena: Arena, pins: Pins, writeback: WriteBack, read_rows: RowSource) -> None:
+        self.seconds = 0.0
+        self._arena = arena
+        self._pins = pins
+        self._writeback = writeback
+        self._read_rows = read_rows
+        self._tables: dict[int, TableConfig] = {}
+        self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
+
+    def add_table(self, table_index: int, config: TableConfig) -> None:
+        """Make the first values of a table's rows known."""
+        self._tables[table_index] = config
+
+    def admit(self, admission: Admission, *, read: bool, whole: bool = False) -> None:
+        """Admit as many rows as there is room for (with ``whole`` all or nothing). With ``read``, read them too. What
+        was pinned when it failed is the caller's to release."""
+        arena = self._arena
+        try:
+            while True:
+                with arena.lock:
+                    arena.require_open()
+                    self._pins.release_dropped()
+                    status = arena.cache.admit(admission)
+                    if whole and status is AdmitStatus.ALL_PINNED:
+                        self._note_no_lookup(admission)
+                        arena.cache.release(admission)
+                        arena.changed.notify_all()
+                        return
+                if status is not AdmitStatus.DIRTY_VICTIM:
+                    break
+                started = time.perf_counter()
+                self._writeback.make_room()
+                self.seconds += time.perf_counter() - started
+            if read and admission.num_missing:
+                self._load(admission.missing_slots)
+        finally:
+            if not read:
+                self._note_no_lookup(admission)
+
+    def _note_no_lookup(self, admission: Admission) -> None:
+        """Take an admission out of the lookup counts: its rows came from the tier above, or it was undone."""
+        lookups, hits, misses, _ = self._no_lookups
+        self._no_lookups = CacheCounters(
+            lookups=lookups + admission.consumed,
+            hits=hits + admission.num_unique - admission.num_missing,
+            misses=misses + admission.num_missing,
+            evictions=0,
+        )
+
+    def counters(self) -> CacheCounters:
+        """Counts of lookups in the cache, and of evictions for lookups or for rows from the tier above."""
+        every, others = self._arena.cache.counters(), self._no_lookups
+        return CacheCounters(
+            lookups=every.lookups - others.lookups,
+            hits=every.hits - others.hits,
+            misses=every.misses - others.misses,
+            evictions=every.evictions,
+        )
+
+    def _load(self, slots: Int32s) -> None:
+        """Read rows into their reserved slots; rows never written get their first value."""
+        started = time.perf_counter()
+        cache = self._arena.cache
+        keys = cache.keys_of(slots)
+        present = np.empty(len(keys), np.bool_)
+        self._read_rows(keys, slots, cache.weights, cache.state, present)
+        if not present.all():
+            self._fill_first_values(keys[~present], slots[~present])
+        with self._arena.lock:
+            cache.filled(slots)
+        self.seconds += time.perf_counter() - started
+
+    def _fill_first_values(self, keys: Int64s, slots: Int32s) -> None:
+        arena, layout = self._arena, self._arena.layout
+        table_indices = keys >> KEY_ROW_BITS
+        for table_index in np.unique(table_indices):
+            config = self._tables[int(table_index)]
+            chosen = table_indices == table_index
+            fill = partial(quantized.fill_first_values, config.init) if layout.is_quantized else config.init.fill
+            fill(keys[chosen], slots[chosen], arena.weights, layout.dim, arena.half)
+            arena.state[slots[chosen]] = 0
+            arena.state[slots[chosen], : layout.state_dim] = config.optimizer.initial_state
 
 
 class Leases:
@@ -69,8 +171,9 @@ class Leases:
                 self._filler.admit(admission, read=read, whole=whole)
                 if fill is not None and admission.consumed:
                     fill(admission)
-            lease.slots, lease.inverse = admission.slots, admission.inverse[: admission.consumed]
-            if order is not None and admission.consumed:
+            consumed = admission.consumed
+            lease.slots, lease.inverse = admission.slots, admission.inverse[:consumed]
+            if order is not None and consumed:
                 slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
                 kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
                 lease.slots, lease.inverse = slots, inverse
@@ -91,7 +194,6 @@ class Leases:
         return lease
 
     def in_place(self, slots: Int32s) -> Lease:
-        """See ``Pins.in_place``."""
         return self._pins.in_place(slots)
 
     def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Lease:
@@ -101,7 +203,7 @@ class Leases:
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
             lease = self._admit(keys, read=read, fill=fill)
-            if lease.num_positions:
+            if len(lease.slots):
                 return lease
             with arena.lock:
                 # In short waits: a dropped lease cannot wake anyone.
@@ -122,7 +224,7 @@ class Leases:
         start = 0
         while start < len(keys):
             whole = None if start or order is None else self.acquire_whole(keys, order)
-            lease = whole or self.acquire(keys[start:])
+            lease = whole or self.admit_some(keys[start:], read=True)
             consumed = lease.num_positions
             if not start and consumed < len(keys):
                 self.split_batches += 1

@@ -12,6 +12,7 @@ from typing import Final
 from ..cache import Pinned
 from ..kernels.arrays import Int32s
 from .arena import Arena
+from .bags import NO_INTS
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
@@ -74,8 +75,6 @@ class _Claim(weakref.ref[Lease]):
 
 
 class Pins:
-    """See the module's docstring."""
-
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._claims: set[_Claim] = set()
@@ -83,8 +82,8 @@ class Pins:
         self._dropped: deque[_Claim] = deque()
 
     def lease(self, pinned: Pinned) -> Lease:
-        """A lease of what is pinned in ``pinned``, from now on: however its owner ends, that is unpinned."""
-        lease = Lease(self, pinned, pinned.slots)
+        """A lease of what will be pinned in ``pinned``, without slots yet; however it ends, they are unpinned."""
+        lease = Lease(self, pinned, NO_INTS)
         self._claim(lease)
         return lease
 

@@ -10,16 +10,14 @@ Locks, always taken in this order:
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
 cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins anew.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (brings rows in), ``leases``, ``transfers`` (rows in and
+Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``transfers`` (rows in and
 out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
-import contextlib
 import logging
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
-from ..cache import Announceable, FullCache, RowCache
+from ..cache import FullCache, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
@@ -28,13 +26,12 @@ from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
 from .evicting import EvictingRows
-from .filling import Filler
 from .in_place import InPlaceRows
-from .leases import Leases
+from .leases import Filler, Leases
 from .pins import PIN_WAIT_SECONDS, Pins
-from .residency import OneTable, ResidentRows
+from .residency import ResidentRows
+from .tier import HostTier, Tier
 from .transfers import Transfers
-from .upper import UpperTier
 from .writeback import WriteBack
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -48,8 +45,8 @@ class Pool:
         arena: the rows in DDR, as kernels read them, and the locks over them.
         cache: which rows are there.
         pins, filler, leases, transfers, writeback: see the module's docstring.
-        hot: the tier above, in device memory, or None, from first use on: whoever finds a pool that is closed meanwhile
-            must not take it for one without. It may hold newer rows.
+        tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
+            the pool is closed.
 
     Args:
         read: brings rows in; default: as ``cold`` has them.
@@ -79,23 +76,20 @@ class Pool:
         self.leases = Leases(self.arena, self.pins, self.filler)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
         self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
-        self.hot: UpperTier | None = None
-        self._announceable = cache if isinstance(cache, Announceable) else None
+        self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
         self._said_lookahead = False
 
     # Announcements
 
     def can_announce(self, num_keys: int) -> bool:
-        """See ``cache.Announceable``."""
         with self.arena.lock:
-            return self._announceable.can_announce(num_keys) if self._announceable else True
+            return self.cache.can_announce(num_keys)
 
     @shielded
     def announce(self, keys: Int64s) -> int:
-        """See ``cache.Announceable``."""
         with self.arena.lock:
             self.arena.require_open()
-            number = self._announceable.announce(keys) if self._announceable else 0
+            number = self.cache.announce(keys)
             if not number and not self._said_lookahead and self.can_announce(len(keys)):
                 self._said_lookahead = True
                 _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
@@ -103,54 +97,28 @@ class Pool:
 
     @shielded
     def retire(self, batch: int) -> None:
-        """See ``cache.Announceable``."""
         with self.arena.lock:
-            if self._announceable and not self.is_closed:
-                self._announceable.retire(batch)
-
-    # The tier above
-
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
-        return contextlib.nullcontext() if self.hot is None else self.hot.emptied()
-
-    @property
-    def lock_above(self) -> AbstractContextManager[Any]:
-        """The lock of the tier above, if there is one; to be taken before those of this one."""
-        return contextlib.nullcontext() if self.hot is None else self.hot.lock
+            if not self.is_closed:
+                self.cache.retire(batch)
 
     def refuse(self) -> None:
         """Refuse further use, here and in the tier above; waiters are told."""
-        if self.hot is not None:
-            self.hot.refuse()
+        self.tier.refuse()
         self.arena.refuse()
-
-    def settle(self) -> None:
-        """Have the tier above, if there is one, copy its newer rows into this one."""
-        if self.hot is not None:
-            self.hot.flush()
 
     @shielded
     def flush(self) -> None:
         """Write every dirty row to the cold tier. The rows stay cached, clean."""
-        self.settle()
+        self.tier.flush()
         with self.arena.fill_lock:
             self.writeback.write_all()
-
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        """Lookups of a table by one compiled call; None if that is not to be had."""
-        return self.rows.one_table(table_index, num_rows) if self.hot is None else None
 
     # State
 
     @property
     def in_use(self) -> bool:
         """Whether an in-flight batch or call uses or writes rows, here or in the tier above."""
-        return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self._is_used_above
-
-    @property
-    def _is_used_above(self) -> bool:
-        return self.hot is not None and self.hot.num_leased > 0
+        return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self.tier.num_leased > 0
 
     def becomes_unused(self) -> bool:
         """Wait until no call uses rows, a minute at most; False if one does still, or a batch does."""
@@ -158,24 +126,22 @@ class Pool:
         with self.arena.lock:
             self.arena.changed.wait_for(lambda: not pins.num_pinned or pins.num_held, timeout=PIN_WAIT_SECONDS)
             is_used = pins.num_pinned > 0 or pins.num_held > 0
-        return not (is_used or self._is_used_above)
+        return not is_used and not self.tier.num_leased
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the cache and of the buffers for write-back and for moving rows to the tier above."""
-        staging = 0 if self.hot is None else self.hot.host_bytes
-        return self.cache.size_bytes + self.writeback.size_bytes + staging
+        return self.cache.size_bytes + self.writeback.size_bytes + self.tier.host_bytes
 
     def close(self) -> None:
         """Refuse further use."""
         self.arena.refuse()
-        if self.hot is not None:
-            self.hot.close()
+        self.tier.close()
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing is to be written, neither from here nor from the tier above."""
-        return not self.cache.num_dirty and (self.hot is None or not self.hot.num_dirty)
+        return not self.cache.num_dirty and not self.tier.num_dirty
 
     @property
     def is_closed(self) -> bool:

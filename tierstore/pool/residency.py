@@ -4,7 +4,9 @@ Implementations: ``evicting`` (rows may be evicted) and ``in_place`` (every row 
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from .backward import Groups
+from .bags import Bags, Numbering, Pooling
 from .pins import Lease
 
 
@@ -36,84 +39,60 @@ class Distinct(NamedTuple):
         return cls(inverse, unique_keys[:count])
 
 
-class Numbering(Protocol):
-    """Slots where row r of a table is in slot ``first + r``."""
-
-    def first_slots(self, table_indices: Int64s) -> Int64s:
-        """int64 [n], the slots of these tables' rows 0."""
-        ...
-
-
-class Batch(Protocol):
+@dataclass(frozen=True, eq=False)
+class Batch:
     """The positions of a batch, bag after bag; all in tables of one pool.
 
     Attributes:
-        bag_starts: int64 [bags + 1], where each bag begins.
-        scale: float32 [N], per-sample weights, or empty.
-        columns: int32 [features], where each feature's results begin in the output's columns.
-        batch: bags of each feature.
+        bags: where they lie.
+        rows: int64 [N], keys; or int32 [N], slots, where each row has its own (``ResidentRows.numbering``).
+        order: int64 [N], the positions in order of use of their rows; None if they already are, or it does not matter.
     """
 
-    bag_starts: Int64s
-    scale: Floats
-    columns: Int32s
-    batch: int
+    bags: Bags
+    rows: Any
+    order: Int64s | None = None
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    @property
-    def keys(self) -> Int64s:
-        """int64 [N], row keys. ValueError, which names table and id, for an id outside its table."""
-        ...
-
-    @property
-    def order(self) -> Int64s | None:
-        """int64 [N], the positions in order of use of their rows; None if they already are."""
-        ...
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the caller's ids were read: they may have changed since."""
-        ...
-
-    @property
+    @cached_property
     def distinct(self) -> Distinct:
-        """The rows of ``keys``."""
-        ...
-
-    def slots(self, numbering: Numbering) -> Int32s:
-        """int32 [N]; errors as ``keys``."""
-        ...
-
-    def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
-        """Take over what ``slots`` would find."""
-        ...
-
-    def shifts(self, numbering: Numbering) -> Int64s:
-        """int64 [N]: by how much the key of each position is above its slot."""
-        ...
-
-    def plan(self, numbering: Numbering) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
-        """What ``kernels.look_up`` takes behind the range of bags."""
-        ...
-
-    def check(self, positions: list[int]) -> None:
-        """ValueError if one of them is the position of an id outside its table."""
-        ...
+        """The rows, by key."""
+        return Distinct.of(self.rows)
 
 
-class Pooling(NamedTuple):
-    """How a batch's rows are pooled, and into what.
+class IdsOfBags(NamedTuple):
+    """Ids of a batch as the caller has them, which may change until they are read: what ``kernels.look_up`` and
+    ``kernels.join_ids`` take behind the range of bags.
 
     Attributes:
-        mode: ``kernels.SUM``, ``MEAN`` or ``MAX``.
-        out: float32 [batch, columns], written; of any content before.
-        arg_max: int32 [bags, dim], written by max pooling; else empty.
+        ids: int64 or int32.
+        starts: int64 [F], where each feature's begin in ``ids``.
+        firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F], of it.
+        batch: bags of each feature.
+        bag_starts: int64 or int32 [F * batch + 1].
     """
 
-    mode: int
-    out: Floats
-    arg_max: Int32s
+    ids: Ids
+    starts: Int64s
+    firsts: Int64s
+    num_rows: Int64s
+    batch: int
+    bag_starts: Ids
+
+
+class FromIds(NamedTuple):
+    """A lookup directly from ids.
+
+    Attributes:
+        slots: int32 [N], if they were asked for, else empty.
+        failed: if anything, the lookup was none, and its output is undefined: positions of ids that are no rows, and
+            negative numbers for rows that are not resident.
+    """
+
+    slots: Int32s
+    failed: list[int]
 
 
 class Update(NamedTuple):
@@ -153,13 +132,15 @@ class OneTable(Protocol):
 class ResidentRows(Protocol):
     """See the module's docstring. A lease that is given is of the whole batch, or None.
 
-    Methods raise ClosedError if the pool was closed, DamagedError if a row on SSD failed its check, and ValueError for
-    an id outside its table.
+    Methods raise ClosedError if the pool was closed, and DamagedError if a row on SSD failed its check.
+
+    Attributes:
+        numbering: of slots, which batches have here; None: they have keys.
+        takes_ids: whether there is ``look_up_ids``.
     """
 
-    def check(self, batch: Batch) -> None:
-        """Find ids outside their tables now, if ids are not checked by the kernel that looks rows up."""
-        ...
+    numbering: Numbering | None
+    takes_ids: bool
 
     def has_room(self, batch: Batch) -> bool:
         """Whether the rows could be held, beside those that are."""
@@ -173,12 +154,20 @@ class ResidentRows(Protocol):
         """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
         ...
 
+    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
+        """Check ids and pool every bag, in one pass; ``keep`` asks for slots."""
+        ...
+
+    def held(self, slots: Int32s) -> Lease:
+        """A held lease of rows that ``look_up_ids`` gave the slots of."""
+        ...
+
     def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
         """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
         ...
 
-    def whole(self, batch: Batch, lease: Lease | None) -> Lease | None:
-        """The lease that was given, or one of all rows of the batch, for ``update``; None if they do not fit."""
+    def whole(self, batch: Batch) -> Lease | None:
+        """A lease of all rows of the batch, for ``update``; None if they do not fit, or there are none."""
         ...
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:

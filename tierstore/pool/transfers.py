@@ -17,8 +17,6 @@ from .writeback import WriteBack
 
 
 class Transfers:
-    """See the module's docstring."""
-
     def __init__(self, arena: Arena, leases: Leases, writeback: WriteBack) -> None:
         self._arena = arena
         self._leases = leases

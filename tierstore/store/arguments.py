@@ -168,10 +168,10 @@ def check_jagged(
     def on_host() -> Jagged:
         rows = check_ids(ids, ids_name, device=device)
         starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given, dtype=offsets_type)
-        own = require_scale(scale, len(rows), mode, scale_name)
+        own = None if scale is None else require_scale(scale, len(rows), mode, scale_name)
         return Jagged(rows, starts, len(starts) - 1, None if own is None else _to_host(own, scale_name, device))
 
-    if not all(is_there(each, device) for each in (ids, offsets, scale) if each is not None):
+    if not (is_there(ids, device) and is_there(offsets, device) and (scale is None or is_there(scale, device))):
         return on_host()
     refuse_transforms()
     count, own = len(require_ids(ids, ids_name)), require_scale(scale, len(ids), mode, scale_name)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from .. import cache
-from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
-from ..cache.hbm_books import WAYS
-from ..cache.hbm_sketch import SKETCH_BYTES
 from ..errors import BudgetError
+from ..hbm.books import WAYS
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
+from ..hbm.sketch import SKETCH_BYTES
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..rows import RowLayout
 from ..system.sizes import format_size, is_share_of_tables

@@ -103,7 +103,6 @@ class Catalog:
 
     @property
     def changed_tables(self) -> tuple[str, ...]:
-        """See ``Store.changed_tables``."""
         return tuple(name for name, count in self.num_changes.items() if count != self.shown.committed.get(name, 0))
 
     def source(self, read: RowSource) -> RowSource:

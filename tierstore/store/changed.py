@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..cache import Listable, Listing
+from ..cache import Listing
 from ..kernels.arrays import Int64s, Words
 from ..pool import Pool
 from ..pool.converting import RowSource
@@ -86,7 +86,7 @@ def changed_rows(
     None if all that the pools hold is to be dropped: with device memory above them, whose rows are not looked for; and
     where there are none yet, as others may be made before the version is shown.
     """
-    if not pools or any(pool.hot is not None for pool in pools):
+    if not pools or any(pool.tier.on_device for pool in pools):
         return None
     rows = []
     for pool in pools:
@@ -99,8 +99,7 @@ def rehearse(pool: Pool, read: RowSource) -> None:
     """Read a cached row again, of the version that is shown, and list some: what following uses is compiled then."""
     cache = pool.cache
     with pool.arena.lock:
-        if isinstance(cache, Listable):
-            cache.list_more(Listing(), 1)
+        cache.list_more(Listing(), 1)
         keys = cache.keys_of(cache.resident_slots()[-1:])
     rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
     rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too

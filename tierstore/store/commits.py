@@ -124,7 +124,6 @@ class Commits:
             raise error
 
     def rollback(self, version: int) -> None:
-        """See ``Store.rollback``."""
         self.end_pending()
         if version not in self._cold.versions:
             kept = ", ".join(map(str, self._cold.versions)) or "none"

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from ..cache import Listable, Listing
+from ..cache import Listing
 from ..kernels.arrays import Int64s
 from ..pool import Pool
 
@@ -24,8 +24,6 @@ def resident_keys(pool: Pool) -> Int64s:
     cache = pool.cache
     with pool.arena.lock:
         num_before = cache.counters().misses
-        if not isinstance(cache, Listable):
-            return cache.keys_of(cache.resident_slots())
     listing = Listing()
     is_more = True
     while is_more:

@@ -68,7 +68,6 @@ class Follower:
 
     @shielded
     def find(self) -> Newer | None:
-        """See ``Store.find_newer``."""
         with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
@@ -102,7 +101,6 @@ class Follower:
 
     @shielded
     def rehearse(self) -> None:
-        """See ``Store.rehearse_newer``."""
         with self.lock:
             self._lifetime.require_open()
             self.give_up(self._found)
@@ -110,7 +108,7 @@ class Follower:
             self.give_up(self._found)
             self._pools.require_unused("rehearse")
             for pool in self._pools:
-                if pool.hot is None:
+                if not pool.tier.on_device:
                     rehearse(pool, self._catalog.source(self._cold.read))
 
     def give_up(self, found: NewerVersion | None) -> None:
@@ -124,7 +122,6 @@ class Follower:
 
     @shielded
     def show(self, newer: Newer) -> int:
-        """See ``Newer.show``."""
         with contextlib.ExitStack() as held:
             for lock in (self.lock, self._shown.changing(), self._pools.lock):
                 held.enter_context(lock)

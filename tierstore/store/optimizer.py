@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from ..lookup.contract import make_lookup
 from ..lookup.joined import OfKeys
 from ..lookup.tables import RowGradients, TrainsRows
 from ..lookup.training import train
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
-from .table import Table, make_lookup
+from .table import Table
 
 if TYPE_CHECKING:
     from .store import Store

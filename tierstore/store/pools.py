@@ -78,8 +78,7 @@ class Pools:
     def look(self) -> None:
         """ValueError for what a device found wrong with ids and nobody was told yet. Waits for it."""
         for pool in self:
-            if pool.hot is not None:
-                pool.hot.look()
+            pool.tier.look()
 
     def require_unused(self, action: str) -> None:
         """TableError, which says what to do before, if rows are in use; errors as ``look``."""
@@ -93,7 +92,7 @@ class Pools:
             stack.enter_context(self.lock)
             pools = list(self)
             for pool in pools:
-                pool.settle()
+                pool.tier.flush()
             for pool in pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:
@@ -117,7 +116,7 @@ class Pools:
         """Have all pools refuse further use, if no row is in use or dirty."""
         with contextlib.ExitStack() as stack:
             for pool in self:
-                stack.enter_context(pool.lock_above)
+                stack.enter_context(pool.tier.lock)
             for pool in self:
                 stack.enter_context(pool.arena.lock)
             if any(pool.in_use or not pool.is_clean for pool in self):

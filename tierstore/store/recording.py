@@ -18,7 +18,8 @@ import numpy as np
 from ..errors import TierstoreError
 from ..kernels import copy_offsets
 from ..kernels.arrays import Int32s, Int64s
-from ..lookup.joined import Joined, Sources
+from ..lookup.joined import Joined
+from ..pool.residency import IdsOfBags
 from ..rows import KEY_ROW_BITS
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
@@ -124,7 +125,7 @@ class Recorder:
     def note_lookups(self, lookups: Sequence[Joined]) -> None:
         """One batch of a module."""
         if lookups:
-            self._add([each.sources for each in lookups], lookups[0].batch)
+            self._add([each.ids_of_bags(None) for each in lookups], lookups[0].batch)
 
     @shielded
     def note_bags(self, table_index: int, num_rows: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
@@ -135,16 +136,16 @@ class Recorder:
             np.empty_like(offsets),
         )
         if copy_offsets(offsets, len(ids), starts):  # else the caller changed them since the lookup
-            self._add([Sources(ids, _ZERO, first, np.array([num_rows], np.int64), bags, starts)], bags)
+            self._add([IdsOfBags(ids, _ZERO, first, np.array([num_rows], np.int64), bags, starts)], bags)
 
     @shielded
     def note_rows(self, keys: Int64s) -> None:
         """Rows of one table read as they are, int64 [n]: as many samples."""
         count, by_sample = len(keys), self._recorded.last == ALL
         offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
-        self._add([Sources(keys, _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
+        self._add([IdsOfBags(keys, _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
 
-    def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
+    def _add(self, sources: Sequence[IdsOfBags], num_samples: int) -> None:
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
         parts = [_select(each, last, lookups) for each in sources]
         keys, samples = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
@@ -202,7 +203,7 @@ class Recorder:
         self.stop()
 
 
-def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s, Int64s]:
+def _select(sources: IdsOfBags, last: np.uint64, lookups: Int64s) -> tuple[Int64s, Int64s]:
     """The sampled rows' keys, int64 [n], and the sample in the batch of each, which is right if all are recorded."""
     found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
     keys, positions = found[:, : select(*sources, last, found, lookups)]
@@ -215,7 +216,7 @@ def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s,
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in ("int64", "int32"):
-        sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64))
+        sources = IdsOfBags(np.zeros(1, id_type), _ZERO, _ZERO, _ANY, 1, np.array([0, 1], np.int64))
         _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
     Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

@@ -250,7 +250,7 @@ class Store(Unpicklable):
             return self._pools.of(layout)
 
     def written_rows(self, table: Table) -> Iterator[Int64s]:
-        """See ``Table.written``."""
+        """Rows of the table that were ever trained or written, int64 [n], ascending, in parts."""
         self.require_open()
         if not self.readonly:
             self._commits.end_pending()
@@ -280,7 +280,7 @@ class Store(Unpicklable):
         return optimizer
 
     def note_partly_trained(self, error: BaseException) -> None:
-        """See ``LookupStore``."""
+        """A step failed after some of its rows were, or may have been, trained."""
         self._partly_trained = error
 
     def require_whole_steps(self) -> None:

@@ -3,11 +3,11 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import TableConfig, require_choice
@@ -17,9 +17,8 @@ from ..kernels import MODES, quantized, row_keys
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32, half_code
 from ..kernels.rounding import NEAREST, update_seed
-from ..lookup import Lookup
-from ..lookup.hbm import HbmLookup
-from ..lookup.joined import Features, Jagged, Joined
+from ..lookup.contract import AnyLookup, make_lookup
+from ..lookup.joined import Features, Jagged
 from ..lookup.on_device import DeviceJagged
 from ..lookup.tables import Replayed, id_error, in_pool_of
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
@@ -34,20 +33,8 @@ if TYPE_CHECKING:
     from .store import Store
 
 
-def make_lookup(joined: Joined, *, mode: str) -> Lookup | HbmLookup:
-    """A pooled lookup in the tier that holds the tables' hottest rows. ValueError, which names table and id, for an id
-    outside its table."""
-    has_hot = joined.tables[0].pool.hot is not None
-    return HbmLookup(joined, mode=mode) if has_hot else Lookup(joined, mode=mode)
-
-
 def _no_pool() -> None:
     return None
-
-
-def raw_weights(rows: Tensor) -> NDArray[Any]:
-    """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
-    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 class Table(Unpicklable):
@@ -133,7 +120,7 @@ class Table(Unpicklable):
                 f"take it anew: store[{self.name!r}]"
             )
         known = self._known_pool()
-        if known is not None and not known.is_closed:
+        if known is not None and not known.arena.is_closed:
             return known
         pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
@@ -171,7 +158,8 @@ class Table(Unpicklable):
         return self.config.optimizer.hyper(self._learning_rate, self._step)
 
     def replayed_hyper(self, captured: Replayed) -> Hyper:
-        """See ``LookupTable``."""
+        """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
+        one update to the next."""
         rule = self.config.optimizer
         hyper = rule.hyper(self._learning_rate, 1)
         if hyper != rule.hyper(self._learning_rate, 2):
@@ -234,7 +222,7 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids. ClosedError.
         """
         keys = self._keys(ids)
-        return in_pool_of(self, lambda pool: pool.hot is None and pool.transfers.are_in(keys))
+        return in_pool_of(self, lambda pool: pool.tier.are_in_memory(keys))
 
     def rows_in_memory(self, ids: Int64s) -> Floats | None:
         """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None.
@@ -249,25 +237,18 @@ class Table(Unpicklable):
 
     def _rows_in_memory(self, ids: Int64s) -> Floats | None:
         memory = self._memory()
-        return in_pool_of(self, lambda pool: self._read_in_memory(pool, ids)) if memory is None else memory.rows(ids)
-
-    def _read_in_memory(self, pool: Pool, ids: Int64s) -> Floats | None:
-        out = self._empty(len(ids))
+        if memory is not None:
+            return memory.rows(ids)
         keys = self._keys(torch.from_numpy(ids))
-        if pool.hot is not None or not pool.transfers.read_in_memory(keys, raw_weights(out)):
-            return None
-        rows: Floats = out.float().numpy()
-        return rows
+        rows = in_pool_of(self, lambda pool: pool.tier.read_in_memory(keys))
+        return None if rows is None else rows.float().numpy()
 
     def _memory(self) -> OneTable | None:
         """Lookups by one compiled call; None if rows have no slots of their own."""
         if self._in_memory is None or self._in_memory.is_over:
             self.require_whole()
-            self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
+            self._in_memory = self.pool.tier.one_table(self.index, self.config.num_embeddings)
         return self._in_memory
-
-    def _empty(self, num_rows: int) -> Tensor:
-        return torch.empty((num_rows, self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
 
     def read(self, ids: Tensor) -> Tensor:
         """Rows of ``ids``.
@@ -285,17 +266,10 @@ class Table(Unpicklable):
         self.store.require_open()
         if not len(keys):
             return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        rows = self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: self._read(pool, keys)))
+        rows = self.store.shown.at_one(lambda: in_pool_of(self, lambda pool: pool.tier.read(keys)))
         if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
-
-    def _read(self, pool: Pool, keys: Int64s) -> Tensor:
-        if pool.hot is not None:
-            return pool.hot.read(keys)
-        out = self._empty(len(keys))
-        pool.transfers.read(keys, raw_weights(out))
-        return out
 
     def read_state(self, ids: Tensor) -> Tensor:
         """Optimizer state of rows. Arguments and errors as of ``read``.
@@ -313,7 +287,7 @@ class Table(Unpicklable):
         return out
 
     def _read_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
-        pool.settle()
+        pool.tier.flush()
         pool.transfers.read_state(keys, out)
 
     def written(self) -> Iterator[Tensor]:
@@ -364,13 +338,7 @@ class Table(Unpicklable):
             return
         new = rows.detach().to(self.layout.torch_dtype)
         self.note_change()
-        in_pool_of(self, lambda pool: self._write(pool, keys, new))
-
-    def _write(self, pool: Pool, keys: Int64s, rows: Tensor) -> None:
-        if pool.hot is not None:
-            pool.hot.write(keys, rows)
-        else:
-            pool.transfers.write(keys, raw_weights(rows.cpu().contiguous()))
+        in_pool_of(self, lambda pool: pool.tier.write(keys, new))
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
@@ -442,10 +410,15 @@ class Table(Unpicklable):
             is_last_given=is_last_given,
         )  # fmt: skip
 
-    def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> Lookup | HbmLookup:
+    def lookup(self, jagged: Jagged | DeviceJagged, *, mode: str) -> AnyLookup:
         """A lookup of one feature in this table."""
+        return make_lookup(jagged.join(self._alone, [0]), mode=mode)
+
+    @cached_property
+    def _alone(self) -> Features:
+        """One feature, in this table, all of whose rows are used here; errors as ``require_whole``."""
         self.require_whole()
-        return make_lookup(jagged.join(Features([self], [0]), [0]), mode=mode)
+        return Features([self], [0])
 
     def __repr__(self) -> str:
         config = self.config

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..io.prefetch import prefetch
+from ..nn.prefetch import prefetch
 from .build import Run
 from .config import OptimizerSection
 from .readers import Batch

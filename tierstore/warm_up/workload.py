@@ -11,8 +11,8 @@ import torch
 
 from .. import optim
 from ..config import TableConfig
-from ..io.prefetch import prefetch
 from ..nn import KeyedJaggedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from ..nn.prefetch import prefetch
 from ..offline.quantization import quantize
 from ..serve.messages import InferTensor
 from ..serve.models.jagged import Features, merge

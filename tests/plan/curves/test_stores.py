@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from bench.planning.beside_stores import errors_of, looked_up, one_table
 from bench.planning.validation import trace_of
-from tierstore.cache import Admission, ReferenceCache
+from tierstore.cache import Admission
+from tierstore.cache.reference import ReferenceCache
 from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.curves import curve
 from tierstore.pool import HELD_SHARE

@@ -15,6 +15,7 @@ import pytest
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
 from tierstore.serve.batching import Batcher, OneThread
+from tierstore.serve.batching.batcher import FAILED_SECONDS
 from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
@@ -88,15 +89,6 @@ def status_of(task: asyncio.Task[int]) -> Status:
     return error.status
 
 
-def test_those_who_wait_run_together(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    tasks = [bench.submit(Ask(number, 2)) for number in range(3)]
-    bench.loop.advance(0.5)
-    bench.work()
-    assert bench.batches == [[0, 1, 2]]
-    assert [task.result() for task in tasks] == [0, 1, 2]
-
-
 def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Bench]) -> None:
     told: list[Any] = []
     bench = make_bench()
@@ -124,16 +116,6 @@ def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Be
     assert status_of(bench.submit(Ask(8), to=quick)) is Status.UNAVAILABLE
 
 
-def test_a_batch_holds_who_came_before_the_job_began(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    other = bench.executor.submit(lambda: bench.submit(Ask(2)))
-    first = bench.submit(Ask(1))
-    bench.work()
-    assert bench.batches == [[1, 2]]
-    assert first.result() == 1
-    assert other.result().result() == 2
-
-
 def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_batch_samples=1)
     second = bench.another("n")
@@ -144,67 +126,6 @@ def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
     bench.executor.submit(lambda: bench.batches.append([-1]))
     bench.work()
     assert bench.batches == [[0], [10], [-1], [1], [11], [2], [3]]
-
-
-def test_a_large_query_is_not_overtaken(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_batch_samples=4)
-    for number, num_samples in enumerate([3, 4, 1]):
-        bench.submit(Ask(number, num_samples))
-    bench.work()
-    assert bench.batches == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize(
-    ("config", "name"), [({"max_queue_requests": 2}, "max_queue_requests is 2"), ({}, "max_queue_samples is 5")]
-)
-def test_a_full_queue_refuses_at_once_and_names_its_bound(
-    make_bench: Callable[..., Bench], config: dict[str, int], name: str
-) -> None:
-    bench = make_bench(max_batch_samples=3, max_queue_samples=5, **config)
-    kept = [bench.submit(Ask(number, 2)) for number in range(2)]
-    refused = bench.submit(Ask(2, 2))
-    assert status_of(refused) is Status.OVERLOADED
-    assert name in str(refused.exception())
-    kept[0].cancel()
-    bench.loop.settle()
-    assert not bench.submit(Ask(3, 2)).done(), "who has gone does not count"
-    bench.batcher.check_integrity()
-
-
-def test_a_query_beyond_a_batch_is_invalid(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_batch_samples=4)
-    refused = bench.submit(Ask(0, 5))
-    assert status_of(refused) is Status.INVALID
-    assert "max_batch_samples, 4" in str(refused.exception())
-    assert not bench.executor.jobs
-
-
-def test_a_deadline_is_kept_while_waiting_and_while_running(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    past = bench.submit(Ask(0), 0)
-    assert not bench.executor.jobs
-    waiting = bench.submit(Ask(1), 1)
-    bench.loop.advance(1)
-    assert status_of(past) is status_of(waiting) is Status.DEADLINE
-    bench.work()
-    assert not bench.batches, "nobody was left to run for"
-
-    bench.run = lambda queries: (bench.loop.advance(3), answer(queries))[1]
-    running, patient = bench.submit(Ask(2), 2), bench.submit(Ask(3), 4)
-    bench.work()
-    assert bench.batches == [[2, 3]]
-    assert status_of(running) is Status.DEADLINE
-    assert patient.result() == 3
-
-
-def test_whose_deadline_the_loop_has_not_seen_pass_is_not_run(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    late, good = bench.submit(Ask(0), 1), bench.submit(Ask(1), 3)
-    bench.loop.now += 2
-    bench.work()
-    assert bench.batches == [[1]]
-    assert status_of(late) is Status.DEADLINE
-    assert good.result() == 1
 
 
 def test_one_bad_query_fails_alone(make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
@@ -224,20 +145,16 @@ def test_one_bad_query_fails_alone(make_bench: Callable[..., Bench], caplog: pyt
     assert "secret" in str(record.exc_info[1])
 
 
-def test_a_model_that_always_fails_is_not_asked_forever(
+def test_good_queries_are_answered_however_many_bad_ones_are_with_them(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If the model has answered anything before; one that never has, or has stopped to, is not asked for ever."""
     bench = make_bench()
     tasks = [bench.submit(Ask(number, is_poison=True)) for number in range(1000)]
     bench.work()
     assert {status_of(task) for task in tasks} == {Status.INTERNAL}
     assert len(bench.batches) <= MAX_FAILED_RUNS + 10
     assert len(caplog.records) == 1
-
-
-def test_good_queries_are_answered_however_many_bad_ones_are_with_them(make_bench: Callable[..., Bench]) -> None:
-    """If the model has answered anything before; and a model that has stopped to answer is asked no further."""
-    bench = make_bench()
     bench.submit(Ask(-1))
     bench.work()
     tasks = [bench.submit(Ask(number, is_poison=number < 200)) for number in range(216)]
@@ -273,6 +190,28 @@ def test_a_client_whose_query_failed_is_asked_alone_for_a_while(make_bench: Call
     assert bench.batches == [[0, 1, 2, 3]]
 
 
+def test_errors_after_the_first_reach_a_client_late(make_bench: Callable[..., Bench]) -> None:
+    """So it cannot ask what fails a thousand times a second; its deadline, and others' errors, are not held up."""
+    bench = make_bench()
+
+    def ask(client: str, seconds: float = 1e9, *, is_poison: bool = True) -> asyncio.Task[int]:
+        deadline = bench.loop.now + seconds
+        task = bench.loop.create_task(bench.batcher.submit(Ask(0, is_poison=is_poison), deadline, client))
+        bench.loop.settle()
+        bench.work()
+        return task
+
+    assert status_of(ask("mistaken")) is Status.INTERNAL
+    again, hurried = ask("mistaken"), ask("mistaken", FAILED_SECONDS / 2)
+    assert ask("mistaken", is_poison=False).result() == 0
+    assert status_of(ask("another")) is Status.INTERNAL
+    bench.loop.advance(FAILED_SECONDS * 0.9)
+    assert status_of(hurried) is Status.DEADLINE
+    assert not again.done()
+    bench.loop.advance(FAILED_SECONDS * 0.2)
+    assert status_of(again) is Status.INTERNAL
+
+
 def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(make_bench: Callable[..., Bench]) -> None:
     """Until nobody waits for it: then it is ended."""
     bench = make_bench()
@@ -304,55 +243,34 @@ def test_in_the_pauses_of_a_long_query_short_ones_of_all_models_are_answered(mak
         each.check_integrity()
 
 
-@pytest.mark.parametrize("failure", ["short", "exit"])
+@pytest.mark.parametrize("failure", ["short", "exit", "invalid", "gone"])
 def test_whatever_run_does_its_queries_are_answered(
     make_bench: Callable[..., Bench], failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What it says of one query is passed on to that alone, and of a model that is gone to all who wait."""
+
     def run(queries: Sequence[Ask]) -> list[int]:
         if failure == "exit":
             raise SystemExit(3)
-        return []
-
-    bench = make_bench(run)
-    bad = bench.submit(Ask(0))
-    bench.work()
-    assert status_of(bad) is Status.INTERNAL
-    bench.run = answer
-    good = bench.submit(Ask(1))
-    bench.work()
-    assert good.result() == 1
-    assert len(caplog.records) == 1
-
-
-def test_what_run_says_about_one_query_is_passed_on(
-    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(queries: Sequence[Ask]) -> list[int]:
-        if any(each.number == 1 for each in queries):
+        if failure == "gone":
+            raise ServeError(Status.UNAVAILABLE, "model 'm' has changed with the version; ask again")
+        if failure == "invalid" and any(each.number == 1 for each in queries):
             raise ServeError(Status.INVALID, "input 'ids': 99 is out of range")
-        return answer(queries)
+        return answer(queries) if failure == "invalid" else []
 
     bench = make_bench(run)
     tasks = [bench.submit(Ask(number)) for number in range(3)]
     bench.work()
-    assert status_of(tasks[1]) is Status.INVALID
-    assert "99 is out of range" in str(tasks[1].exception())
-    assert tasks[2].result() == 2
-    assert not caplog.records
-
-
-def test_a_model_that_is_gone_is_told_to_all_who_wait(
-    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(_: Sequence[Ask]) -> list[int]:
-        raise ServeError(Status.UNAVAILABLE, "model 'm' has changed with the version; ask again")
-
-    bench = make_bench(run)
-    tasks = [bench.submit(Ask(number)) for number in range(1000)]
+    status = {"invalid": Status.INVALID, "gone": Status.UNAVAILABLE}.get(failure, Status.INTERNAL)
+    failed = [task for task in tasks if task.exception() is not None]
+    assert {status_of(task) for task in failed} == {status}
+    assert failed == (tasks[1:2] if failure == "invalid" else tasks)
+    assert failure != "gone" or len(bench.batches) == 1
+    assert len(caplog.records) == (status is Status.INTERNAL)
+    bench.run = answer
+    good = bench.submit(Ask(1))
     bench.work()
-    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
-    assert len(bench.batches) == 1
-    assert not caplog.records
+    assert good.result() == 1
 
 
 def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
@@ -368,18 +286,6 @@ def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> N
     assert heard == [("n", 2, 5, [0.5, 0.0], 0.25)]
 
 
-def test_a_caller_cancelled_as_its_query_fails_makes_no_complaint(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    task = bench.submit(Ask(0, is_poison=True))
-    bench.executor.run_next()
-    # After the error is set, before the caller wakes.
-    bench.loop.call_soon(task.cancel)
-    bench.loop.settle()
-    assert task.cancelled()
-    del task
-    assert not bench.loop.complaints
-
-
 @pytest.mark.parametrize("cancel_jobs", [False, True])
 def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
     make_bench: Callable[..., Bench], cancel_jobs: bool
@@ -391,20 +297,6 @@ def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
     tasks.append(bench.submit(Ask(1)))
     assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
     bench.loop.run_until_complete(bench.batcher.drain(0))
-
-
-@pytest.mark.parametrize("num_queries", [1, 3])
-def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[..., Bench], num_queries: int) -> None:
-    bench = make_bench(max_batch_samples=2)
-    tasks = [bench.submit(Ask(number)) for number in range(num_queries)]
-    drain = bench.loop.create_task(bench.batcher.drain(10))
-    bench.loop.settle()
-    assert status_of(bench.submit(Ask(9))) is Status.UNAVAILABLE
-    assert not drain.done()
-    bench.work()
-    assert drain.done()
-    assert [task.result() for task in tasks] == list(range(num_queries))
-    assert not bench.batcher._present
 
 
 # With a real thread.

@@ -74,25 +74,22 @@ def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Sto
     check()
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_bag_of_one_id_is_its_row_to_the_bit(store: tierstore.Store, mode: str) -> None:
-    name = next(name for name, pooling in POOLINGS.items() if pooling == mode)
-    model = models_of(store).by_name[f"pooled.{name}"]
-    ids = list(range(ROWS[name]))
-    (found,) = asked(model, {"ids": tensor("INT64", ids), "lengths": tensor("INT32", [1] * len(ids))})
-    assert found["embeddings"].tobytes() == rows_of(store, name).float().numpy().tobytes()
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_those_of_a_read(store: tierstore.Store, name: str) -> None:
-    model: Any = models_of(store).by_name[f"rows.{name}"]
+def test_rows_are_those_of_a_read_and_zeros_where_there_is_none(store: tierstore.Store, name: str) -> None:
+    counted = Counted()
+    model: Any = models_of(store, dropped=counted).by_name[f"rows.{name}"]
     rows = rows_of(store, name).float().numpy()
+    told = 0
 
-    @given(st.lists(st.lists(st.integers(0, ROWS[name] - 1), max_size=9), min_size=1, max_size=4))
+    @given(st.lists(st.lists(st.integers(-2, ROWS[name] + 1), max_size=9), min_size=1, max_size=4))
     def check(queries: list[list[int]]) -> None:
+        nonlocal told
         for ids, found in zip(queries, asked(model, *({"ids": tensor("INT64", ids)} for ids in queries)), strict=True):
-            assert found["rows"].shape == (len(ids), DIMS[name])
-            assert found["rows"].tobytes() == rows[ids].tobytes()
+            is_row = [0 <= each < ROWS[name] for each in ids]
+            expected = [rows[each] if good else np.zeros(DIMS[name]) for each, good in zip(ids, is_row, strict=True)]
+            assert found["rows"].tobytes() == np.array(expected, np.float32).reshape(-1, DIMS[name]).tobytes()
+            told += is_row.count(False)
+        assert counted.get(model.metadata.name, 0) == told
 
     check()
 
@@ -245,14 +242,6 @@ def test_tables_that_share_a_feature_are_served_one_by_one(tmp_path: Path) -> No
         assert list(models_of(store).by_name) == ["pooled.deep", "pooled.wide", "rows.deep", "rows.wide"]
 
 
-def test_kernels_are_given_copies_of_what_came_in(store: tierstore.Store) -> None:
-    """For read-only arrays they would be compiled again, while nobody is served."""
-    model: Any = models_of(store).by_name["pooled.sums"]
-    query = model.parse({"ids": tensor("INT64", [1, 2]), "lengths": tensor("INT64", [2])})
-    assert query.values.flags.writeable
-    assert query.lengths.flags.writeable
-
-
 def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
     models: Any = models_of(store).by_name
     with pytest.raises(ServeError, match=r"'ids' has 40 at position 2: ids are in \[0, 40\)") as caught:
@@ -294,17 +283,6 @@ def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.St
     assert told
 
 
-def test_rows_that_are_none_are_zeros(store: tierstore.Store) -> None:
-    counted = Counted()
-    model = models_of(store, dropped=counted).by_name["rows.half"]
-    first, second = asked(model, {"ids": tensor("INT64", [2, -1, 25, 3])}, {"ids": tensor("INT32", [0])})
-    rows = rows_of(store, "half").float().numpy()
-    assert first["rows"][[0, 3]].tobytes() == rows[[2, 3]].tobytes()
-    assert not first["rows"][[1, 2]].any()
-    assert second["rows"].tobytes() == rows[[0]].tobytes()
-    assert counted == {"rows.half": 2}
-
-
 GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}
 WRONG = {
     "is missing: INT32": {"ids": GOOD["ids"]},
@@ -333,8 +311,12 @@ def test_wrong_inputs_are_named(store: tierstore.Store, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_weights_only_for_sums(store: tierstore.Store) -> None:
+def test_weights_only_for_sums_and_kernels_are_given_copies(store: tierstore.Store) -> None:
+    """For read-only arrays they would be compiled again, while nobody is served."""
     models: Any = models_of(store).by_name
+    query = models["pooled.sums"].parse({"ids": tensor("INT64", [1, 2]), "lengths": tensor("INT64", [2])})
+    assert query.values.flags.writeable
+    assert query.lengths.flags.writeable
     for name in ("pooled.means", "pooled.peaks"):
         with pytest.raises(ServeError, match="there is no input 'weights'"):
             models[name].parse(GOOD | {"weights": tensor("FP32", [1, 1, 1])})

@@ -5,7 +5,7 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import orjson
@@ -61,61 +61,69 @@ def metrics(clock: Clock) -> Metrics:
     return Metrics(["dlrm", "items"], clock=clock)
 
 
-def test_requests_are_counted_by_model_protocol_and_status(metrics: Metrics) -> None:
+def test_all_that_happens_is_counted(metrics: Metrics, clock: Clock) -> None:
+    """And clients cannot make up series: models that are none are counted as one."""
     chance = random.Random(1)
-    told: dict[tuple[str, str, str], list[float]] = {}
-    for _ in range(3000):
-        model, protocol = chance.choice(["dlrm", "items"]), chance.choice(["http", "grpc"])
+    seconds_of: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    batches: dict[str, list[tuple[int, int, list[float], float]]] = defaultdict(list)
+    refused: Counter[tuple[str, str]] = Counter()
+    ids: Counter[str] = Counter()
+    updates: list[float] = []
+    for number in range(3000):
+        name = chance.choice(["dlrm", "items", f"made up {number}"])
+        model, protocol = "other" if name[0] == "m" else name, chance.choice(["http", "grpc"])
         status = chance.choice([None, None, *Status])
         # Bounds themselves too: a bucket holds what is at most its bound.
         seconds = chance.choice([0.001, 0.064, 10.0, chance.lognormvariate(-5, 2)])
-        metrics.answered(model, protocol, status, seconds)
-        told.setdefault((model, protocol, status.name.lower() if status else "ok"), []).append(seconds)
+        metrics.answered(name, protocol, status, seconds)
+        seconds_of[model, protocol, status.name.lower() if status else "ok"].append(seconds)
+        if number % 10 == 0 and model != "items":
+            batch = (chance.randrange(1, 9), chance.randrange(1, 5000), [seconds, 0.1], seconds / 2)
+            metrics.batched(name, *batch)
+            batches[model].append(batch)
+            metrics.out_of_range(name, number)
+            ids[model] += number
+        if number % 20 == 0:
+            status = chance.choice(list(Status))
+            metrics.refused(protocol, status)
+            refused[protocol, status.name.lower()] += 1
+            metrics.updated(number, seconds)
+            updates.append(seconds)
+            metrics.update_failed()
     found = series(metrics)
-    for (model, protocol, status_name), seconds_told in told.items():
+    for (model, protocol, status_name), told in seconds_of.items():
         labels = {"model": model, "protocol": protocol, "status": status_name}
-        assert_histogram(found, "tierstore_request_seconds", seconds_told, **labels)
-    assert len(told) == 2 * 2 * (1 + len(Status))
-
-
-def test_batches_are_counted_by_model(metrics: Metrics) -> None:
-    chance = random.Random(2)
-    queries, samples, waits, computes = [], [], [], []
-    for _ in range(200):
-        queries.append(chance.randrange(1, 100))
-        samples.append(chance.randrange(1, 5000))
-        computes.append(chance.lognormvariate(-5, 1))
-        waited = [chance.lognormvariate(-6, 1) for _ in range(queries[-1])]
-        waits += waited
-        metrics.batched("dlrm", queries[-1], samples[-1], waited, computes[-1])
-    found = series(metrics)
-    for name, told in (("batch_queries", queries), ("batch_samples", samples)):
-        assert value(found, f"tierstore_{name}_count", model="dlrm") == len(told)
-        assert value(found, f"tierstore_{name}_sum", model="dlrm") == sum(told)
-        assert value(found, f"tierstore_{name}_count", model="items") == 0
-    assert_histogram(found, "tierstore_queue_seconds", waits, model="dlrm")
-    assert_histogram(found, "tierstore_compute_seconds", computes, model="dlrm")
-    assert not any(("model", "items") in labels for name, labels in found if "_seconds" in name)
-
-
-def test_the_rest_is_counted(metrics: Metrics) -> None:
-    metrics.refused("http", Status.INVALID)
-    metrics.refused("http", Status.INVALID)
-    metrics.refused("grpc", Status.TOO_LARGE)
-    metrics.updated(8, 0.5)
-    metrics.updated(9, 1.5)
-    metrics.update_failed()
-    metrics.out_of_range("dlrm", 3)
-    metrics.out_of_range("dlrm", 4)
-    found = series(metrics)
-    assert value(found, "tierstore_refused_requests_total", protocol="http", status="invalid") == 2
-    assert value(found, "tierstore_refused_requests_total", protocol="grpc", status="too_large") == 1
-    assert_histogram(found, "tierstore_update_seconds", [0.5, 1.5])
-    assert value(found, "tierstore_update_failures_total") == 1
-    assert value(found, "tierstore_ids_out_of_range_total", model="dlrm") == 7
-    assert value(found, "tierstore_ids_out_of_range_total", model="items") == 0
+        assert_histogram(found, "tierstore_request_seconds", told, **labels)
+    assert len(seconds_of) == 3 * 2 * (1 + len(Status))
+    assert not any(value.startswith("made up") for _, labels in found for _, value in labels)
+    for model, told in batches.items():
+        queries, samples, waits, computes = zip(*told, strict=True)
+        for name, numbers in (("batch_queries", queries), ("batch_samples", samples)):
+            assert value(found, f"tierstore_{name}_count", model=model) == len(numbers)
+            assert value(found, f"tierstore_{name}_sum", model=model) == sum(numbers)
+        assert_histogram(found, "tierstore_queue_seconds", [each for part in waits for each in part], model=model)
+        assert_histogram(found, "tierstore_compute_seconds", list(computes), model=model)
+        assert value(found, "tierstore_ids_out_of_range_total", model=model) == ids[model]
+    assert value(found, "tierstore_batch_queries_count", model="items") == 0
+    for (protocol, status_name), count in refused.items():
+        assert value(found, "tierstore_refused_requests_total", protocol=protocol, status=status_name) == count
+    assert_histogram(found, "tierstore_update_seconds", updates)
+    assert value(found, "tierstore_update_failures_total") == len(updates)
     assert metrics.last_update is not None
-    assert metrics.last_update[:2] == (9, 1.5)
+    assert metrics.last_update[:2] == (2980, updates[-1])
+    clock.now += 2
+    about = snapshot(metrics, FakeSource())  # which says the same
+    assert [model["name"] for model in about["models"]] == ["dlrm", "items", "other"]
+    for model in about["models"]:
+        told = {key: each for key, each in seconds_of.items() if key[0] == model["name"]}
+        num_failed = sum(len(each) for key, each in told.items() if key[2] != "ok")
+        assert (model["total"], model["failed"]) == (sum(map(len, told.values())), num_failed)
+        assert model["ids_out_of_range"] == ids[model["name"]]
+    assert about["requests"]["total"] == 3000
+    assert {(each["protocol"], each["status"]): each["count"] for each in about["requests"]["refused"]} == refused
+    assert about["version"]["last_update"]["age_seconds"] == about["server"]["uptime_seconds"] == 2
+    assert (about["tiers"][0]["hit_rate"], about["tiers"][1]["hit_rate"]) == (None, 0.75)
+    assert orjson.loads(orjson.dumps(about)) == about
 
 
 def test_a_source_is_read_at_each_scrape(metrics: Metrics) -> None:
@@ -168,34 +176,14 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
     assert "_created" not in text
 
 
-def test_every_series_tells_its_worker() -> None:
+def test_every_series_tells_its_worker_and_registries_are_apart() -> None:
     metrics = Metrics(["dlrm"], worker=3)
     metrics.add(StateCollector(FakeSource()))
     metrics.answered("dlrm", "http", None, 0.1)
     found = series(metrics)
     assert all(("worker", "3") in labels for _, labels in found)
-    resident = found["process_resident_memory_bytes", frozenset({("worker", "3")})]
-    assert resident > 10 << 20
+    assert found["process_resident_memory_bytes", frozenset({("worker", "3")})] > 10 << 20
     assert found["process_start_time_seconds", frozenset({("worker", "3")})] <= time.time()
-
-
-def test_clients_cannot_make_up_series(metrics: Metrics) -> None:
-    metrics.answered("made up", "http", None, 0.1)
-    metrics.batched("made up", 1, 1, [0.1], 0.1)
-    metrics.out_of_range("made up", 1)
-    before = set(series(metrics))
-    for index in range(500):
-        metrics.answered(f"name {index}", "http", None, 0.1)
-        metrics.batched(f"name {index}", 1, 1, [0.1], 0.1)
-        metrics.out_of_range(f"name {index}", 1)
-    found = series(metrics)
-    assert set(found) == before
-    assert value(found, "tierstore_request_seconds_count", model="other", protocol="http", status="ok") == 501
-    assert value(found, "tierstore_ids_out_of_range_total", model="other") == 501
-
-
-def test_registries_are_apart(metrics: Metrics) -> None:
-    metrics.answered("dlrm", "http", None, 0.1)
     assert not any(name.startswith("tierstore_request") for name, _ in series(Metrics(["dlrm"])))
     assert b"tierstore" not in prometheus_client.generate_latest()
 
@@ -231,31 +219,20 @@ def of_model(window: Window, model: str = "dlrm") -> list[Latencies]:
     return [second.get(model, np.empty(0)) for second in window.seconds()]
 
 
-def test_quantiles_are_exact(clock: Clock) -> None:
-    window = Window(clock)
-    latencies = np.random.default_rng(3).lognormal(-5, 1.5, 4000)
-    for seconds in latencies:
-        window.add("dlrm", float(seconds), failed=False)
-    window.add("dlrm", 1e6, failed=True)
-    clock.now += 1
-    recent = summarize(of_model(window))
-    for fraction, found in ((0.5, recent.seconds_p50), (0.95, recent.seconds_p95), (0.99, recent.seconds_p99)):
-        assert found == np.quantile(latencies, fraction, method="inverted_cdf")
-
-
-def test_only_the_last_minute_counts(clock: Clock) -> None:
-    window = Window(clock)
-    told: Counter[int] = Counter()
-    chance = random.Random(4)
+def test_only_the_last_minute_counts_and_its_quantiles_are_exact(clock: Clock) -> None:
+    window, chance = Window(clock), random.Random(4)
+    told: dict[int, list[float]] = defaultdict(list)
     for _ in range(400):
-        second = int(clock.now)
         for _ in range(chance.randrange(4)):
-            window.add("dlrm", 0.01, failed=False)
-            told[second] += 1
+            told[int(clock.now)].append(chance.lognormvariate(-5, 1.5))
+            window.add("dlrm", told[int(clock.now)][-1], failed=False)
         clock.now += chance.choice([0.3, 0.7, 1.0, 1.0, 5.0, 70.0 if chance.random() < 0.05 else 0.5])
         now = int(clock.now)
         expected = [told[each] for each in range(max(now - 60, 1000), now)]
-        assert [len(each) for each in of_model(window)] == expected
+        assert [len(each) for each in of_model(window)] == [len(each) for each in expected]
+        latencies = [seconds for each in expected for seconds in each]
+        for fraction, found in zip((0.5, 0.95, 0.99), summarize(of_model(window))[2:], strict=True):
+            assert found == (np.quantile(latencies, fraction, method="inverted_cdf") if latencies else None)
         assert not sum(map(len, of_model(window, "items")))
         assert len(window._told) <= 62
 
@@ -269,49 +246,6 @@ def test_rates_are_of_whole_seconds(clock: Clock) -> None:
     clock.now += 2
     assert summarize(of_model(window))[:3] == (1.5, 0.5, 0.01)
     assert [summarize([each]) for each in of_model(window)] == [(3, 1, 0.01, 0.01, 0.01), (0, 0, None, None, None)]
-
-
-# The status document
-
-
-def test_snapshot_tells_what_was_recorded(metrics: Metrics, clock: Clock) -> None:
-    for _ in range(30):
-        metrics.answered("dlrm", "http", None, 0.004)
-    for _ in range(10):
-        metrics.answered("items", "grpc", Status.DEADLINE, 0.2)
-    metrics.batched("dlrm", 2, 400, [0.001, 0.003], 0.02)
-    metrics.updated(7, 0.25)
-    metrics.refused("grpc", Status.TOO_LARGE)
-    metrics.out_of_range("items", 6)
-    clock.now += 2
-    source = FakeSource()
-    found = snapshot(metrics, source)
-    dlrm, items = found["models"]
-    assert (dlrm["name"], dlrm["total"], dlrm["failed"], dlrm["queued_samples"]) == ("dlrm", 30, 0, 17)
-    assert (items["name"], items["total"], items["failed"], items["ids_out_of_range"]) == ("items", 10, 10, 6)
-    assert dlrm["recent"]["requests_per_second"] == 15
-    assert dlrm["recent"]["seconds_p99"] == 0.004
-    assert items["recent"]["seconds_p99"] is None
-    assert dlrm["history"]["requests"] == [30, 0]
-    assert (dlrm["batch_samples_mean"], dlrm["queue_seconds_mean"]) == (400, 0.002)
-    assert items["batch_samples_mean"] is None
-    requests = found["requests"]
-    assert (requests["total"], requests["failed"]) == (40, 10)
-    assert requests["by_status"] == {"ok": 30, "deadline": 10}
-    assert requests["refused"] == [{"protocol": "grpc", "status": "too_large", "count": 1}]
-    assert requests["recent"]["failed_per_second"] == 5
-    assert found["version"]["last_update"] == {"version": 7, "seconds": 0.25, "age_seconds": 2}
-    assert found["tiers"][1]["hit_rate"] == 0.75
-    assert found["tiers"][0]["hit_rate"] is None
-    assert found["server"]["uptime_seconds"] == 2
-    assert orjson.loads(orjson.dumps(found)) == found
-
-
-def test_names_that_no_model_has_are_shown_once_asked_for(metrics: Metrics) -> None:
-    source = FakeSource()
-    assert [model["name"] for model in snapshot(metrics, source)["models"]] == ["dlrm", "items"]
-    metrics.answered("made up", "http", Status.NOT_FOUND, 0.001)
-    assert [model["name"] for model in snapshot(metrics, source)["models"]] == ["dlrm", "items", "other"]
 
 
 def test_a_model_may_be_named_other() -> None:

@@ -6,9 +6,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tierstore.train.readers import DataError, NpyReader, Schema, open_reader
+from tierstore.train.readers import DataError, NpyReader, open_reader
 
-from .rows import bags, check_reader, some_rows
+from .rows import check_reader, some_rows
 
 
 @pytest.fixture
@@ -41,51 +41,34 @@ def test_arrays_are_mapped_not_loaded_and_never_changed(folder):
     assert (path / "dense.npy").read_bytes() == before
 
 
-def test_other_columns(tmp_path):
-    np.save(tmp_path / "label.npy", np.array([0.0, 1.0]))
-    np.save(tmp_path / "dense.npy", np.array([[1], [2]]))
-    np.save(tmp_path / "sparse.npy", np.array([[1, 2], [3, 4]], np.int32))
-    reader = NpyReader(tmp_path, schema=Schema(label="y", dense=("a",), sparse=("b", "c")))
-    (chunk,) = reader.read_chunks(0, None, 9)
-    assert bags(chunk.categories) == [[[1], [2]], [[3], [4]]]
+def of_23(last, dtype=None, columns=None):
+    """Zeros, and then a value that no model can take."""
+    array = np.zeros(23 if columns is None else (23, columns), dtype)
+    array[20:] = last
+    return array
 
 
 @pytest.mark.parametrize(
     ("name", "array", "message"),
     [
-        ("label.npy", np.zeros(22), "differ in rows"),
-        ("label.npy", np.full(23, 2), r"label\.npy, row 0: 2 is not 0 or 1"),
-        ("dense.npy", np.zeros((23, 12)), r"dense\.npy holds float64 \[23, 12\]; expected \[rows, 13\]"),
-        ("sparse.npy", np.zeros((23, 25)), r"sparse\.npy holds float64 \[23, 25\]; expected \[rows, 26\]"),
+        ("label", np.zeros(22), "differ in rows"),
+        ("label", of_23(2), r"row 20: 2"),
+        ("label", of_23(np.nan), r"row 20: nan"),
+        ("label", of_23(2**60, np.int64), r"row 20: 1152921504606846976"),
+        ("dense", of_23(0, columns=12), r"holds float64 \[23, 12\]"),
+        ("dense", of_23(np.inf, np.float32, 13), r"row 20, column 0: inf"),
+        ("dense", of_23(1e300, columns=13), r"row 20, column 0: 1e\+300"),
+        ("dense", np.zeros((23, 13), [("x" * 200, "f4")]), r"holds \[\(.{197,198} \[23, 13\]"),
+        ("sparse", of_23(0, columns=25), r"holds float64 \[23, 25\]"),
+        ("sparse", of_23(2**63, np.uint64, 26), r"row 20, column 0: 9223372036854775808"),
     ],
 )
 def test_wrong_arrays_are_named(folder, name, array, message):
     path, _ = folder
-    np.save(path / name, array)
-    with pytest.raises(DataError, match=message):
+    np.save(path / f"{name}.npy", array)
+    with pytest.raises(DataError, match=message) as raised:
         list(NpyReader(path).read_chunks(0, None, 10))
-
-
-@pytest.mark.parametrize(
-    ("name", "array", "message"),
-    [
-        ("label.npy", np.array([0.0] * 20 + [np.nan] * 3), r"label\.npy, row 20: nan is not 0 or 1"),
-        ("label.npy", np.array([0] * 22 + [2**60]), r"label\.npy, row 22: 1152921504606846976 is not 0 or 1"),
-        ("dense.npy", np.full((23, 13), np.inf, np.float32), r"dense\.npy, row 0, column 0: inf is not finite"),
-        ("dense.npy", np.full((23, 13), 1e300), r"dense\.npy, row 0, column 0: 1e\+300 is not finite as float32"),
-        (
-            "sparse.npy",
-            np.full((23, 26), 2**63, np.uint64),
-            r"sparse\.npy, row 0, column 0: 9223372036854775808 is not",
-        ),
-        ("dense.npy", np.zeros((23, 13), [("x" * 200, "f4")]), r"dense\.npy holds \[\(.{197,198} \[23, 13\]; expected"),
-    ],
-)
-def test_values_that_no_model_can_take(folder, name, array, message):
-    path, _ = folder
-    np.save(path / name, array)
-    with pytest.raises(DataError, match=message):
-        list(NpyReader(path).read_chunks(0, None, 10))
+    assert f"{name}.npy" in str(raised.value)
 
 
 def header(text, length=None, version=b"\x01\x00"):
@@ -138,14 +121,6 @@ def test_a_long_header_is_refused_before_it_is_read(folder):
         tracemalloc.stop()
 
 
-def test_a_pipe_in_place_of_an_array_does_not_hang(folder):
-    path, _ = folder
-    (path / "dense.npy").unlink()
-    os.mkfifo(path / "dense.npy")
-    with pytest.raises(DataError, match=r"dense\.npy is no plain file"):
-        NpyReader(path)
-
-
 def test_missing_and_broken_files_are_named(folder):
     path, _ = folder
     whole = (path / "sparse.npy").read_bytes()
@@ -155,4 +130,7 @@ def test_missing_and_broken_files_are_named(folder):
             NpyReader(path)
     (path / "sparse.npy").unlink()
     with pytest.raises(DataError, match=r"C1\.npy does not exist; .* sparse\.npy or a file for each sparse column"):
+        NpyReader(path)
+    os.mkfifo(path / "sparse.npy")
+    with pytest.raises(DataError, match=r"sparse\.npy is no plain file"):
         NpyReader(path)

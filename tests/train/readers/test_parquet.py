@@ -8,7 +8,7 @@ import pytest
 
 from tierstore.train.readers import DataError, ParquetReader, Schema, open_reader
 
-from .rows import bags, check_reader, some_rows
+from .rows import check_reader, some_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -48,12 +48,8 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path):
     reader = open_reader(tmp_path)
     for start in range(31):
         check_reader(reader, rows, start_row=start, batch_size=3)
-
-
-def test_chunks_are_full_whatever_the_row_groups(tmp_path):
-    pq.write_table(table_of(some_rows(50), "string"), tmp_path / "x.parquet", row_group_size=7)
-    chunks = list(ParquetReader(tmp_path).read_chunks(3, 48, 10))
-    assert [len(chunk.labels) for chunk in chunks] == [10, 10, 10, 10, 5]
+    chunks = list(reader.read_chunks(3, 28, 10))
+    assert [len(chunk.labels) for chunk in chunks] == [10, 10, 5], "full whatever the files and row groups"
 
 
 def write_column(tmp_path, array, name):
@@ -65,13 +61,13 @@ def write_column(tmp_path, array, name):
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("y", [0, 3], r"x\.parquet, row 1, column y: 3 is not 0 or 1"),
-        ("y", [None, 1], r"row 0, column y: None is not 0 or 1"),
-        ("c", [1, -1], r"row 1, column c: -1 is not an integer from 0 on"),
-        ("a", [["x"], ["y"]], "column a of type list.* holds no numbers"),
-        ("a", ["7", "y"], r"x\.parquet, row 1, column a: 'y' is not a number; null stands for missing"),
-        ("a", [1.0, float("inf")], r"x\.parquet, row 1, column a: inf is not finite as float32"),
-        ("a", [1e300, 1.0], r"row 0, column a: 1e\+300 is not finite"),
+        ("y", [0, 3], r"row 1, column y: 3"),
+        ("y", [None, 1], r"row 0, column y: None"),
+        ("c", [1, -1], r"row 1, column c: -1"),
+        ("a", [["x"], ["y"]], "column a of type list"),
+        ("a", ["7", "y"], r"row 1, column a: 'y' is not a number; null stands for missing"),
+        ("a", [1.0, float("inf")], r"row 1, column a: inf"),
+        ("a", [1e300, 1.0], r"row 0, column a: 1e\+300"),
         ("a", [{"x" * 10**5: 1}, {}], r"column a of type struct<x{193} holds no numbers"),
         ("c", np.array([1, 2**63], np.uint64), r"row 1, column c: 9223372036854775808 is not below 2\*\*63; cast"),
         ("y", ["x" * 10**6, "1"], r"row 0, column y: 'x{80}'\.\.\. is not 0 or 1"),
@@ -91,20 +87,6 @@ def test_text_that_is_not_text_is_hashed_all_the_same(tmp_path):
     )
     (chunk,) = write_column(tmp_path, broken, "c").read_chunks(0, None, 10)
     assert len(set(chunk.categories.values)) == 2
-
-
-def test_a_column_that_is_there_twice_is_named(tmp_path):
-    names, columns = ["y", "a", "c", "c"], [pa.array([0, 1])] * 4
-    pq.write_table(pa.Table.from_arrays(columns, names), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x\.parquet has more than one column of the name c"):
-        ParquetReader(tmp_path / "x.parquet", schema=Schema(label="y", dense=("a",), sparse=("c",)))
-
-
-def test_many_columns_are_not_all_listed(tmp_path):
-    pq.write_table(pa.table({f"x{i}": [1] for i in range(2000)}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"lacks the columns label, I1, .* and 1960 more") as raised:
-        ParquetReader(tmp_path / "x.parquet")
-    assert len(str(raised.value)) < 1000
 
 
 def test_a_file_damaged_anywhere_is_named_or_read(tmp_path):
@@ -131,37 +113,30 @@ def test_a_file_damaged_anywhere_is_named_or_read(tmp_path):
             ParquetReader(path, schema=Schema(label="label", dense=("I1",), sparse=("C1",)))
 
 
-def test_a_pipe_does_not_hang(tmp_path):
-    os.mkfifo(tmp_path / "x.parquet")
-    for path in (tmp_path, tmp_path / "x.parquet"):
-        with pytest.raises(DataError, match=r"x\.parquet is no plain file"):
-            ParquetReader(path)
-
-
-def test_a_whole_column_may_be_missing(tmp_path):
-    reader = write_column(tmp_path, pa.array([None, None]), "c")
-    (chunk,) = reader.read_chunks(0, None, 10)
-    assert bags(chunk.categories) == [[[]], [[]]]
-
-
-def test_the_row_of_an_error_counts_from_the_start_of_the_file(tmp_path):
-    columns = {"y": pa.array([0] * 20), "a": pa.array([1.0] * 20), "c": pa.array([1] * 17 + [-5] + [1] * 2)}
-    pq.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=6)
-    reader = ParquetReader(tmp_path / "x.parquet", schema=Schema(label="y", dense=("a",), sparse=("c",)))
-    for start in (0, 7, 13):
-        with pytest.raises(DataError, match="row 17, column c: -5"):
-            list(reader.read_chunks(start, None, 4))
-
-
 def test_wrong_files_are_named(tmp_path):
+    path, schema = tmp_path / "x.parquet", Schema(label="y", dense=("a",), sparse=("c",))
     with pytest.raises(DataError, match=r"holds no \*\.parquet or \*\.pq file"):
         ParquetReader(tmp_path)
-    (tmp_path / "x.parquet").write_bytes(b"hello")
+    path.write_bytes(b"hello")
     with pytest.raises(DataError, match=r"x\.parquet is not a Parquet file"):
-        ParquetReader(tmp_path / "x.parquet")
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"lacks the columns label, I1.*; it has a"):
-        ParquetReader(tmp_path / "x.parquet")
+        ParquetReader(path)
+    pq.write_table(pa.table({f"x{i}": [1] for i in range(2000)}), path)
+    with pytest.raises(DataError, match=r"lacks the columns label, I1, .* and 1960 more") as raised:
+        ParquetReader(path)
+    assert len(str(raised.value)) < 1000
+    pq.write_table(pa.Table.from_arrays([pa.array([0, 1])] * 4, ["y", "a", "c", "c"]), path)
+    with pytest.raises(DataError, match=r"x\.parquet has more than one column of the name c"):
+        ParquetReader(path, schema=schema)
+    columns = {"y": pa.array([0] * 20), "a": pa.array([1.0] * 20), "c": pa.array([1] * 17 + [-5] + [1] * 2)}
+    pq.write_table(pa.table(columns), path, row_group_size=6)
+    for start in (0, 7, 13):
+        with pytest.raises(DataError, match="row 17, column c: -5"):  # from the start of the file
+            list(ParquetReader(path, schema=schema).read_chunks(start, None, 4))
+    path.unlink()
+    os.mkfifo(path)
+    for asked in (tmp_path, path):
+        with pytest.raises(DataError, match=r"x\.parquet is no plain file"):
+            ParquetReader(asked)
 
 
 def test_without_pyarrow_the_error_says_how_to_install_it(tmp_path, monkeypatch):

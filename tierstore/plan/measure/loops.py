@@ -22,11 +22,11 @@ from ... import optim
 from ...config import TableConfig
 from ...io import ROW_FILE_NAME
 from ...io.btree import META_READ_BYTES, parse_meta
-from ...io.prefetch import prefetch
 from ...kernels.arrays import Int64s
 from ...kernels.least_squares import solve_nonnegative
 from ...models import DLRM
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
+from ...nn.prefetch import prefetch
 from ...rows import RowLayout
 from ...store import Store, open_store
 from ..dense import dlrm_work

@@ -20,7 +20,8 @@ executor runs between two batches.
 Two kinds of queries have a line of their own, and are run alone, by turns with the batches: long ones, of more than
 ``LONG_IDS`` ids, and those of clients of whom a query failed within a minute. A long one pauses between its parts: then
 the batches that wait are run, of all models. So nobody waits for more than a part of another's query, and a client that
-sends what a model cannot take makes no other's batch fail.
+sends what a model cannot take makes no other's batch fail. Such a client is also slowed down: from its second failure
+on, errors reach it ``FAILED_SECONDS`` late.
 
 While the executor has nothing to do, the event loop asks ``at_once``: to hand a small query to another thread and back
 would take longer than the query.
@@ -47,6 +48,9 @@ from .isolation import Attempt, Isolation, Waiter, concerns_all
 _SUSPECT_SECONDS: Final = 60.0
 """For which a client's queries are run alone, after one that failed."""
 _MAX_SUSPECTS: Final = 4096
+FAILED_SECONDS: Final = 0.25
+"""By which an error is late that is not the client's first within a minute: a client that asks again once it is
+answered then fails four times a second, not a thousand."""
 _Line: TypeAlias = "OrderedDict[Waiter, None]"
 """Any who waits may leave at any time, and leaves nothing behind: so not a deque."""
 
@@ -213,8 +217,11 @@ class Batcher:
                 self._num_samples -= waiter.num_samples
 
     def _runs_alone(self, waiter: Waiter) -> bool:
-        is_suspect = bool(self._suspects) and self._suspects.get(waiter.client, waiter.entered) > waiter.entered
-        return is_suspect or waiter.query.num_ids > LONG_IDS
+        return self._is_suspect(waiter) or waiter.query.num_ids > LONG_IDS
+
+    def _is_suspect(self, waiter: Waiter) -> bool:
+        """Whether a query of its client failed within the minute before it came."""
+        return bool(self._suspects) and self._suspects.get(waiter.client, waiter.entered) > waiter.entered
 
     def _suspect(self, client: str) -> None:
         """Run what this client asks alone for a while."""
@@ -361,10 +368,16 @@ class Batcher:
                 elif not waiter.future.done():
                     waiter.future.set_result(answer)
             return
+        error = self._as_answer(attempt)
         if len(attempt.waiters) == 1 and not concerns_all(attempt.error):
-            self._suspect(attempt.waiters[0].client)
+            (waiter,) = attempt.waiters
+            is_late = self._is_suspect(waiter)
+            self._suspect(waiter.client)
+            if is_late:
+                waiter.future.get_loop().call_later(FAILED_SECONDS, self._fail, waiter, error)
+                return
         for waiter in attempt.waiters:
-            self._fail(waiter, self._as_answer(attempt))
+            self._fail(waiter, error)
 
     def _as_answer(self, attempt: Attempt) -> ServeError:
         if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or concerns_all(attempt.error)):

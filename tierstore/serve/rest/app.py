@@ -114,13 +114,13 @@ class RestApp:
             with self.front.requests.hold() as held:
                 with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.require(model, version)
-                    parts = await read_body(held, self.front.limits.body_bytes, headers, receive, self._long_bodies)
-                parse = partial(self._parse, parts, headers, model, version, given_id, f"{scope.get('client')}")
+                    body = await read_body(held, self.front.limits.body_bytes, headers, receive, self._long_bodies)
+                parse = partial(self._parse, body, headers, model, version, given_id, f"{scope.get('client')}")
                 with _while_connected(scope):
                     with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                         call = parse() if held.size <= LONG_BYTES else await self._parse_beside(parse)
                     request_id = call.request.id
-                    del parts, parse
+                    del body, parse
                     reply = await self._infer_and_write(call)
                 return reply._replace(headers=reply.headers + _id_header(request_id))
         except ServeError as error:
@@ -136,12 +136,12 @@ class RestApp:
                 return await write_infer(response, call)
 
     async def _parse_beside(self, parse: Callable[[], InferCall]) -> InferCall:
-        """In a thread; one at a time, as a body is there twice meanwhile and ``Limits.bodies_bytes`` counts it once."""
+        """In a thread; one at a time, as JSON is there twice meanwhile and ``Limits.bodies_bytes`` counts it once."""
         async with self._is_parsing:
             return await asyncio.to_thread(parse)
 
     def _parse(
-        self, parts: list[bytes], headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
+        self, body: bytearray, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str, client: str
     ) -> InferCall:
         if len(default_id) > MAX_ID_CHARACTERS:
             raise ServeError(Status.INVALID, f"X-Request-Id is longer than {MAX_ID_CHARACTERS} characters")
@@ -151,8 +151,6 @@ class RestApp:
             raise ServeError(
                 Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length"
             )
-        body = b"".join(parts)
-        parts.clear()
         return parse_infer(
             body,
             json_bytes=None if length is None else int(length),

@@ -17,15 +17,17 @@ _STEP_BYTES: Final = 256 << 10
 LONG_BYTES: Final = 1 << 20
 """Longer bodies would hold up the event loop: to copy 64 MiB into memory that is new takes some 0.1 s."""
 _PAUSE_SECONDS: Final = 0.001
-"""Between the parts of long bodies, of 256 KiB or less: all of them together come at 256 MiB/s at most, and
-leave half of the loop's time to others."""
+"""Once 256 KiB of a long body have come, and once more for each 8 MiB that have come before: 8 MiB take 32 ms, 64 MiB
+1.2 s. All long bodies share these pauses, and most of the loop's time is left to others."""
 _WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 async def read_body(
     held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive, turn: asyncio.Lock
-) -> list[bytes]:
-    """The body in parts, inflated if its content-encoding is gzip or deflate.
+) -> bytearray:
+    """The body, inflated if its content-encoding is gzip or deflate.
+
+    It grows in place, so that nothing copies a long one as a whole while others wait.
 
     Args:
         held: grows by what is kept.
@@ -47,7 +49,7 @@ async def read_body(
     if encoding != "identity" and encoding not in _WINDOWS:
         raise ServeError(Status.INVALID, f"content-encoding {excerpt(encoding)} is neither gzip nor deflate")
     stream: Any = None if encoding == "identity" else zlib.decompressobj(_WINDOWS[encoding])
-    parts, wire_bytes, more = [], 0, True
+    body, wire_bytes, unpaused_bytes, more = bytearray(), 0, 0, True
     while more and not (stream and stream.unused_data):  # of which zlib would make a copy at each further part
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -59,17 +61,19 @@ async def read_body(
             kept = part if stream is None else _inflate(stream, part, encoding)
             require_length(held.size + len(kept))
             held.grow(len(kept))
-            parts.append(kept)
-            if held.size > LONG_BYTES:
+            body += kept
+            unpaused_bytes += len(kept)
+            if held.size > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
+                unpaused_bytes = 0
                 async with turn:
-                    await asyncio.sleep(_PAUSE_SECONDS)
+                    await asyncio.sleep(_PAUSE_SECONDS * (1 + (held.size >> 23)))
             part = b"" if stream is None else stream.unconsumed_tail
             if not part and (stream is None or len(kept) < _STEP_BYTES):
                 break
             await asyncio.sleep(0)
     if stream and (not stream.eof or stream.unused_data):
         raise ServeError(Status.INVALID, f"the body is not one whole {encoding} stream")
-    return parts
+    return body
 
 
 def _inflate(stream: Any, part: bytes, encoding: str) -> bytes:

@@ -11,7 +11,17 @@ import numpy as np
 
 from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
 from ...system.excerpt import excerpt, excerpt_names
-from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
+from .base import (
+    CRITEO_SCHEMA,
+    DataError,
+    DataFile,
+    RawRows,
+    Reader,
+    Schema,
+    are_labels,
+    fits_float32,
+    require_data_file,
+)
 from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_texts
 from .files import files_of
 
@@ -104,7 +114,7 @@ class ArrowReader(Reader):
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         row = start_row
-        held: list[RawRows] = []
+        held: list[tuple[RawRows, int, int]] = []
         num_held = 0
         for rows in self._convert(start_row):
             begin, end = 0, len(rows.labels)
@@ -113,9 +123,9 @@ class ArrowReader(Reader):
             row += end
             while num_held + end - begin >= chunk_rows:
                 cut = begin + chunk_rows - num_held
-                yield RawRows.joined([*held, rows.part(begin, cut)])
+                yield RawRows.joined([*held, (rows, begin, cut)])
                 held, num_held, begin = [], 0, cut
-            held.append(rows.part(begin, end))
+            held.append((rows, begin, end))
             num_held += end - begin
             if row == stop_row:
                 break
@@ -195,7 +205,7 @@ class _Record:
             labels = np.array([*_LABEL_TEXTS.values(), np.nan])[known.fill_null(len(_LABEL_TEXTS)).to_numpy()]
         else:
             labels = self._numbers(name, column)
-        self._check(name, np.isin(labels, (-1, 0, 1)), "0 or 1, or else -1 or 1")
+        self._check(name, are_labels(labels), "0 or 1, or else -1 or 1")
         return np.asarray(labels, np.float32)
 
     def _numbers(self, name: str, column: Any) -> Floats | Float64s:

@@ -60,18 +60,19 @@ class RawRows(NamedTuple):
     """Of F columns."""
 
     @classmethod
-    def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
-        """The rows of all parts; of several a copy."""
-        if len(parts) == 1:
-            return parts[0]
-        labels, dense, categories = zip(*parts, strict=True)
-        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
+    def joined(cls, parts: Sequence[tuple["RawRows", int, int]]) -> "RawRows":
+        """The rows ``[begin, end)`` of each part, copied but for a part that is all of it."""
+        if len(parts) == 1 and parts[0][1:] == (0, len(parts[0][0].labels)):
+            return parts[0][0]
+        return cls(
+            np.concatenate([rows.labels[begin:end] for rows, begin, end in parts]),
+            np.concatenate([rows.dense[begin:end] for rows, begin, end in parts]),
+            Categories.joined([(rows.categories, begin, end) for rows, begin, end in parts]),
+        )
 
     def part(self, begin: int, end: int) -> "RawRows":
         """Rows ``[begin, end)``."""
-        if end - begin == len(self.labels):
-            return self
-        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
+        return RawRows.joined([(self, begin, end)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,12 @@ def require_data_file(path: Path) -> None:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(mode):
         raise DataError(f"{path} is no plain file; write the data to one")
+
+
+def are_labels(numbers: NDArray[np.number]) -> Bools:
+    """Which numbers are labels: -1, 0 or 1."""
+    good: Bools = (numbers == 0) | (np.abs(numbers) == 1)
+    return good
 
 
 def fits_float32(values: NDArray[np.generic]) -> Bools:

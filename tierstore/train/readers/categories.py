@@ -4,6 +4,7 @@ Shapes: F columns, n rows, N categories.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -35,14 +36,14 @@ class Categories(NamedTuple):
     @classmethod
     def of_columns(cls, values: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int) -> "Categories":
         """From the values of each column, and the lengths [n] of its bags; one number, if all have it."""
-        num_columns = len(values)
-        flat = np.zeros(num_columns * num_rows + 1, np.int64)
-        for row, own in zip(flat[1:].reshape(num_columns, num_rows), lengths, strict=True):
+        joined, count, lengths = np.concatenate(values), len(values) * num_rows, list(lengths)
+        if all(isinstance(each, int) and each == 1 for each in lengths):
+            return cls(joined, _strided(_ascending(count + 1), len(values)))
+        flat = np.zeros(count + 1, np.int64)
+        for row, own in zip(flat[1:].reshape(len(values), num_rows), lengths, strict=True):
             row[:] = own
         np.cumsum(flat, out=flat)
-        # A column's offsets end where the next one's begin: rows of a view that overlap in one number.
-        offsets = np.lib.stride_tricks.as_strided(flat, (num_columns, num_rows + 1), (8 * num_rows, 8), writeable=False)
-        return cls(np.concatenate(values), offsets)
+        return cls(joined, _strided(flat, len(values)))
 
     @classmethod
     def of_matrix(cls, values: Int64s) -> "Categories":
@@ -52,22 +53,36 @@ class Categories(NamedTuple):
         return cls.of_columns(columns, is_there, len(values))
 
     @classmethod
-    def joined(cls, parts: Sequence["Categories"]) -> "Categories":
-        """The rows of all parts, which have the same columns."""
-        columns = zip(*(part.columns() for part in parts), strict=True)
-        lengths = np.concatenate([np.diff(part.offsets) for part in parts], axis=1)
-        return cls.of_columns([np.concatenate(column) for column in columns], lengths, lengths.shape[1])
+    def joined(cls, parts: Sequence[tuple["Categories", int, int]]) -> "Categories":
+        """The rows ``[begin, end)`` of each part; they have the same columns."""
+        offsets = [part.offsets[:, begin : end + 1] for part, begin, end in parts]
+        columns = [cls(part.values, own).columns() for (part, _, _), own in zip(parts, offsets, strict=True)]
+        pieces = [piece for column in zip(*columns, strict=True) for piece in column]
+        places = np.cumsum([0, *map(len, pieces)])[:-1].reshape(-1, len(parts))
+        num_columns, at = len(places), 0
+        flat = np.zeros(num_columns * sum(end - begin for _, begin, end in parts) + 1, np.int64)
+        ends = flat[1:].reshape(num_columns, -1)
+        for own, place in zip(offsets, places.T, strict=True):
+            stop = at + own.shape[1] - 1
+            np.add(own[:, 1:], (place - own[:, 0])[:, None], out=ends[:, at:stop])
+            at = stop
+        return cls(np.concatenate(pieces), _strided(flat, num_columns))
 
     def columns(self) -> list[Int64s]:
         """The values of each column."""
         return [self.values[first:last] for first, last in self.offsets[:, [0, -1]].tolist()]
 
-    def part(self, begin: int, end: int) -> "Categories":
-        """Rows ``[begin, end)``."""
-        offsets = self.offsets[:, begin : end + 1]
-        values = Categories(self.values, offsets).columns()
-        firsts = np.append(0, np.cumsum([len(column) for column in values[:-1]], dtype=np.int64))
-        return Categories(np.concatenate(values), offsets + (firsts - offsets[:, 0])[:, None])
+
+def _strided(flat: Int64s, num_columns: int) -> Int64s:
+    """Offsets of columns. A column's end where the next one's begin: rows of a view that overlap in one number."""
+    num_rows = (len(flat) - 1) // num_columns
+    return np.lib.stride_tricks.as_strided(flat, (num_columns, num_rows + 1), (8 * num_rows, 8), writeable=False)
+
+
+@lru_cache(2)
+def _ascending(count: int) -> Int64s:
+    """0, 1, 2, ... as offsets of columns with one category a row, which share them."""
+    return np.arange(count)
 
 
 def exact_bits(floats: NDArray[Any]) -> int:

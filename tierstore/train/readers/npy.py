@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.arrays import Bools, Int64s
-from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, fits_float32, require_data_file
+from .base import (
+    CRITEO_SCHEMA,
+    DataError,
+    DataFile,
+    RawRows,
+    Reader,
+    Schema,
+    are_labels,
+    fits_float32,
+    require_data_file,
+)
 from .categories import MAX_CATEGORY, MISSING, Categories, are_whole, exact_bits
 
 _MAX_REASON: Final = 200
@@ -79,7 +89,7 @@ class NpyReader(Reader):
         for begin in range(start_row, stop, chunk_rows):
             end = min(begin + chunk_rows, stop)
             label, dense = self._label[begin:end], self._dense[begin:end]
-            _check(self.path / "label.npy", begin, label, np.isin(label, (-1, 0, 1)), "0 or 1, or else -1 or 1")
+            _check(self.path / "label.npy", begin, label, are_labels(label), "0 or 1, or else -1 or 1")
             _check(self.path / "dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN is missing")
             yield RawRows(label.astype(np.float32), dense.astype(np.float32), self._categories(begin, end))
 

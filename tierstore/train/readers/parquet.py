@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import parquet
 
-_RECORD_ROWS: Final = 8192
+_RECORD_ROWS: Final = 32768
 _RECORD_BYTES: Final = 8 << 20
 """Converted at a time: so many rows, or fewer whose values take so much."""
 _VALUE_BYTES: Final = 8

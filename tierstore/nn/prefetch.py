@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..system.dropped import finish, hand_over
 from ..system.forks import disown_in_forks, require_own
+from .function import Announced
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
@@ -46,16 +47,9 @@ class Preparable(Protocol):
     def forget(self, ticket: Any) -> None:
         """Release what that ticket stands for, if no forward took it."""
 
-    def announce(self, features: Any) -> "Retirable | None":
+    def announce(self, features: Any) -> Announced | None:
         """Tell the caches that the rows of ``features`` will be used, after those announced before; None if there is
         no room for that yet."""
-
-
-class Retirable(Protocol):
-    """A batch that caches were told of."""
-
-    def retire(self) -> None:
-        """It is in use, or will never be."""
 
 
 class _Several:
@@ -92,15 +86,15 @@ class _Several:
         for module, own in zip(self._modules, ticket, strict=False):
             module.forget(own)
 
-    def announce(self, features: Any) -> "_Announced | None":
-        announced: list[Retirable] = []
+    def announce(self, features: Any) -> Announced | None:
+        announced = Announced([])
         for module, own in self._pairs(features):
             one = module.announce(own)
             if one is None:
-                _Announced(announced).retire()
+                announced.retire()
                 return None
-            announced.append(one)
-        return _Announced(announced)
+            announced = Announced([*announced.batches, *one.batches])
+        return announced
 
     def _pairs(self, features: Any) -> list[tuple[Preparable, Any]]:
         """Each module with its own features, of a list, or with those that all share."""
@@ -108,15 +102,6 @@ class _Several:
         if len(own) != len(self._modules):
             raise ValueError(f"features= gave a list of {len(own)}, but there are {len(self._modules)} modules")
         return list(zip(self._modules, own, strict=True))
-
-
-class _Announced:
-    def __init__(self, parts: Sequence[Retirable]) -> None:
-        self._parts = parts
-
-    def retire(self) -> None:
-        for part in self._parts:
-            part.retire()
 
 
 def _as_one(module: Any) -> Preparable:
@@ -267,7 +252,7 @@ class _Ahead(NamedTuple):
     batch: Any
     features: Any
     position: Any
-    announced: "Retirable | None" = None
+    announced: Announced | None = None
 
 
 class _Reader:

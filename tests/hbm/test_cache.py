@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
-from tierstore.cache.hbm import HbmCache, PolicyName
-from tierstore.cache.hbm_books import Status, mixed, sets_of
+from tierstore.hbm.books import Status, mixed, sets_of
+from tierstore.hbm.cache import HbmCache, PolicyName
 
 CAPACITY = 40
 """Two sets, the second one of 8 slots."""

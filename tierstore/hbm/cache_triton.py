@@ -1,4 +1,4 @@
-"""The device cache's kernels in Triton. Their twins in ``hbm_twin`` specify and check what they compute.
+"""The device cache's kernels in Triton. Their twins in ``cache_twin`` specify and check what they compute.
 
 Bytes a key: a plan reads 8 of the key, and the set's keys, ranks and flags (640 bytes) once for all keys of the set.
 Only a plan's own first U keys cost anything; programs beyond U end at once.
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
-from .hbm_twin import MAX_COUNT, STAMP_MASK
+from ..cache.flags import DIRTY, LOADING, RESIDENT
+from .books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
+from .cache_twin import MAX_COUNT, STAMP_MASK
 from .triton_launch import launch
 
 _WAYS: Final = tl.constexpr(WAYS)
@@ -47,7 +47,7 @@ _BLOCK: Final = 256
 
 @triton.jit
 def mix(key):
-    """uint64: the keys (int64) mixed; see ``hbm_books.mixed``."""
+    """uint64: the keys (int64) mixed; see ``books.mixed``."""
     value = key.to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     return (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -55,7 +55,7 @@ def mix(key):
 
 @triton.jit
 def set_of(key, num_sets):
-    """int64: see ``hbm_books.sets_of``."""
+    """int64: see ``books.sets_of``."""
     return (((mix(key) >> 32) * num_sets.to(tl.uint64)) >> 32).to(tl.int64)
 
 
@@ -199,7 +199,7 @@ def edit_tile(flags, slots, count, capacity, unpin, keep, add, FORGET: tl.conste
 
 @triton.jit
 def sketch_place(half, width):
-    """int64: see ``hbm_twin.sketch_places``; half is uint64."""
+    """int64: see ``cache_twin.sketch_places``; half is uint64."""
     wide = width.to(tl.uint64)
     return ((half * (wide >> 16) + ((half * (wide & 0xFFFF)) >> 16)) >> 16).to(tl.int64)
 
@@ -235,7 +235,6 @@ def count_tile(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> Non
 def plan(
     books: Books, keys: Tensor, num_unique: Tensor, lying: Tensor | None, counts: Tensor | None, summary: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See ``hbm_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     launch(
@@ -247,7 +246,6 @@ def plan(
 
 
 def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, forced: bool) -> None:
-    """See ``hbm_twin.commit``."""
     high, low = divmod(clock, 1 << _CLOCK_BITS.value)
     launch(
         commit_slots, (triton.cdiv(len(plan.keys), _BLOCK),), *books, plan.keys, plan.slots, plan.statuses,
@@ -257,7 +255,6 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
 
 
 def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
-    """See ``hbm_twin.list_keys``."""
     slots = torch.empty(len(places), dtype=torch.int32, device=places.device)
     launch(
         list_tile, (triton.cdiv(len(places), _BLOCK),), books.keys, plan.keys, plan.slots, places, *told, slots,
@@ -267,7 +264,6 @@ def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Ten
 
 
 def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Tensor:
-    """See ``hbm_twin.find_sorted``."""
     found = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     launch(
         find_tile, (triton.cdiv(len(keys), _BLOCK),), ordered, order, keys, found, len(ordered), len(keys), behind,
@@ -277,12 +273,10 @@ def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Te
 
 
 def age(ranks: Tensor) -> None:
-    """See ``hbm_twin.age``."""
     launch(age_tile, (triton.cdiv(len(ranks), _BLOCK),), ranks, len(ranks), BLOCK=_BLOCK)
 
 
 def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep: int, add: int, forget: bool) -> None:
-    """See ``hbm_twin.edit_flags``."""
     if len(slots):
         launch(
             edit_tile, (triton.cdiv(len(slots), _BLOCK),), flags, slots, len(slots), capacity, PIN if unpin else 0,
@@ -291,7 +285,6 @@ def edit_flags(flags: Tensor, slots: Tensor, capacity: int, *, unpin: bool, keep
 
 
 def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tensor:
-    """See ``hbm_twin.sketch_estimate``."""
     estimates = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     grid = (triton.cdiv(len(keys), _BLOCK),)
     launch(estimate_tile, grid, counters, keys, num_unique, estimates, len(counters) // 2, BLOCK=_BLOCK)
@@ -299,7 +292,6 @@ def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tenso
 
 
 def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
-    """See ``hbm_twin.sketch_count``."""
     grid = (triton.cdiv(len(keys), _BLOCK),)
     launch(
         count_tile, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK

@@ -1,12 +1,12 @@
-"""The device cache's kernels in plain torch: they run on any device, and are the oracle of ``hbm_triton``."""
+"""The device cache's kernels in plain torch: they run on any device, and are the oracle of ``cache_triton``."""
 
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
+from ..cache.flags import DIRTY, LOADING, RESIDENT
+from .books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
@@ -99,7 +99,6 @@ def commit(books: Books, plan: Plan, following: Tensor, clock: int, lfu: bool, f
 
 
 def list_keys(books: Books, plan: Plan, places: Tensor, capacity: int, told: Tensor) -> Tensor:
-    """See ``HbmCache.list_keys``."""
     slots = plan.slots[places]
     told[0] = plan.keys[places]
     told[1] = torch.where((slots >= 0) & (slots < capacity), books.keys[slots.clamp(0, capacity - 1)], slots)

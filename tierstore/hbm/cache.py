@@ -7,13 +7,13 @@ cached row (``INDEX_BYTES``), whatever the tables' sizes.
 Admission has two steps, ``plan`` and ``commit``. The plan names each row's slot and victim and changes nothing, so
 dirty victims can be written back first. Rows of one set are planned one after another in the order given; sets are
 independent. So a plan depends only on the cache and the batch. If a row's whole set is pinned, it is a *conflict miss*
-and gets no slot. If the caller gives access counts (``hbm_sketch``), a row used less often than its victim gets none
+and gets no slot. If the caller gives access counts (``sketch``), a row used less often than its victim gets none
 either.
 
 A commit can be launched right behind its plan, before the host has seen it: it does nothing if the plan's summary says
 that rows must be written back first or do not fit. The host never learns U, the number of keys, beforehand.
 
-The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere (``hbm_twin``).
+The kernels are Triton's on CUDA (``cache_triton``), torch's elsewhere (``cache_twin``).
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from . import hbm_twin
-from .flags import DIRTY, LOADING, RESIDENT
-from .hbm_books import (
+from ..cache.flags import DIRTY, LOADING, RESIDENT
+from . import cache_twin
+from .books import (
     NO_SUCH_SLOT,
     PIN,
     SUMMARY_ROWS,
@@ -91,7 +91,7 @@ class HbmCache:
 
     def locate(self, keys: Tensor) -> Tensor:
         """int32 [n]: each key's slot, or -1. Changes nothing; for checks, and slow."""
-        return hbm_twin.find(self._books, keys)
+        return cache_twin.find(self._books, keys)
 
     def plan(
         self, keys: Tensor, num_unique: Tensor, *, lying: Tensor | None = None, counts: Tensor | None = None
@@ -228,7 +228,7 @@ class HbmCache:
             "ranks twice": torch.ones(len(ranks) - len(set(ranks.tolist()))),
             "free slots with flags or pins": flags[~resident] != 0,
             "loading unpinned or dirty": (loading < PIN) | (loading & DIRTY != 0),
-            f"used later than the clock {self._clock}": ranks & hbm_twin.STAMP_MASK > self._clock,
+            f"used later than the clock {self._clock}": ranks & cache_twin.STAMP_MASK > self._clock,
             "changed beyond the capacity": beyond != NO_SUCH_SLOT,
         }
         counts = {name: int(wrong.sum()) for name, wrong in faults.items()}
@@ -238,7 +238,7 @@ class HbmCache:
 def _kernels_for(device: torch.device) -> ModuleType:
     """The module with the steps' kernels."""
     if device.type != "cuda":
-        return hbm_twin
-    from . import hbm_triton
+        return cache_twin
+    from . import cache_triton
 
-    return hbm_triton
+    return cache_triton

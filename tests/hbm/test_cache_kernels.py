@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tierstore.cache import hbm_triton, hbm_twin
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
-from tierstore.cache.hbm_books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
+from tierstore.hbm import cache_triton, cache_twin
+from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +67,7 @@ def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) 
         given = (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)
         for num_unique in map(number, given if counts is None else given[:1]):
             plans = []
-            for kernels in (hbm_twin, hbm_triton):
+            for kernels in (cache_twin, cache_triton):
                 own = summary()
                 slots, statuses = kernels.plan(books, keys, num_unique, lying, counts, own)
                 plans.append(Plan(keys, slots, statuses, counts, own))
@@ -90,7 +90,7 @@ def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
     """With a summary that hinders, unless forced, and with one that does not."""
     for forced, blocked in ((True, True), (False, True), (False, False)):
         ended = []
-        for kernels, plan in zip((hbm_twin, hbm_triton), plans, strict=True):
+        for kernels, plan in zip((cache_twin, cache_triton), plans, strict=True):
             given = plan if blocked else plan._replace(summary=summary())
             if blocked:
                 given.summary[-1, Status.REFUSED] = 1
@@ -111,7 +111,7 @@ def test_keys_are_listed_with_those_in_their_way() -> None:
     slots = torch.randint(-1, 90, (280,), generator=generator, dtype=torch.int32).to(DEVICE)
     plan = Plan(keys, slots, slots.to(torch.int8), None, summary())
     places = torch.randperm(280, generator=generator).to(DEVICE)[1:]
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         told = torch.zeros((2, 279), dtype=torch.int64, device=DEVICE)
         assert torch.equal(kernels.list_keys(books, plan, places, 70, told), slots[places])
         assert torch.equal(told[0], keys[places])
@@ -123,7 +123,7 @@ def test_keys_are_listed_with_those_in_their_way() -> None:
 def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) -> None:
     ordered, order = torch.sort(torch.tensor([*known, -1, -1], device=DEVICE))
     expected = [known.index(key) + 9 if key in known else -1 for key in asked]
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         found = kernels.find_sorted(ordered, order, torch.tensor(asked, device=DEVICE), 9)
         assert found.dtype == torch.int32
         assert found.tolist() == expected
@@ -131,7 +131,7 @@ def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) ->
 
 def test_ages_are_halved() -> None:
     ranks = torch.arange(600) << 40 | torch.arange(600) + 2**39
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         aged = ranks.clone().to(DEVICE)
         kernels.age(aged)
         expected = [max(count // 2, 1) << 40 | count + 2**39 for count in range(600)]
@@ -158,7 +158,7 @@ def test_flags(edit: Any, size: int) -> None:
         if 0 <= slot < 290:
             left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
             expected[slot] = 0 if edit["forget"] and left & LOADING else (left & edit["keep"]) | edit["add"]
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         flags = before.to(DEVICE, copy=True)
         kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
         assert flags.tolist() == expected
@@ -166,7 +166,7 @@ def test_flags(edit: Any, size: int) -> None:
 
 def test_no_keys() -> None:
     keys = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         books, own = Books.empty(40, DEVICE), summary()
         slots, statuses = kernels.plan(books, keys, number(0), None, None, own)
         assert (slots == -1).all()
@@ -189,9 +189,9 @@ def places_of(key: int, width: int) -> list[int]:
 def place_keys(keys, places, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """As the sketch's kernels do, whose counters would not fit memory here."""
     number = tl.arange(0, BLOCK)
-    mixed = hbm_triton.mix(tl.load(keys + number))
-    tl.store(places + number, hbm_triton.sketch_place(mixed >> 32, width))
-    tl.store(places + BLOCK + number, hbm_triton.sketch_place(mixed & 0xFFFFFFFF, width) + width)
+    mixed = cache_triton.mix(tl.load(keys + number))
+    tl.store(places + number, cache_triton.sketch_place(mixed >> 32, width))
+    tl.store(places + BLOCK + number, cache_triton.sketch_place(mixed & 0xFFFFFFFF, width) + width)
 
 
 @pytest.mark.parametrize("width", [8, 2**16 - 1, 8 * 10**7, 2**31, 2**34, 2**34 - 8])
@@ -199,7 +199,7 @@ def test_places_in_a_sketch_of_any_width(width: int) -> None:
     keys = torch.cat([torch.arange(500), torch.arange(500) << 40, torch.tensor([-1, 2**63 - 1])])
     keys = torch.cat([keys, torch.arange(1024 - len(keys)) * 982_451_653])
     expected = torch.tensor([places_of(key, width) for key in keys.tolist()]).T
-    assert torch.equal(hbm_twin.sketch_places(keys, width), expected)
+    assert torch.equal(cache_twin.sketch_places(keys, width), expected)
     assert 0 <= int(expected.min()) <= int(expected.max()) < 2 * width
     found = torch.empty((2, len(keys)), dtype=torch.int64, device=DEVICE)
     place_keys[(1,)](keys.to(DEVICE), found, width, BLOCK=len(keys), enable_fp_fusion=False)
@@ -213,7 +213,7 @@ def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
     counters = torch.randint(0, 30, (2 * width,), generator=generator).to(DEVICE, torch.int16)
     keys = torch.randperm(4 * 600, generator=generator)[:600].to(DEVICE)
     ended = []
-    for kernels in (hbm_twin, hbm_triton):
+    for kernels in (cache_twin, cache_triton):
         own = counters.clone()
         estimates = kernels.sketch_estimate(own, keys, number(known))[:known]
         kernels.sketch_count(own, keys, number(known), 31)

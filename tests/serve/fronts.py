@@ -1,0 +1,224 @@
+"""REST and gRPC over the fake engine, each in a thread with an event loop of its own, and what speaks to them."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httptools
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+import uvloop
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.fakes import FakeEngine
+from tierstore.serve.grpc.server import GrpcServer
+from tierstore.serve.limits import Limits
+from tierstore.serve.messages import Status
+from tierstore.serve.rest.app import RestApp
+from tierstore.serve.rest.server import HttpServer, listen
+from tierstore.serve.tls import Tls
+
+PROTOCOLS = ("http", "grpc")
+SECONDS = 20.0
+"""Bound of every wait in these tests."""
+MODULES = {"http": tritonclient.http, "grpc": tritonclient.grpc}
+
+
+class Fronted:
+    """Attributes:
+    engine: what is served; its attributes may be read from any thread.
+    server, front: of the protocol.
+    refused: connections that were refused before a request was read; of REST alone.
+    """
+
+    def __init__(
+        self,
+        protocol: str,
+        limits: Limits | None = None,
+        *,
+        engine: FakeEngine | None = None,
+        use_uvloop: bool = False,
+        token: str | None = None,
+        tls: Tls | None = None,
+        **address: Any,
+    ) -> None:
+        self.protocol = protocol
+        self.engine = engine or FakeEngine()
+        self.is_secure = tls is not None
+        self.refused: list[Any] = []
+        self.loop = uvloop.new_event_loop() if use_uvloop else asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"{protocol}-server", daemon=True)
+        self._thread.start()
+        try:
+            self.port: int = self.call(self._start(limits, token, tls, address))
+        except BaseException:
+            self._end()
+            raise
+        self.address = f"{'localhost' if tls else '127.0.0.1'}:{self.port}"
+
+    async def _start(self, limits: Limits | None, token: str | None, tls: Tls | None, address: dict[str, Any]) -> int:
+        self.server: Any
+        if self.protocol == "grpc":
+            self.server = GrpcServer(self.engine, limits, token=token, tls=tls, **address)
+            self.front = self.server._service.front
+            return int(await self.server.start())
+        app = RestApp(self.engine, limits=limits, token=token)
+        self.front = app.front
+        self.server = HttpServer(app, limits=limits, tls=tls, on_refused=self.refused.append)
+        host, port = address.pop("host", "127.0.0.1"), address.pop("port", 0)
+        return int(await self.server.start(listen(host, port, **address)))
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run it in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
+
+    def wait_until(self, condition: Callable[[], object], what: str = "") -> None:
+        """AssertionError if it does not come true, seen from the server's loop, within ``SECONDS``."""
+
+        async def poll() -> None:
+            try:
+                async with asyncio.timeout(SECONDS - 1):
+                    while not condition():
+                        await asyncio.sleep(0.002)
+            except TimeoutError:
+                raise AssertionError(f"waited for {what or condition}") from None
+
+        self.call(poll())
+
+    def wait_free(self) -> None:
+        """Until no request, answer or REST connection is held."""
+        self.wait_sent()
+        self.wait_until(lambda: self.front.requests.held == 0)
+        self.wait_until(lambda: getattr(self.server, "num_connections", 0) == 0)
+
+    def wait_sent(self) -> None:
+        """Until no answer is held."""
+        self.wait_until(lambda: self.front.unsent.held == 0, "what they held to be free")
+
+    def let_go(self) -> None:
+        """Let the model "slow" answer."""
+        self.loop.call_soon_threadsafe(self.engine.let_go.set)
+
+    def reset(self) -> "Fronted":
+        """The engine as at first."""
+
+        async def clear() -> None:
+            self.engine.let_go.clear()
+            self.engine.is_live = self.engine.is_ready = True
+            for each in (self.engine.seen, self.engine.refused, self.engine.cancelled, self.refused):
+                each.clear()
+
+        self.call(clear())
+        return self
+
+    def client(self, **options: Any) -> Any:
+        """Triton's."""
+        return MODULES[self.protocol].InferenceServerClient(self.address, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+
+    @contextmanager
+    def channel(self, *options: tuple[str, Any]) -> Iterator[Any]:
+        """Of gRPC, with a connection of its own and without bounds of the client."""
+        own = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(self.address, [*own, *options]) as channel:
+            yield channel
+
+    @contextmanager
+    def stub(self, *options: tuple[str, Any]) -> Iterator[Any]:
+        with self.channel(*options) as channel:
+            yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    def close(self) -> None:
+        async def stop() -> None:
+            await self.server.stop(0.2)
+            await asyncio.sleep(0.005)  # for transports that were aborted to be closed
+            if ending := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(ending, timeout=SECONDS)
+
+        with suppress(TimeoutError):
+            self.call(stop())
+        self._end()
+
+    def _end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(SECONDS)
+        self.loop.close()
+
+
+@contextmanager
+def serving(protocol: str, limits: Limits | None = None, **options: Any) -> Iterator[Fronted]:
+    served = Fronted(protocol, limits, **options)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+def tensor(protocol: str, name: str, datatype: str, data: np.ndarray, *, binary: bool = True) -> Any:
+    made = MODULES[protocol].InferInput(name, list(data.shape), datatype)
+    return made.set_data_from_numpy(data, **({"binary_data": binary} if protocol == "http" else {}))
+
+
+def ask(served: Fronted, client: Any, model: str = "double", rows: int = 1, **options: Any) -> Any:
+    """The result for so many rows of x."""
+    x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+    return client.infer(model, [tensor(served.protocol, "x", "FP32", x)], **options)
+
+
+@contextmanager
+def refused(status: Status, says: str = "") -> Iterator[Any]:
+    """The block's call fails with that status, and its message has these words."""
+    with pytest.raises(InferenceServerException) as raised:
+        yield raised
+    assert raised.value.status() in (str(status.http), f"StatusCode.{status.grpc}")
+    assert says in str(raised.value)
+
+
+@dataclass
+class Answer:
+    """One response of HTTP as it came over the wire."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    complete: bool = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+def read_answer(sock: socket.socket) -> Answer:
+    """The next response of a connection on which no other follows it; OSError or AssertionError if none comes."""
+    answer = Answer()
+    parser = httptools.HttpResponseParser(answer)
+    while not answer.complete:
+        data = sock.recv(1 << 16)
+        assert data, "closed without an answer"
+        parser.feed_data(data)
+    answer.status = parser.get_status_code()
+    return answer
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """Everything until the server closes; a reset ends it too."""
+    data = b""
+    with suppress(ConnectionError):
+        while piece := sock.recv(1 << 16):
+            data += piece
+    return data

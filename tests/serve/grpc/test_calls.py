@@ -1,0 +1,311 @@
+"""What only gRPC has: streams, its own health check, calls and messages that are no request, typed contents."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc.aio as triton_aio
+import uvloop
+from grpc._cython import cygrpc
+from tritonclient.grpc import service_pb2
+
+from tests.serve.fakes import FakeEngine
+from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
+from tierstore.serve.grpc import codec
+from tierstore.serve.grpc.messages import INFERENCE_SERVICE
+from tierstore.serve.grpc.server import GrpcServer, _options
+from tierstore.serve.limits import Limits
+from tierstore.serve.messages import NUMBERS, Status
+
+X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
+MEBIBYTE = 1 << 20
+STINGY = (("grpc.http2.lookahead_bytes", 65535), ("grpc.http2.bdp_probe", 0))
+"""A client that accepts 64 KiB of a response that is not read, and never more."""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Fronted]:
+    with serving("grpc") as made:
+        yield made
+
+
+@pytest.fixture
+def served(running: Fronted) -> Iterator[Fronted]:
+    yield running.reset()
+    running.reset()
+
+
+def raw_request(size: int) -> Any:
+    message = service_pb2.ModelInferRequest(model_name="echo", raw_input_contents=[bytes(size)])
+    message.inputs.add(name="x", datatype="INT32", shape=[size // 4])
+    return message
+
+
+class Stream:
+    """What a stream answers, in order: (result, error). Its end cancels it: the client would wait for it."""
+
+    def __init__(self, served: Fronted, **options: Any) -> None:
+        self._client = served.client()
+        self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._client.start_stream(lambda result, error: self._answers.put((result, error)), **options)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+    def ask(self, model: str = "echo", x: np.ndarray = X, request_id: str = "") -> None:
+        self._client.async_stream_infer(model, [tensor("grpc", "x", "FP32", x)], request_id=request_id)
+
+    def next(self) -> tuple[Any, Any]:
+        return self._answers.get(timeout=SECONDS)
+
+    def has_ended(self, status: Status) -> bool:
+        _, error = self.next()
+        return bool(error.status() == f"StatusCode.{status.grpc}")
+
+
+# Calls.
+
+
+def test_health_service_of_grpc(served: Fronted) -> None:
+    with served.channel() as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        name = INFERENCE_SERVICE.encode()
+        for request in (b"", bytes([10, len(name)]) + name):
+            assert check(request, timeout=SECONDS) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as raised:
+            check(b"\x0a\x01x", timeout=SECONDS)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        served.engine.is_ready = False
+        assert check(b"", timeout=SECONDS) == b"\x08\x02"
+    with serving("grpc", token="a") as wary, wary.channel() as channel:
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=SECONDS) == b"\x08\x01"
+
+
+@pytest.mark.parametrize(
+    ("method", "requests", "code"),
+    [
+        ("TraceSetting", [b""], grpc.StatusCode.UNIMPLEMENTED),
+        ("ModelInfer", [b"\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
+        ("ModelMetadata", [b"\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
+        ("ServerLive", [b"\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
+        ("ModelInfer", [], grpc.StatusCode.INVALID_ARGUMENT),
+        ("ModelStreamInfer", [], grpc.StatusCode.OK),
+    ],
+)
+def test_calls_that_are_no_request(served: Fronted, method: str, requests: list[bytes], code: Any) -> None:
+    with served.channel() as channel:
+        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(iter(requests), timeout=SECONDS)
+        assert call.code() is code
+    num_counted = method in ("ModelInfer",)
+    assert [protocol for protocol, _ in served.engine.refused] == ["grpc"] * num_counted
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_request_that_does_not_come_is_not_waited_for(method: str) -> None:
+    go_on = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        go_on.wait(SECONDS)
+        yield b""
+
+    with serving("grpc", Limits(receive_seconds=0.2)) as served, served.channel() as channel:
+        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(requests(), timeout=SECONDS)
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        go_on.set()
+        assert len(served.engine.refused) == 1
+
+
+@pytest.mark.parametrize("datatype", NUMBERS)
+def test_answers_are_typed_as_requests_are(served: Fronted, datatype: str) -> None:
+    dtype = NUMBERS[datatype]
+    info: Any = np.iinfo(dtype) if dtype.kind == "i" else np.finfo(dtype)
+    request = service_pb2.ModelInferRequest(model_name="echo")
+    request.inputs.add(name="x", datatype=datatype, shape=[1, 3])
+    name = {"INT32": "int", "INT64": "int64", "FP32": "fp32"}[datatype] + "_contents"
+    getattr(request.inputs[0].contents, name).extend(np.array([info.min, info.max, 1], dtype).tolist())
+    with served.stub() as stub:
+        response = stub.ModelInfer(request, timeout=SECONDS)
+    assert not response.raw_output_contents
+    assert response.outputs[0].contents == request.inputs[0].contents
+
+
+def test_deadlines_of_the_call_and_of_the_request(served: Fronted) -> None:
+    with served.client() as client:
+        ask(served, client, client_timeout=500)
+        ask(served, client, client_timeout=500, timeout=100_000_000)
+        by_call, sooner = (request.deadline for request in served.engine.seen)
+        assert by_call - sooner > 300
+        with refused(Status.DEADLINE):
+            ask(served, client, "slow", client_timeout=0.05)
+    # Either the call is cancelled while the engine holds it, or it came too late to be begun.
+    served.wait_until(lambda: len(served.engine.cancelled) == len(served.engine.seen) - 2)
+
+
+def test_large_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving("grpc", Limits(response_bytes=MEBIBYTE)) as served, Stream(served) as stream:
+        with served.client() as client:
+            assert ask(served, client, "echo", 80_000).as_numpy("x").shape == (80_000, 3)
+            with monkeypatch.context() as patched:
+                patched.delattr(codec, "encode_response")  # raw ones are measured before they are copied
+                with refused(Status.TOO_LARGE, "ask for less"):
+                    ask(served, client, "echo", 100_000)
+        for rows, fails in ((100_000, True), (1, False)):
+            stream.ask(x=np.zeros((rows, 3), np.float32))
+            assert (stream.next()[1] is not None) == fails, "it ends only its request"
+
+
+def test_runs_in_the_loop_that_it_is_started_in() -> None:
+    """As in the server: uvloop, and a client in the same loop."""
+
+    async def session() -> np.ndarray:
+        server = GrpcServer(FakeEngine(), Limits(), host="127.0.0.1", port=0)
+        port = await server.start()
+        async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            result = await client.infer("double", [tensor("grpc", "x", "FP32", X)])
+        await server.stop(1)
+        return result.as_numpy("y")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert np.array_equal(runner.run(asyncio.wait_for(session(), SECONDS)), X * 2)
+
+
+def test_grpc_has_all_options_that_are_set() -> None:
+    """Options are names, and a name that it does not know is ignored without a word."""
+    library = Path(cygrpc.__file__).read_bytes()
+    assert [name for name, _ in _options(Limits(), reuse_port=True) if name.encode() + b"\0" not in library] == []
+
+
+# Streams.
+
+
+def test_a_stream_answers_in_order(served: Fronted) -> None:
+    with Stream(served) as stream:
+        stream.ask("slow", request_id="first")
+        for index in range(50):
+            stream.ask("double", X + index, str(index))
+        served.wait_until(lambda: len(served.engine.seen) >= 8, "as many as are computed at a time")
+        with served.client() as client:
+            client.is_server_live()
+        assert len(served.engine.seen) == 8
+        served.let_go()
+        assert stream.next()[0].get_response().id == "first"
+        for index in range(50):
+            result, error = stream.next()
+            assert (error, result.get_response().id) == (None, str(index))
+            assert np.array_equal(result.as_numpy("y"), (X + index) * 2)
+
+
+def test_a_stream_goes_on_after_errors_that_name_their_requests(served: Fronted) -> None:
+    messages = [
+        service_pb2.ModelInferRequest(model_name="echo", id="bad", raw_input_contents=[b""]).SerializeToString(),
+        b"\xff",
+        service_pb2.ModelInferRequest(model_name="full", id="full").SerializeToString(),
+        service_pb2.ModelInferRequest(model_name="echo", id="good").SerializeToString(),
+    ]
+    with served.channel() as channel:
+        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/ModelStreamInfer")
+        answers = [
+            service_pb2.ModelStreamInferResponse.FromString(each) for each in call(iter(messages), timeout=SECONDS)
+        ]
+    assert [each.infer_response.id for each in answers] == ["bad", "", "full", "good"]
+    assert [bool(each.error_message) for each in answers] == [True, True, True, False]
+
+
+def test_a_cancelled_stream_cancels_the_engine(served: Fronted, caplog: pytest.LogCaptureFixture) -> None:
+    with Stream(served) as stream:
+        for _ in range(3):
+            stream.ask("slow")
+        served.wait_until(lambda: len(served.engine.seen) == 3)
+    served.wait_until(lambda: len(served.engine.cancelled) == 3, "the engine to be told")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_streams_and_calls_are_bounded() -> None:
+    with serving("grpc", Limits(calls=2, streams=1)) as served, served.client() as client:
+        with Stream(served) as first:
+            first.ask()
+            assert first.next()[1] is None
+            with Stream(served) as second:
+                second.ask()
+                assert second.has_ended(Status.OVERLOADED)
+            ask(served, client)
+            answers: queue.Queue[Any] = queue.Queue()
+            slow = [tensor("grpc", "x", "FP32", X)]
+            client.async_infer("slow", slow, callback=lambda result, error: answers.put(error))
+            served.wait_until(lambda: served.engine.seen[-1].model == "slow")
+            with refused(Status.OVERLOADED, "2 calls"):
+                ask(served, client)
+            assert client.is_server_ready(), "health is answered all the same"
+            served.let_go()
+            assert answers.get(timeout=SECONDS) is None
+            ask(served, client)
+        served.wait_until(lambda: served.server._service._calls.held == 0, "the stream's place to be free")
+        assert [protocol for protocol, _ in served.engine.refused] == ["grpc"] * 2
+
+
+def test_an_idle_stream_is_answered_and_ended() -> None:
+    with serving("grpc", Limits(streams=1, stream_idle_seconds=0.2)) as served:
+        for _ in range(2):
+            with Stream(served) as stream:
+                stream.ask("slow")
+                with pytest.raises(queue.Empty):
+                    stream._answers.get(timeout=0.4)
+                served.let_go()
+                assert stream.next()[1] is None
+                assert stream.has_ended(Status.DEADLINE)
+            served.reset()
+    with serving("grpc", token="a") as served, Stream(served) as stream:
+        assert stream.has_ended(Status.UNAUTHENTICATED), "before it has said anything"
+
+
+def test_a_streams_requests_are_bounded_in_bytes() -> None:
+    with (
+        serving("grpc", Limits(bodies_bytes=2 * MEBIBYTE)) as served,
+        Stream(served) as holder,
+        Stream(served) as other,
+    ):
+        holder.ask("slow", np.zeros((100_000, 3), np.float32))
+        served.wait_until(lambda: served.engine.seen)
+        other.ask("echo", np.zeros((100_000, 3), np.float32))
+        assert "hold 2097152 bytes" in str(other.next()[1])
+        served.let_go()
+        assert holder.next()[1] is None
+
+
+def test_answers_of_a_stream_that_nobody_reads_are_bounded() -> None:
+    go_on = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        yield from [raw_request(4 * MEBIBYTE)] * 5
+        go_on.wait(2 * SECONDS)
+
+    with serving("grpc", Limits(responses_bytes=9 * MEBIBYTE)) as served, served.stub(*STINGY) as stub:
+        call = stub.ModelStreamInfer(requests())
+        served.wait_until(lambda: len(served.engine.refused) == 3, "two to be held, and three refused")
+        assert 8 * MEBIBYTE < served.front.unsent.held <= 9 * MEBIBYTE
+        answers = [next(call) for _ in range(5)]
+        assert [bool(answer.error_message) for answer in answers] == [False, False, True, True, True]
+        served.wait_free()
+        go_on.set()
+        assert list(call) == []
+
+
+def test_a_stream_that_is_left_frees_what_it_held(served: Fronted, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        with served.stub(*STINGY) as stub:
+            call = stub.ModelStreamInfer(iter([raw_request(4 * MEBIBYTE)] * 3))
+            served.wait_until(lambda: served.front.unsent.held > 12 * MEBIBYTE, "its answers to wait")
+            call.cancel()
+            served.wait_free()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

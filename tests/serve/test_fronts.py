@@ -1,0 +1,497 @@
+"""What REST and gRPC do alike, as the protocol's independent client sees them over real sockets."""
+
+import asyncio
+import contextlib
+import queue
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc.aio
+import tritonclient.http.aio
+from google.protobuf.json_format import MessageToDict
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+import tierstore
+from tests.serve.fakes import VERSION, Held
+from tests.serve.fronts import MODULES, PROTOCOLS, SECONDS, Fronted, ask, read_to_end, refused, serving, tensor
+from tests.serve.requests import plain_tensors
+from tierstore.serve.limits import Limits
+from tierstore.serve.messages import DATATYPES, ServeError, Status
+from tierstore.serve.tls import Tls
+
+MEBIBYTE = 1 << 20
+TOKEN = "a-token"
+LARGE = 20_480
+"""Rows of x: so much that it is encoded in pieces, and its acceptance waited for."""
+
+
+@pytest.fixture(params=PROTOCOLS)
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[dict[str, Fronted]]:
+    with ExitStack() as stack:
+        yield {each: stack.enter_context(serving(each)) for each in PROTOCOLS}
+
+
+@pytest.fixture
+def served(running: dict[str, Fronted], protocol: str) -> Iterator[Fronted]:
+    """One for the module, its engine as at first."""
+    yield running[protocol].reset()
+    running[protocol].reset()
+
+
+@pytest.fixture
+def client(served: Fronted) -> Iterator[Any]:
+    with served.client() as made:
+        yield made
+
+
+def as_dict(answer: Any) -> Any:
+    """A message of gRPC as REST has it."""
+    return answer if isinstance(answer, dict | list) else MessageToDict(answer, preserving_proto_field_name=True)
+
+
+def begin(served: Fronted, model: str = "slow", rows: int = 1, **options: Any) -> "queue.Queue[Any]":
+    """Ask in another thread; its queue gets the result, or the error."""
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def run() -> None:
+        with served.client(network_timeout=SECONDS) if served.protocol == "http" else served.client() as client:
+            try:
+                answers.put(ask(served, client, model, rows, **options))
+            except Exception as error:
+                answers.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answers
+
+
+def begun(served: Fronted, count: int = 1) -> list["queue.Queue[Any]"]:
+    """So many requests that the engine holds."""
+    answers = [begin(served) for _ in range(count)]
+    served.wait_until(lambda: len(served.engine.seen) == count, "the requests to arrive")
+    return answers
+
+
+# Health, metadata, answers.
+
+
+def test_health(served: Fronted, client: Any) -> None:
+    asked = [("double", ""), ("double", VERSION), ("double", "8"), ("absent", "")]
+
+    def told() -> list[bool]:
+        return [client.is_server_live(), client.is_server_ready(), *(client.is_model_ready(*each) for each in asked)]
+
+    assert told() == [True, True, True, True, False, False]
+    served.engine.is_ready = False
+    assert told() == [True] + [False] * 5
+    served.engine.is_live = False
+    assert told() == [False] * 6
+
+
+def test_metadata(served: Fronted, client: Any) -> None:
+    about = as_dict(client.get_server_metadata())
+    assert (about["name"], about["version"]) == ("tierstore", tierstore.__version__)
+    assert "binary_tensor_data" in about["extensions"]
+    for version in ("", VERSION):
+        about = as_dict(client.get_model_metadata("double", version))
+        about.pop("parameters", None)
+        for spec in about["inputs"] + about["outputs"]:
+            spec["shape"] = [int(size) for size in spec["shape"]]
+        x, y = ({"name": name, "datatype": "FP32", "shape": [-1, 3]} for name in "xy")
+        expected = {"name": "double", "versions": [VERSION], "platform": "tierstore", "inputs": [x], "outputs": [y]}
+        assert about == expected
+    for state in ("READY", "UNAVAILABLE"):
+        served.engine.is_ready = state == "READY"
+        index = as_dict(client.get_model_repository_index())
+        models = index if isinstance(index, list) else index["models"]
+        names = ["broken", "double", "echo", "full", "late", "slow", "zeros"]
+        assert models == [{"name": name, "version": VERSION, "state": state} for name in names]
+    for call in (client.get_model_metadata, client.get_model_config):
+        with refused(Status.NOT_FOUND, "'echo'"):
+            call("absent")
+
+
+@given(plain_tensors(), st.booleans(), st.text("abc-", max_size=9))
+def test_tensors_come_as_they_are_and_go_back(
+    running: dict[str, Fronted], tensors: dict[str, tuple[str, np.ndarray]], binary: bool, request_id: str
+) -> None:
+    """Of any datatype and shape, and aligned: names of every length shift what follows by single bytes."""
+    for protocol, served in running.items():
+        named = {name: each for name, each in tensors.items() if binary or each[0] != "BYTES"}
+        inputs = [tensor(protocol, name, *each, binary=binary) for name, each in named.items()]
+        with served.client() as client:
+            result = client.infer("echo", inputs, VERSION, request_id=request_id)
+        request = served.engine.seen[-1]
+        expected = (protocol, VERSION, request_id, None, list(named))
+        assert (request.protocol, request.version, request.id, request.deadline, list(request.inputs)) == expected
+        response = as_dict(result.get_response())
+        assert (response["model_version"], response.get("id", "")) == (VERSION, request_id)
+        for name, (datatype, data) in named.items():
+            found = request.inputs[name].data
+            assert (found.dtype, found.shape) == (DATATYPES[datatype], data.shape)
+            assert found.flags.c_contiguous
+            assert found.flags.aligned
+            assert found.tolist() == data.tolist()
+            np.testing.assert_array_equal(np.array(result.as_numpy(name), data.dtype).reshape(data.shape), data)
+
+
+def test_outputs_reach_the_engine_and_other_parameters_do_no_harm(served: Fronted, client: Any) -> None:
+    outputs = [MODULES[served.protocol].InferRequestedOutput(name) for name in "yx"]
+    ask(served, client, outputs=outputs, priority=3, parameters={"a": "text", "b": True, "c": -5, "d": 0.5})
+    assert served.engine.seen[-1].outputs == ("y", "x")
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "status"),
+    [
+        ("full", "", Status.OVERLOADED),
+        ("late", "", Status.DEADLINE),
+        ("broken", "", Status.INTERNAL),
+        ("absent", "", Status.NOT_FOUND),
+        ("double", "8", Status.NOT_FOUND),
+    ],
+)
+def test_failures(served: Fronted, client: Any, model: str, version: str, status: Status) -> None:
+    with refused(status):
+        ask(served, client, model, model_version=version)
+    with refused(Status.NOT_FOUND) as raised:
+        client.get_model_metadata("x" * 3000)
+    assert served.protocol == "http" or len(raised.value.message()) < 600, "it travels in metadata"
+
+
+def test_refusals_name_the_input_and_are_counted(served: Fronted, client: Any) -> None:
+    one = tensor(served.protocol, "the_input", "FP32", np.zeros((1, 3), np.float32))
+    with refused(Status.INVALID, "the_input"):
+        client.infer("echo", [one, one])
+    ((protocol, error),) = served.engine.refused
+    assert (protocol, type(error), served.engine.seen) == (served.protocol, ServeError, [])
+
+
+def test_an_unexpected_error_tells_nothing(
+    served: Fronted, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(request: Any) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(served.engine, "infer", fail)
+    with refused(Status.INTERNAL) as raised:
+        ask(served, client)
+    assert "secret" not in str(raised.value)
+    assert "secret" in caplog.text
+
+
+def test_deadline(served: Fronted, client: Any) -> None:
+    before = time.monotonic()
+    ask(served, client, timeout=30_000_000)
+    (request,) = served.engine.seen
+    assert before + 30 <= request.deadline <= time.monotonic() + 30
+
+
+# Many at once, and who leaves.
+
+
+@pytest.mark.parametrize(("protocol", "use_uvloop"), [("http", False), ("http", True), ("grpc", False)])
+def test_many_at_once(protocol: str, use_uvloop: bool) -> None:
+    module = {"http": tritonclient.http.aio, "grpc": tritonclient.grpc.aio}[protocol]
+
+    async def one(client: Any, number: int) -> None:
+        x = np.full((1 + number % 5, 3), number, np.float32)
+        result = await client.infer("double", [tensor(protocol, "x", "FP32", x)], request_id=str(number))
+        np.testing.assert_array_equal(result.as_numpy("y"), x * 2)
+        assert as_dict(result.get_response())["id"] == str(number)
+
+    async def main() -> None:
+        async with module.InferenceServerClient(served.address) as client:
+            await asyncio.wait_for(asyncio.gather(*(one(client, number) for number in range(100))), SECONDS)
+
+    with serving(protocol, use_uvloop=use_uvloop) as served:
+        asyncio.run(main())
+        assert len(served.engine.seen) == 100
+        assert served.front.requests.held == 0
+        assert served.refused == served.engine.refused == []
+
+
+def test_who_leaves_is_not_worked_for(served: Fronted) -> None:
+    with ExitStack() as stack:
+        if served.protocol == "http":
+            body = b'{"inputs":[]}'
+            head = b"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+            stack.enter_context(served.connect()).sendall(2 * (head + body))  # the second is never begun
+        else:
+            stub = stack.enter_context(served.stub())
+            call = stub.ModelInfer.future(service_pb2.ModelInferRequest(model_name="slow"))
+            stack.callback(call.cancel)
+        served.wait_until(lambda: served.engine.seen, "the request to arrive")
+        assert not served.engine.cancelled
+    served.wait_until(lambda: served.engine.cancelled == served.engine.seen, "the engine to be told")
+    served.wait_free()
+    assert len(served.engine.seen) == 1
+
+
+def test_stop_lets_requests_end(protocol: str) -> None:
+    with serving(protocol) as served:
+        idle = served.connect() if protocol == "http" else contextlib.nullcontext()
+        answers = begun(served, 2)
+        stopping = asyncio.run_coroutine_threadsafe(served.server.stop(SECONDS), served.loop)
+        with idle:
+            assert protocol == "grpc" or idle.recv(1) == b"", "a connection without a request is closed at once"
+
+        def is_refused() -> bool:
+            with contextlib.suppress(ConnectionError), served.connect():
+                return False
+            return True
+
+        served.wait_until(is_refused)
+        assert not stopping.done()
+        served.let_go()
+        for each in answers:
+            assert each.get(timeout=SECONDS).as_numpy("x").shape == (1, 3)
+        stopping.result(SECONDS)
+
+
+def test_stop_cuts_off_what_does_not_end(protocol: str) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name.endswith("-server")}
+    with serving(protocol) as served:
+        (answer,) = begun(served)
+        served.call(served.server.stop(0.01))
+        assert isinstance(answer.get(timeout=SECONDS), Exception)
+        served.wait_until(lambda: served.engine.cancelled == served.engine.seen, "the engine to be told")
+        served.call(served.server.stop(1))
+        port = served.port
+    with serving(protocol, port=port) as served:
+        assert served.port == port
+    assert before == {thread for thread in threading.enumerate() if thread.name.endswith("-server")}
+
+
+# Sizes and numbers.
+
+
+def test_requests_that_are_too_large(protocol: str) -> None:
+    """Compressed, a thousandth of it is on the wire: what counts is its size in memory."""
+    with serving(protocol, Limits(body_bytes=MEBIBYTE, bodies_bytes=2 * MEBIBYTE)) as served, served.client() as client:
+        name = "request_compression_algorithm" if protocol == "http" else "compression_algorithm"
+        for way in (None, "gzip", "deflate"):
+            ask(served, client, "double", 80_000, **{name: way})
+            with refused(Status.TOO_LARGE):
+                ask(served, client, "double", 200_000, **{name: way})
+        assert len(served.engine.seen) == 3
+        served.engine.seen.clear()
+        held = [begin(served, "slow", 80_000) for _ in range(2)]
+        served.wait_until(lambda: len(served.engine.seen) == 2, "two to be held")
+        with refused(Status.OVERLOADED, "try again"):
+            ask(served, client, "echo", 80_000)
+        ask(served, client)
+        served.let_go()
+        for each in held:
+            assert each.get(timeout=SECONDS).as_numpy("x").shape == (80_000, 3)
+        ask(served, client, "echo", 80_000)
+
+
+def slow_elements(served: Fronted, count: int) -> Any:
+    """An answer whose numbers are encoded one by one."""
+    if served.protocol == "http":
+        with served.client(network_timeout=SECONDS) as client:
+            x = tensor("http", "x", "FP32", np.arange(count, dtype=np.float32))
+            outputs = [MODULES["http"].InferRequestedOutput("x", binary_data=False)]
+            return client.infer("echo", [x], outputs=outputs).as_numpy("x").tolist()
+    message = service_pb2.ModelInferRequest(model_name="echo")
+    made = message.inputs.add(name="x", datatype="FP32", shape=[count])
+    made.contents.fp32_contents.extend(np.arange(count, dtype=np.float32))
+    with served.stub() as stub:
+        return list(stub.ModelInfer(message, timeout=SECONDS).outputs[0].contents.fp32_contents)
+
+
+def test_others_are_answered_while_a_large_answer_is_encoded(
+    served: Fronted, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(slow_elements, served, LARGE)
+        assert held.began.wait(SECONDS)
+        assert client.is_server_live()
+        assert served.front.unsent.held == 4 * LARGE
+        assert not answer.done()
+        held.may_go_on.set()
+        assert answer.result(SECONDS) == list(range(LARGE))
+    served.wait_sent()
+
+
+def test_numbers_encoded_one_by_one_are_bounded(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(protocol, Limits(elements=LARGE)) as served, served.client() as client:
+        assert len(slow_elements(served, LARGE)) == LARGE
+        ask(served, client, "echo", LARGE)
+        held = Held(monkeypatch)
+        with pytest.raises(Exception, match=r"binary data|raw_input_contents"):
+            slow_elements(served, LARGE + 1)
+        assert not held.began.is_set(), "it is refused before any of it is encoded"
+        assert served.engine.refused[-1][1].status is Status.TOO_LARGE
+
+
+def test_answers_in_flight_are_bounded_in_bytes(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    limits = Limits(responses_bytes=160_000)  # one as JSON, or nearly two as they were computed
+    with serving(protocol, limits) as served, ThreadPoolExecutor(1) as pool, served.client() as client:
+        first = pool.submit(slow_elements, served, LARGE)
+        assert held.began.wait(SECONDS)
+        with refused(Status.OVERLOADED, "yet to accept"):
+            ask(served, client, "echo", LARGE // 2)
+        held.may_go_on.set()
+        first.result(SECONDS)
+
+
+def test_headers_that_are_too_large(protocol: str) -> None:
+    with serving(protocol, Limits(header_bytes=2048)) as served, served.client() as client:
+        client.get_server_metadata(headers={"a": "b" * 100})
+        with refused(Status.HEADERS_TOO_LARGE):
+            client.get_server_metadata(headers={"a": "b" * 5000})
+
+
+def test_connections_are_bounded(protocol: str) -> None:
+    with serving(protocol, Limits(connections=2)) as served, ExitStack() as opened:
+
+        def is_live() -> bool:
+            if protocol == "grpc":
+                stub = opened.enter_context(served.stub())
+                return bool(stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=SECONDS).live)
+            return bool(opened.enter_context(served.client()).is_server_live())
+
+        assert is_live()
+        assert is_live()
+        if protocol == "http":
+            assert not is_live()
+            assert served.refused[-1].status is Status.OVERLOADED
+        else:
+            with pytest.raises(Exception, match="UNAVAILABLE"):
+                is_live()
+        opened.close()
+        served.wait_free()
+
+
+# Tokens, TLS, ports.
+
+ALL_BUT_BEARER = ("another", f"{TOKEN}x", TOKEN[:-1], "")
+
+
+@pytest.mark.parametrize(
+    "shown", [None, TOKEN, f"Basic {TOKEN}", "Bearer", "", *(f"Bearer {each}" for each in ALL_BUT_BEARER)]
+)
+def test_without_token(secured: dict[str, Fronted], protocol: str, shown: str | None) -> None:
+    served = secured[protocol].reset()
+    headers = {} if shown is None else {"authorization": shown}
+    with served.client() as client:
+        for call in (
+            lambda: ask(served, client, "echo", headers=headers),
+            lambda: client.get_server_metadata(headers=headers),
+            lambda: client.get_model_metadata("absent", headers=headers),
+        ):
+            with refused(Status.UNAUTHENTICATED) as raised:
+                call()
+            assert TOKEN not in str(raised.value)
+        assert client.is_server_live()
+        assert client.is_server_ready()
+    assert not served.engine.seen
+    assert [error.status for _, error in served.engine.refused] == [Status.UNAUTHENTICATED] * 3
+
+
+@pytest.fixture(scope="module")
+def secured() -> Iterator[dict[str, Fronted]]:
+    with ExitStack() as stack:
+        yield {each: stack.enter_context(serving(each, token=TOKEN)) for each in PROTOCOLS}
+
+
+def test_with_token(secured: dict[str, Fronted], protocol: str) -> None:
+    served = secured[protocol].reset()
+    with served.client() as client:
+        for shown in (f"Bearer {TOKEN}", f"bearer {TOKEN}", f"Bearer  {TOKEN}"):
+            assert ask(served, client, "echo", headers={"authorization": shown}).as_numpy("x").shape == (1, 3)
+        for model in ("echo", "nobody"):
+            is_ready = client.is_model_ready(model, headers={"authorization": f"Bearer {TOKEN}"})
+            assert is_ready == (model == "echo")
+    assert not served.engine.refused
+
+
+@pytest.mark.parametrize("token", ["", "two words", "\n", "\N{SNOWMAN}"])
+def test_tokens_that_cannot_be_sent(protocol: str, token: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII"), serving(protocol, token=token):
+        pass
+
+
+def test_tls(protocol: str, tls: Tls) -> None:
+    with serving(protocol, tls=tls) as served:
+        if protocol == "http":
+            trust = ssl.create_default_context(cafile=tls.certificate)
+            assert httpx.get(f"https://{served.address}/v2", verify=trust, trust_env=False).status_code == 200
+            with served.connect() as sock:
+                sock.sendall(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n")
+                assert b"HTTP" not in read_to_end(sock)
+            return
+        with served.client(ssl=True, root_certificates=str(tls.certificate)) as client:
+            assert ask(served, client).as_numpy("y").shape == (1, 3)
+        with served.client() as client, refused(Status.UNAVAILABLE):
+            client.is_server_live(client_timeout=SECONDS)
+
+
+@pytest.mark.parametrize("use_tls", [False, True])
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n", b"\x16\x03\x01\x02\x00"])
+def test_who_does_not_shake_hands_is_cut_off(protocol: str, tls: Tls, use_tls: bool, sent: bytes) -> None:
+    limits = Limits(receive_seconds=0.2, idle_seconds=0.2)
+    with serving(protocol, limits, tls=tls if use_tls else None) as served, served.connect() as silent:
+        silent.sendall(sent)
+        try:
+            while silent.recv(1 << 16):  # gRPC speaks first
+                pass
+        except ConnectionError:
+            pass
+        served.wait_free()
+
+
+def test_tls_files_are_checked(tls: Tls, tmp_path: Path) -> None:
+    (tmp_path / "other.pem").write_text("no key")
+    for key in ("absent.pem", "other.pem"):
+        with pytest.raises(ValueError, match=key):
+            Tls(tls.certificate, tmp_path / key)
+
+
+def test_ports(protocol: str) -> None:
+    with serving(protocol, reuse_port=True) as first:
+        with (
+            pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1.*{first.port}"),
+            serving(protocol, port=first.port),
+        ):
+            pass
+        with serving(protocol, reuse_port=True, port=first.port) as second:
+            assert second.port == first.port
+            for _ in range(20):
+                with first.client() as client:
+                    ask(first, client)
+            assert len(first.engine.seen) + len(second.engine.seen) == 20
+
+
+@pytest.mark.parametrize(
+    ("protocol", "host", "asked"), [("http", "::1", "::1"), ("http", "::", "127.0.0.1"), ("grpc", "::1", "::1")]
+)
+def test_ipv6_whose_wildcard_is_that_of_ipv4_too(protocol: str, host: str, asked: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(protocol, host=host) as served, socket.create_connection((asked, served.port), SECONDS) as sock:
+        if protocol == "http":
+            sock.sendall(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert sock.recv(1)  # gRPC speaks first

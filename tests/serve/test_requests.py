@@ -1,0 +1,361 @@
+"""Requests as they may come from anyone: the same one in every encoding, and what is none is refused with one error."""
+
+import asyncio
+import itertools
+import math
+import struct
+import time
+import tracemalloc
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz import infer
+from tests.serve.requests import FAULTS, WAYS, Drawn, Tensor, grpc_message, parse, rest_body, valid
+from tierstore.serve.grpc.codec import decode_request, read_request
+from tierstore.serve.messages import DATATYPES, NUMBERS, InferResponse, InferTensor, ServeError, Status
+from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, InferCall, parse_infer, write_infer
+from tierstore.serve.rest.json_tensors import write_json_data
+from tierstore.serve.tensors import MAX_TENSORS, MAX_TEXTS, PIECE_ELEMENTS
+
+
+def refusal(work: Any, *arguments: Any, status: Status | None = Status.INVALID) -> str:
+    """The message; without a status, of one that says that it is too large, or wrong."""
+    with pytest.raises(ServeError) as raised:
+        work(*arguments)
+    assert raised.value.status in ([status] if status else [Status.INVALID, Status.TOO_LARGE])
+    assert len(str(raised.value)) < 1000
+    return str(raised.value)
+
+
+@given(valid())
+def test_a_request_is_the_same_in_every_encoding(drawn: Drawn) -> None:
+    for way, read in WAYS.items():
+        before = time.monotonic()
+        request = read(drawn)
+        after = time.monotonic()
+        assert (request.id, request.outputs) == (drawn.id, tuple(name for name, _ in drawn.outputs)), way
+        assert list(request.inputs) == [each.name for each in drawn.inputs], way
+        if drawn.timeout:
+            assert request.deadline is not None
+            assert before <= request.deadline - drawn.timeout / 1e6 <= after + 1e-3, way
+        else:
+            assert request.deadline is None, way
+        for each in drawn.inputs:
+            tensor = request.inputs[each.name]
+            array = tensor.data
+            expected = [value.encode() for value in each.values] if each.datatype == "BYTES" else each.values
+            assert (tensor.datatype, array.dtype) == (each.datatype, DATATYPES[each.datatype]), way
+            assert (list(array.shape), array.reshape(-1).tolist()) == (each.shape, expected), way
+            assert array.flags.c_contiguous
+            assert array.flags.aligned
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@settings(max_examples=5)
+@given(drawn=valid())
+def test_a_mistake_is_refused_in_every_encoding(fault: str, drawn: Drawn) -> None:
+    wrong = FAULTS[fault](drawn)
+    name = wrong.inputs[0].name
+    for read in WAYS.values():
+        message = refusal(read, wrong, status=None if wrong.inputs[0].shape == [1 << 38] else Status.INVALID)
+        if 0 < len(name) < 9 and fault.startswith("input") and wrong.inputs[0].shape != [1 << 38]:
+            assert f"input {name!r}" in message
+
+
+# What only REST's bodies can say.
+
+COMPLETE: dict[str, Any] = {
+    "id": "i",
+    "parameters": {"timeout": 1, "binary_data_output": True},
+    "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
+    "inputs": [
+        {"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
+        {"name": "z", "datatype": "FP32", "shape": [2, 1], "data": [1, 2]},
+    ],
+}
+KINDS: dict[tuple[Any, ...], tuple[type, ...]] = {
+    (): (dict,),
+    ("id",): (str,),
+    ("parameters",): (dict,),
+    ("parameters", "timeout"): (int,),
+    ("parameters", "binary_data_output"): (bool,),
+    ("outputs",): (list,),
+    ("outputs", 0): (),
+    ("outputs", 0, "name"): (str,),
+    ("outputs", 0, "parameters"): (dict,),
+    ("outputs", 0, "parameters", "binary_data"): (bool,),
+    ("inputs",): (),
+    ("inputs", 0): (),
+    ("inputs", 0, "name"): (str,),
+    ("inputs", 0, "datatype"): (),
+    ("inputs", 0, "shape"): (),
+    ("inputs", 0, "shape", 0): (),
+    ("inputs", 0, "parameters"): (),
+    ("inputs", 0, "parameters", "binary_data_size"): (),
+    ("inputs", 1, "data"): (),
+    ("inputs", 1, "data", 0): (int, float),
+}
+"""What may stand at a place of ``COMPLETE`` in place of what does."""
+OTHERS = [5, -5, 1.5, True, None, "other", [], ["a"], {}, {"a": 1}, 1 << 62, (1 << 64) - 1]
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_values_of_another_kind(path: tuple[Any, ...]) -> None:
+    assert list(parse(*with_data(COMPLETE)).inputs) == ["x", "z"]
+    for value in OTHERS:
+        may_stand = type(value) in KINDS[path] and value != -5
+        if path == () or (path == ("outputs",) and value == ["a"]):
+            may_stand = False  # without inputs; an output that is no object
+        if path == ("inputs", 0, "shape") and value == []:
+            may_stand = True
+        if may_stand or (path[-1:] == (0,) and path[-2] == "data" and value == -5):
+            parse(*with_data(changed(COMPLETE, path, value)))
+        else:
+            refusal(parse, *with_data(changed(COMPLETE, path, value)))
+
+
+def with_data(message: Any, data: bytes = bytes(4)) -> tuple[bytes, int]:
+    text = orjson.dumps(message)
+    return text + data, len(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 13)), min_size=1, max_size=3), st.integers(0, 40))
+def test_binary_data_fits_exactly(drawn: list[tuple[int, int]], total: int) -> None:
+    inputs = [
+        {"name": str(number), "datatype": "FP32", "shape": [count], "parameters": {"binary_data_size": size}}
+        for number, (count, size) in enumerate(drawn)
+    ]
+    fits = all(4 * count == size for count, size in drawn)
+    for length in {total, sum(size for _, size in drawn)}:
+        body = with_data({"inputs": inputs}, bytes(range(length)))
+        if fits and length == sum(size for _, size in drawn):
+            data = b"".join(tensor.data.tobytes() for tensor in parse(*body).inputs.values())
+            assert data == bytes(range(length))
+        else:
+            refusal(parse, *body)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"5", b"null", b"\xff", b"[" * 5000, b'{"inputs":[NaN]}', b'"\\ud800"', b"{}"]
+)
+def test_bodies_that_are_no_request(text: bytes) -> None:
+    refusal(parse, text)
+
+
+def test_bounds_of_rest() -> None:
+    body, length = with_data(COMPLETE)
+    for wrong in (-1, len(body) + 1, 2**63, length - 1, length + 1, 0):
+        refusal(parse, body, wrong)
+    refusal(parse, *with_data({**COMPLETE, "id": "i" * 1001}))
+    both = [{**COMPLETE["inputs"][0], "data": [1]}]
+    refusal(parse, *with_data({**COMPLETE, "inputs": both}))
+
+    def parse_short() -> None:
+        parse_infer(body, json_bytes=length, json_bytes_max=length - 1, model="m")
+
+    assert "binary data" in refusal(parse_short, status=Status.TOO_LARGE)
+    assert "send data flat" in refusal(parse, b"[" * (MAX_JSON_LISTS + 1), status=Status.TOO_LARGE)
+    many = [Tensor(str(number), "FP32", [0], []) for number in range(MAX_TENSORS)]
+    for read in WAYS.values():
+        assert len(read(Drawn(many)).inputs) == MAX_TENSORS
+    texts = Drawn([Tensor("x", "BYTES", [MAX_TEXTS + 1], [""] * (MAX_TEXTS + 1))])
+    for way in ("REST, binary", "gRPC, raw"):
+        refusal(WAYS[way], texts, status=Status.TOO_LARGE)
+
+
+# Data in JSON.
+
+
+def nested(values: list[Any], shape: list[int]) -> Any:
+    if not shape:
+        return values.pop(0)
+    return [nested(values, shape[1:]) for _ in range(shape[0])]
+
+
+def fits(data: Any, shape: list[int]) -> bool:
+    if not shape:
+        return type(data) is int
+    return type(data) is list and len(data) == shape[0] and all(fits(each, shape[1:]) for each in data)
+
+
+@given(st.lists(st.integers(0, 3), max_size=3), st.data())
+def test_data_is_flat_or_nested_as_the_shape_says(shape: list[int], draws: st.DataObject) -> None:
+    count = math.prod(shape)
+    flat = list(range(count))
+    right: list[Any] = [flat, nested(flat.copy(), shape)] if shape else [flat]
+    other = draws.draw(st.lists(st.integers(0, 3), max_size=3))
+    near: list[Any] = [nested(list(range(math.prod(other))), other), [*flat, 7], flat[:-1], 5, None, "1", {"0": 1}]
+    mixed = nested(flat.copy(), shape) if len(shape) > 1 and count else []
+    if mixed:
+        mixed[-1:] = list(mixed[-1])
+        near.append(mixed)
+    for data in right + near:
+        message = {"inputs": [{"name": "x", "datatype": "INT32", "shape": shape, "data": data}]}
+        is_flat = type(data) is list and all(type(each) is int for each in data) and len(data) == count
+        if is_flat or (shape and fits(data, shape)):
+            array = parse(orjson.dumps(message)).inputs["x"].data
+            assert (array.reshape(-1).tolist(), list(array.shape)) == (
+                flat if data in right else [*range(count)],
+                shape,
+            )
+        else:
+            assert "input 'x'" in refusal(parse, orjson.dumps(message))
+
+
+ELEMENTS = [
+    1,
+    1.0,
+    -2.5,
+    True,
+    "1",
+    None,
+    [1],
+    {},
+    (1 << 31) - 1,
+    1 << 31,
+    -(1 << 31),
+    (1 << 63) - 1,
+    -(1 << 63),
+    1 << 63,
+]
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_elements_that_a_datatype_can_hold(datatype: str) -> None:
+    for element in [*ELEMENTS, 3.4e38, -3.5e38, "NaN"]:
+        if datatype == "BYTES":
+            is_held = type(element) is str
+        elif datatype == "FP32":
+            is_held = type(element) in (int, float) and abs(element) < 3.403e38
+        else:
+            info = np.iinfo(NUMBERS[datatype])
+            is_held = type(element) is int and info.min <= element <= info.max
+        body = {"name": "x", "datatype": datatype, "shape": [1], "data": [element]}
+        if not is_held:
+            refusal(parse, orjson.dumps({"inputs": [body]}))
+            continue
+        found = parse(orjson.dumps({"inputs": [body]})).inputs["x"].data
+        assert found.tolist() == np.array([element.encode() if type(element) is str else element], found.dtype).tolist()
+    refusal(parse, b'{"inputs":[{"name":"x","datatype":"INT64","shape":[1],"data":[18446744073709551616]}]}')
+
+
+# Memory.
+
+
+def decode_bytes(data: bytes) -> Any:
+    return decode_request(read_request(data))
+
+
+def test_binary_tensors_are_views_where_they_are_aligned() -> None:
+    """Else they are copied once, so that compiled code may read them."""
+    x = Tensor("x", "INT32", [1 << 20], [])
+    raw = bytes(4 << 20)
+    num_copied = {"REST": 0, "gRPC": 0}
+    for padding in range(1, 5):
+        drawn = Drawn([x], id="i" * padding)
+        message = grpc_message(drawn, raw=True)
+        message.raw_input_contents[0] = raw
+        text = orjson.dumps(
+            {"inputs": [{**x._asdict(), "parameters": {"binary_data_size": len(raw)}}], "id": drawn.id}
+        ).replace(b'"values":[],', b"")
+        body, data = text + raw, message.SerializeToString()
+        for protocol, read in (("REST", partial(parse, body, len(text))), ("gRPC", partial(decode_bytes, data))):
+            tracemalloc.start()
+            array = read().inputs["x"].data
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert (array.flags.aligned, array.flags.c_contiguous, array.flags.writeable) == (True, True, False)
+            num_copied[protocol] += peak > 1 << 20
+            assert peak < 5 << 20
+    assert num_copied == {"REST": 3, "gRPC": 3}
+
+
+def test_claims_cost_no_memory() -> None:
+    """A request of a few bytes may name a shape of any size."""
+    claims = [Drawn([Tensor("x", "INT64", shape, [0])]) for shape in ([1 << 19, 2], [1 << 39], [1 << 20], [0, 1 << 60])]
+    for read, drawn in itertools.product(WAYS.values(), claims):
+        tracemalloc.start()
+        refusal(read, drawn, status=None)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 1 << 19
+
+
+# Answers, which have the same tensors, and any bytes.
+
+
+def written(*tensors: InferTensor) -> tuple[bytes, int]:
+    """A response in binary, turned into a request by one word."""
+    named = {str(number): tensor for number, tensor in enumerate(tensors)}
+    response = InferResponse(model="m", version="1", id="", outputs=named)
+    _, body, headers = asyncio.run(write_infer(response, InferCall(Any, {}, True)))
+    length = int(dict(headers).get(b"inference-header-content-length", len(body)))
+    text = body[:length].replace(b'"outputs":[', b'"inputs":[', 1)
+    return text + body[length:], len(text)
+
+
+@given(st.lists(valid(), max_size=2))
+def test_what_is_written_is_read_back(drawn: list[Drawn]) -> None:
+    given_ = [tensor for each in drawn for tensor in WAYS["gRPC, raw"](each).inputs.values()]
+    found = list(parse(*written(*given_)).inputs.values())
+    assert [(each.datatype, each.data.tolist()) for each in found] == [
+        (each.datatype, each.data.tolist()) for each in given_
+    ]
+
+
+@given(st.lists(st.floats(width=32)) | st.integers(0, 2 * PIECE_ELEMENTS + 1).map(lambda count: [0.5] * count))
+def test_numbers_come_back_from_json_as_the_same_bits(values: list[float]) -> None:
+    """But those that it has no words for, which become null."""
+    data = np.array(values, np.float32)
+    found = orjson.loads(orjson.dumps(asyncio.run(write_json_data(InferTensor("FP32", data)))))
+    finite = np.isfinite(data)
+    assert [each is not None for each in found] == finite.tolist()
+    assert np.array([each for each in found if each is not None], np.float32).tobytes() == data[finite].tobytes()
+
+
+@given(st.lists(st.binary(max_size=9), max_size=5), st.data())
+def test_broken_texts_are_refused_or_other_texts(texts: list[bytes], draws: st.DataObject) -> None:
+    data = bytearray(b"".join(struct.pack("<I", len(text)) + text for text in texts))
+    place = draws.draw(st.integers(0, len(data)))
+    data[place : place + draws.draw(st.integers(0, 3))] = draws.draw(st.binary(max_size=3))
+    count = draws.draw(st.integers(0, 6))
+    x = {"name": "x", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": len(data)}}
+    try:
+        found = parse(*with_data({"inputs": [x]}, bytes(data))).inputs["x"].data.tolist()
+    except ServeError:
+        return
+    assert b"".join(struct.pack("<I", len(text)) + text for text in found) == data
+    assert len(found) == count
+
+
+@given(valid(), st.booleans(), st.data())
+def test_changed_bytes(drawn: Drawn, is_grpc: bool, draws: st.DataObject) -> None:
+    """The fuzzer's target, which checks what is taken, on the bytes of requests that were right."""
+    body, length = rest_body(drawn, binary=True)
+    data = bytearray(grpc_message(drawn, raw=draws.draw(st.booleans())).SerializeToString() if is_grpc else body)
+    for _ in range(draws.draw(st.integers(0, 4))):
+        place = draws.draw(st.integers(0, len(data)))
+        data[place : place + draws.draw(st.integers(0, 3))] = draws.draw(
+            st.sampled_from(infer.WORDS) | st.binary(max_size=3)
+        )
+    length = max(length + draws.draw(st.sampled_from([0, 0, 0, 1, -1, 7])) + len(data) - len(body), 0)
+    infer.run((infer.GRPC if is_grpc else length).to_bytes(2, "little") + data)
+
+
+@given(st.binary(max_size=200), st.integers(0, 250) | st.just(infer.GRPC) | st.just(infer.WHOLE))
+def test_any_bytes(body: bytes, length: int) -> None:
+    infer.run(length.to_bytes(2, "little") + body)
