@@ -119,9 +119,10 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
 _NOTE: Final = (
     "Steps: lookup, backward and row-wise Adagrad of the tables alone, batches fetched ahead; every row was written "
     "before, and the file is in the page cache. The first half of the batches fills the cache; the second is measured. "
-    "Predicted is by the miss-ratio curve of that half, warm from the first, "
-    "and by the costs that `tierstore plan measure` found on this machine, from other loops. Each workload is run in "
-    "rounds, with costs measured before each, as others use the machine too; step times are the medians of the rounds."
+    "Predicted is by the miss-ratio curve of that half, warm from the first, and by the costs that `tierstore plan "
+    "measure` found on this machine, from other loops; with as many rows moved by cleaning as were, since runs are too "
+    "short for it to be steady. Each workload is run in rounds, with costs measured before each, as others use the "
+    "machine too; step times are the medians of the rounds."
 )
 
 PART: Final = Part(_measure, _tell)

@@ -4,6 +4,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +16,7 @@ from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork
 from tierstore.plan.model import predict
+from tierstore.plan.tiers import pool_loads
 from tierstore.plan.workload import OptimizerName
 from tierstore.trace import TableTrace, Trace
 
@@ -23,6 +25,7 @@ from ..steps import CHUNK, StepWorkload, step_of, timed
 __all__ = [
     "Measured",
     "Point",
+    "as_cleaned",
     "fully_measured",
     "hit_rate_of",
     "measured",
@@ -210,12 +213,25 @@ def points_of(
                 workload=workload.name,
                 budget_percent=percent,
                 runs=tuple(of_budget),
-                predictions=tuple(predict(setup, exact) for setup in setups),
+                predictions=tuple(
+                    predict(as_cleaned(setup, exact, run.rows_moved), exact)
+                    for setup, run in zip(setups, of_budget, strict=True)
+                ),
                 analytic=None if analytic is None else predict(setups[0], analytic),
             )
         )
         _show(points[-1])
     return points
+
+
+def as_cleaned(setup: Setup, demand: Demand, moved_rows: float) -> Setup:
+    """With as much cleaning as was measured: a run is too short for it to be steady.
+
+    Args:
+        moved_rows: a step, of a rank.
+    """
+    steady = sum(pool.rows_moved for pool in pool_loads(setup.of_a_rank, demand.laid_out(setup.workload)))
+    return replace(setup, cleaning=moved_rows / steady if steady else 0.0)
 
 
 def hit_rate_of(prediction: Prediction) -> float:

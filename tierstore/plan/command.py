@@ -16,21 +16,20 @@ if TYPE_CHECKING:
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
-    """What would prevent the file, told before minutes of work."""
+    """What would prevent the file, reported before minutes of work."""
     from ..system.output import require_new, require_other
 
-    if path is not None:
+    if path:
         require_other(Path(path), sources)
         require_new(Path(path), force=force)
 
 
 def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
     """The same of a page and of JSON, which are none of the files that the plan is made of."""
-    outputs = [path for path in (options.html, options.json) if path]
-    host, named = asked.host, (asked.workload.file, asked.trace.path, asked.target.query_sizes)
-    for path in outputs:
-        _require_writable(path, [options.plan_file, host.file, *host.others, *named], force=options.force)
-    if len({Path(path).resolve() for path in outputs}) < len(outputs):
+    named = (asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file, *asked.host.others)
+    for path in (options.html, options.json):
+        _require_writable(path, [options.plan_file, *named], force=options.force)
+    if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
@@ -106,16 +105,14 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
     found = []
-    for part in text.split(","):
-        number = part.strip().removesuffix("%")
+    for part in map(str.strip, text.split(",")):
+        number = part.removesuffix("%")
         try:
-            size = int(number) if number == part.strip() else max(1, round(float(number) / 100 * num_rows))
+            size = int(number) if number == part else max(1, round(float(number) / 100 * num_rows))
         except (ValueError, OverflowError):
             size = 0
         if not 1 <= size < MAX_ROWS or number.startswith("-"):
-            raise ValueError(
-                f"--sizes {part}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%"
-            )
+            raise ValueError(f"--sizes {part}: write rows, or a share of the distinct rows, as 1000,20000,5%")
         found.append(size)
     return sorted(set(found))
 
@@ -221,7 +218,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 "--json",
                 default="host.json",
                 metavar="PATH",
-                help="where the host goes, .json or .toml (default: host.json)",
+                help="where the host goes (default: host.json)",
             ),
             _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
             _arg("--device", default="cpu", metavar="NAME", help="cpu (default), or cuda for all GPUs, or cuda:1"),

@@ -187,25 +187,30 @@ class Host(Checked):
     source: str = ""
 
 
+def times(value: Any, factor: float, *paths: str) -> Any:
+    """The description with some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
+    for path in paths:
+        name, _, rest = path.partition(".")
+        part = getattr(value, name)
+        if isinstance(part, tuple):
+            changed: Any = tuple(times(each, factor, rest) for each in part)
+        else:
+            changed = times(part, factor, rest) if rest else part * factor
+        value = replace(value, **{name: changed})
+    return value
+
+
+_DIVIDED: Final = (
+    "processor.flops", "ddr.capacity_bytes", "ddr.bytes_per_s", "ddr.row_bytes_per_s", "storage.capacity_bytes",
+    "storage.reads_per_s", "storage.read_bytes_per_s", "storage.write_bytes_per_s",
+)  # fmt: skip
+
+
 def shared_by(host: Host, ranks: int) -> Host:
     """What each of so many processes on it has."""
-    drives = tuple(
-        replace(
-            each, capacity_bytes=each.capacity_bytes / ranks, reads_per_s=each.reads_per_s / ranks,
-            read_bytes_per_s=each.read_bytes_per_s / ranks, write_bytes_per_s=each.write_bytes_per_s / ranks,
-        )
-        for each in host.storage
-    )  # fmt: skip
-    memory, processor = host.ddr, host.processor
-    return replace(
-        host,
-        processor=replace(processor, cores=max(1, processor.cores // ranks), flops=processor.flops / ranks),
-        ddr=replace(
-            memory, capacity_bytes=memory.capacity_bytes / ranks, bytes_per_s=memory.bytes_per_s / ranks,
-            row_bytes_per_s=memory.row_bytes_per_s / ranks,
-        ),
-        storage=drives,
-    )  # fmt: skip
+    cores = max(1, host.processor.cores // ranks)
+    own: Host = times(replace(host, processor=replace(host.processor, cores=cores)), 1 / ranks, *_DIVIDED)
+    return own
 
 
 def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:

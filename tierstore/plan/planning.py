@@ -10,10 +10,9 @@ from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .accesses import Accesses, read_accesses
-from .assumptions import assumed_words, assumptions_of, fleet_of
+from .assumptions import Instead, assumed_words, assumptions_of
 from .curves import curve
 from .demand import Demand
-from .gain import gain_of
 from .host import Host, with_accelerators
 from .marginal import marginal_values
 from .model import predict
@@ -22,16 +21,8 @@ from .plan_file import PlanFile, SetupSection
 from .prediction import Prediction, Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
-from .result import (
-    Alternative,
-    PlanResult,
-    ShownCurve,
-    marks_of,
-    price_parts_of,
-    sources_of,
-    warnings_of,
-)
-from .search import SearchResult, search, with_memory
+from .result import PlanResult, ShownCurve, marks_of, sources_of, warnings_of
+from .search import Attempt, SearchResult, search, with_memory
 from .tiers import pool_loads
 from .workload import Workload, specified
 
@@ -68,10 +59,10 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
     tell("assumptions", 2, 4)
     assumptions = assumptions_of(workload, answer)
     tell("all rows in memory", 3, 4)
-    gain = None
+    in_memory = None
     if not asked.is_fixed and asked.target.has_rate and not asked.search.in_memory:
-        in_memory = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
-        gain = gain_of(workload, fleet_of(best), assumptions, lambda own: fleet_of(answer(own, in_memory)))
+        other = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
+        in_memory = Instead.of(lambda: answer(workload, other))
     demand = demands[workload.tables].laid_out(setup.workload)
     curves, most = _curves(setup, demand), asked.search.runners_up
     result = PlanResult(
@@ -81,14 +72,13 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
         hosts=tuple(host.name for host in question.hosts),
         searched=not asked.is_fixed,
         num_setups=found.num_setups,
-        gain=gain,
+        in_memory=in_memory,
         curves=curves,
         marginals=marginal_values(setup, demand),
         alternatives=(
-            *(Alternative(each.setup, each, "") for each in found.runners_up[:most]),
-            *(Alternative(each.setup, each.prediction, each.reason) for each in found.failures[:most]),
+            *(Attempt(each.setup, each) for each in found.runners_up[:most]),
+            *found.failures[:most],
         ),
-        price_parts=price_parts_of(setup),
         marks=marks_of(asked, best),
         warnings=(
             *warnings_of(asked, best),
@@ -287,7 +277,5 @@ def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
         return None
     try:
         return parse_query_sizes(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error}") from None

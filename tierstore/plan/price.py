@@ -14,11 +14,7 @@ _DAYS_A_MONTH: Final = 365.25 / 12
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing(Checked):
-    """Assumptions of money and time.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    """Assumptions of money and time."""
 
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
     pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)

@@ -13,7 +13,7 @@ from ..settings.options import option
 from ..system.sizes import format_size
 from .assumptions import describe_setup
 from .demand import Demand
-from .host import Checked, Host, with_accelerators
+from .host import Checked, Host, times, with_accelerators
 from .model import predict, queue_of
 from .prediction import Latency, Prediction, Setup, in_words, rate
 from .price import Pricing, years_of_life
@@ -42,11 +42,7 @@ _HBM_SHARE: Final = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Target(Checked):
-    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest."""
 
     samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
     queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
@@ -80,9 +76,6 @@ class SearchSpace(Checked):
     """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
 
     Without ``dtypes`` a plan file's rows keep theirs; ``search`` itself looks at all that the work allows.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
     """
 
     hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
@@ -206,9 +199,9 @@ def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: in
 
 def with_memory(host: Host, memory_bytes: float) -> Host:
     """The host with so much memory, whose watts and price follow."""
-    memory, share = host.ddr, memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
-    scaled = replace(memory, capacity_bytes=memory_bytes, watts=share * memory.watts, usd=share * memory.usd)
-    return replace(host, ddr=scaled)
+    share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
+    found: Host = times(host, share, "ddr.watts", "ddr.usd")
+    return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
 
 
 class _Finder(NamedTuple):
@@ -280,14 +273,13 @@ class _Finder(NamedTuple):
             last = len(replicas) - 1
             first = min(bisect_left(replicas, self._fewest(group.prediction)), last)
             enough = bisect_left(
-                replicas,
-                True,
-                first,
-                last,
-                key=lambda count: not self._try(replace(group.setup, replicas=count)).is_rate,
+                replicas, True, first, last, key=lambda count: not self._lacks_hosts(group.setup, count)
             )
             replicas = replicas[enough : enough + 1]
         return self._best(replace(group.setup, replicas=count) for count in replicas)
+
+    def _lacks_hosts(self, setup: Setup, replicas: int) -> bool:
+        return self._try(replace(setup, replicas=replicas)).is_rate
 
     def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
@@ -427,17 +419,14 @@ def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 def _is_no_worse(one: Prediction, other: Prediction) -> bool:
     """Of the same dtype, and less of everything is better."""
-    merits = (
-        (
-            found.price.usd_a_month,
-            found.price.usd,
-            found.price.watts,
-            -found.samples_per_s if found.latency is None else found.latency.p99_s,
-        )
-        for found in (one, other)
-    )
     is_alike = one.setup.workload.dtype == other.setup.workload.dtype
-    return is_alike and all(own <= its for own, its in zip(*merits, strict=True))
+    return is_alike and all(own <= its for own, its in zip(_merits(one), _merits(other), strict=True))
+
+
+def _merits(found: Prediction) -> tuple[float, ...]:
+    price, latency = found.price, found.latency
+    slowness = -found.samples_per_s if latency is None else latency.p99_s
+    return price.usd_a_month, price.usd, price.watts, slowness
 
 
 def _parts(found: Prediction) -> tuple[object, ...]:

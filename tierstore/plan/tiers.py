@@ -189,6 +189,7 @@ def _load(own: _Share) -> PoolLoad:
         from_device += read_again if cached_pages < unique else 0.0
     written, transactions = _written(own, both, misses, unique) if misses and is_training else (0.0, 0.0)
     live = _live_in_victims(min(both / own.num_rows, _MOST_CACHED)) if written else 0.0
+    cleaned = written * setup.cleaning
     # Other rows of a page may have brought it into the page cache.
     others = max(0.0, 1 - layout.pages_per_block / layout.rows_per_block)
     from_device *= 0.0 if own.cached_share >= 1 else (1 - own.cached_share) ** others
@@ -210,8 +211,8 @@ def _load(own: _Share) -> PoolLoad:
         keeps_two=stays or 2 * unique <= HELD_SHARE * top,
         pages_read=_pages_read(own, from_device),
         rows_written=written,
-        rows_moved=written * live / (1 - live),
-        segments_cleaned=written / (1 - live) / layout.rows_per_segment * (1 - own.cached_share),
+        rows_moved=cleaned * live / (1 - live),
+        segments_cleaned=cleaned / (1 - live) / layout.rows_per_segment * (1 - own.cached_share),
         transactions=transactions,
     )
 

@@ -1,6 +1,7 @@
 """A whole measurement, small: complete, saved, and nothing left behind."""
 
 import errno
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.plan.commands import run
 from tests.plan.hosts import SHOP_HOST
 from tierstore.plan import Host, SoftwareCosts
 from tierstore.plan.host import folded_costs
+from tierstore.plan.json_file import plain
 from tierstore.plan.measure import measure, measurement
 from tierstore.plan.measure.loops import Lab
 from tierstore.plan.measure.machine import Sizes
@@ -65,10 +67,9 @@ def test_the_command_shows_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tierstore.plan.measure.measure", lambda *_, **__: SHOP_HOST)
-    for suffix in ("json", "toml"):
-        path = tmp_path / f"host.{suffix}"
-        assert run("measure", "--dir", str(tmp_path), "--json", str(path)) == 0
-        assert read_host(path) == SHOP_HOST
+    path = tmp_path / "host.json"
+    assert run("measure", "--dir", str(tmp_path), "--json", str(path)) == 0
+    assert read_host(path) == SHOP_HOST
     shown = capsys.readouterr().out
     assert f"Saved as {tmp_path / 'host.json'}" in shown
     for each in fields(SoftwareCosts):
@@ -82,7 +83,7 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
     taken.write_text("precious")
     for name, error in (
         ("host.json", FileExistsError),
-        ("host.txt", ValueError),
+        ("host.toml", ValueError),
         ("none/host.json", FileNotFoundError),
     ):
         with pytest.raises(error):
@@ -90,38 +91,10 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
     assert taken.read_text() == "precious"
 
 
-OLD = [
-    "batch_us",
-    "step_us",
-    "hand_over_us",
-    "ahead_us",
-    "admit_ns",
-    "admit_row_ns",
-    "pool_ns",
-    "pool_ns_per_byte",
-    "pool_row_ns",
-    "pool_row_ns_per_byte",
-    "pool_bag_ns",
-    "pool_bag_ns_per_byte",
-    "update_ns",
-    "update_ns_per_byte",
-    "update_row_ns",
-    "update_row_ns_per_byte",
-    "update_bag_ns",
-    "update_bag_ns_per_byte",
-    "miss_ns",
-    "miss_ns_per_byte",
-    "read_ns",
-    "append_ns",
-    "append_ns_per_byte",
-    "move_ns",
-    "move_ns_per_byte",
-    "transaction_us",
-    "share_us",
-    "dense_product_us",
-    "dense_wake_us",
-    "dense_value_ns",
-]
+OLD = ["batch_us", "step_us", "hand_over_us", "ahead_us", "admit_ns", "admit_row_ns", "update_ns", "update_row_ns"]
+OLD += ["pool_ns", "pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"]
+OLD += ["miss_ns", "read_ns", "append_ns", "move_ns", "transaction_us", "share_us", "dense_wake_us"]
+"""Some of thirty."""
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=len(OLD), max_size=len(OLD)))
@@ -134,10 +107,6 @@ def test_costs_of_earlier_versions_are_folded(values: list[float]) -> None:
 
 
 def test_files_of_earlier_versions_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    import json
-
-    from tierstore.plan.json_file import plain
-
     document: dict[str, Any] = plain(SHOP_HOST)
     document["costs"] = dict.fromkeys(OLD, 12.0)
     (tmp_path / "old.json").write_text(json.dumps(document))

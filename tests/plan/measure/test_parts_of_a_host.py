@@ -1,5 +1,6 @@
 """Memory, cores, SSD and GPUs: figures of the right things. Whether they are high is not for tests to say."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.plan.measure import READ_BYTES, DirectReader, direct_reader, machine, storage
+from tierstore.plan.measure import READ_BYTES, direct_reader, machine, storage
 
 SMALL = machine.Sizes(1 << 16, 16, rows=256, copy_bytes=1 << 14)
 
@@ -101,13 +102,13 @@ def test_memory_is_no_disk(tmp_path: Path) -> None:
 def test_direct_reads_bring_what_the_file_holds(tmp_path: Path, block_bytes: int) -> None:
     path, content = tmp_path / "data", np.random.default_rng(0).bytes(32 * READ_BYTES)
     path.write_bytes(content)
-    try:
-        made = direct_reader(path, 3, block_bytes=block_bytes)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        pytest.skip("the file system has no direct reads")
-    with made as reader:
+    with contextlib.ExitStack() as stack:
+        try:
+            reader = stack.enter_context(direct_reader(path, 3, block_bytes=block_bytes))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            pytest.skip("the file system has no direct reads")
         offsets = reader.random_offsets(np.random.default_rng(1), 20)
         assert (offsets % block_bytes == 0).all()
         assert offsets.max() <= len(content) - block_bytes
@@ -125,5 +126,6 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
 
     (tmp_path / "data").write_bytes(bytes(READ_BYTES))
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(OSError, match=r"cannot be read directly \(Invalid argument\); use --dir on another"):
-        DirectReader(tmp_path / "data", 1)
+    expected = r"cannot be read directly \(Invalid argument\); use --dir on another"
+    with pytest.raises(OSError, match=expected), direct_reader(tmp_path / "data", 1):
+        pass

@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.report.results import HOSTILE, made_result, served_result
 from tierstore.plan.report import page_of
-from tierstore.plan.report.page import Line, Point, svg
 from tierstore.plan.report.sections import sections_of
 
 WAIT_MS = 60_000
@@ -34,7 +34,7 @@ def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
         assert shown.locator("p").all_text_contents() == list(each.lines)
         cells = [cell for row in each.table for cell in row]
         assert shown.locator("th, td").all_text_contents() == cells
-    assert page.locator("svg polyline").count() == page.locator("svg circle").count() == 1
+    assert page.locator("svg polyline").count() == 2
     assert page.locator("img, script").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     assert [url.partition(":")[0] for url in watched.urls] == ["file"]
@@ -62,12 +62,13 @@ def test_the_page_is_one_file_that_asks_for_nothing(result: Any) -> None:
     assert len(text) < 50_000
 
 
-def test_lines_go_from_the_lowest_size_to_the_highest_by_their_logarithm() -> None:
-    drawn = svg([Line("a", [Point(1.0, 0.0), Point(10.0, 50.0), Point(100.0, 100.0)], Point(10.0, 50.0))])
-    (points,) = re.findall('points="(.*?)"', drawn)
-    (left, bottom), middle, (right, top) = (tuple(map(float, point.split(","))) for point in points.split())
-    assert middle == ((left + right) / 2, (bottom + top) / 2)
-    assert f'cx="{middle[0]}" cy="{middle[1]}"' in drawn
-    assert left < right
-    assert top < bottom
-    assert re.findall('class="x" x="[0-9.]+" y="[0-9.]+">([0-9.]+)<', drawn) == ["1.00", "10.0", "100"]
+def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
+    result = made_result()
+    (shown,), drawn = result.curves, page_of(result)
+    strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
+    told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
+    assert len(told) == 120
+    assert told[-1][0] == shown.curve.sizes[-1]
+    for (before, _), (end, value) in pairwise(told):
+        assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
+    assert "row 125,000\nthis plan: 0 %\nthis plan: 50 %" in drawn

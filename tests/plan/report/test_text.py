@@ -1,13 +1,13 @@
 """The summary in a terminal."""
 
 import re
+from dataclasses import replace
 
+from tests.plan.hosts import SHOP_HOST
 from tests.plan.report.results import made_result, served_result
-from tierstore.plan.assumptions import Fleet
-from tierstore.plan.gain import Gain, Span
+from tierstore.plan.assumptions import Instead
+from tierstore.plan.price import Pricing, price_of
 from tierstore.plan.report import describe
-
-FLEET = Fleet("1 x box", 1, 1.0, 1.0, 1.0, 1.0, None, "model")
 
 
 def section(text: str, title: str) -> list[str]:
@@ -46,8 +46,8 @@ def test_what_was_assumed_comes_before_the_answer_with_what_follows_if_it_is_off
     assert section(text, "Assumed") == [
         "  - skew: Zipf's law of exponent 1.05, in shop; or give exponent, or a trace",
         "    - if it is 0.5 times that, no setup of shop",
-        "    - if it is 2 times that, 3 x shop: 51,000 samples/s; bound by dense model; $3,900 to buy, $146 a",
-        "      month",
+        "    - if it is 2 times that, 3 x shop (16.0 GiB DDR, 2 SSDs): 51,000 samples/s; bound by dense",
+        "      model; $3,900 to buy, $146 a month",
     ]
     assert "Assumed" not in describe(made_result(assumptions=()))
 
@@ -59,14 +59,24 @@ def test_the_last_tier_has_no_hit_rate_and_the_page_cache_is_a_line() -> None:
     assert (ssd[0], ssd[-2:]) == ("SSD", ["750", "-"])
 
 
-def test_what_tiers_save_has_its_range() -> None:
-    memory, saved = section(describe(made_result()), "Beside all rows in memory")
-    assert memory == "  all rows in DDR or HBM: 2 x shop: $97.00 a month, 380 W; bound by dense model"
-    assert saved == "  this plan saves $48.50 a month (50 %; $0.00 to $60.00 if an input is off) and 190 W (50 %)"
-    nothing = made_result(gain=Gain(FLEET, "", Span(0.0, 0.0, 0.0), Span(0.0, 0.0, 0.0)))
-    assert "this plan saves nothing beside it" in describe(nothing)
-    assert "all rows in DDR or HBM: too small" in describe(made_result(gain=Gain(None, "too small", None, None)))
-    assert "Beside all rows" not in describe(served_result())
+def test_what_tiers_save() -> None:
+    whole, _, saved = section(describe(made_result()), "Compared with all rows in memory")
+    assert whole == "  all rows in DDR or HBM: 2 x shop (16.0 GiB DDR, 2 SSDs): $97.00 a month, 380 W; bound by dense"
+    assert saved == "  this plan saves $48.50 a month (50 %) and 190 W (50 %)"
+    assert "all rows in DDR or HBM: too small" in describe(made_result(in_memory=Instead(None, "too small")))
+    assert "Compared with all rows" not in describe(served_result())
+
+
+def test_prices_of_parts_add_up() -> None:
+    price = price_of(SHOP_HOST, 1, Pricing())
+    result = made_result()
+    result = replace(result, prediction=replace(result.prediction, price=price))
+    *parts, every = (re.findall(r"[$\d,.]+", line)[-2:] for line in section(describe(result), "Price")[1:-1])
+    usd, watts = (
+        sum(float(each.strip("$").replace(",", "")) for each in column) for column in zip(*parts, strict=True)
+    )
+    assert (f"${usd:,.0f}", f"{watts:,.0f}") == tuple(every)
+    assert (usd, watts) == (price.usd, price.watts)
 
 
 def test_serving_tells_latency() -> None:

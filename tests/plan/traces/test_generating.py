@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.traces import generate
 
-pytestmark = pytest.mark.kernel
-SAMPLES = 5000 if JIT_ENABLED else 1000
+SAMPLES = 5000
 WORKLOAD = Workload(
     name="w",
     tables=(

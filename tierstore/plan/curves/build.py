@@ -1,6 +1,5 @@
 """Curves of accesses: of all of them, and table by table."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Final, TypedDict, Unpack
@@ -13,7 +12,7 @@ from ...kernels.arrays import Float64s, Int64s
 from ...rows import KEY_ROW_BITS
 from ...settings.names import nearest
 from ...system.excerpt import excerpt
-from ..accesses import Accesses, numbered
+from ..accesses import Accesses, numbered, of_tables
 from .base import POLICIES, MissRatioCurve
 from .replays import Progress, Replay
 
@@ -96,21 +95,8 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
 
 def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
     """Curves of the tables, each in a cache of its own; a table without accesses has none. As ``curve``."""
-    progress = options.get("progress")
-    indexes = accesses.keys >> KEY_ROW_BITS
-    order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
-    ends = np.cumsum(np.bincount(indexes, minlength=len(accesses.tables))).tolist()
-    found = {}
-    for index, (name, (begin, end)) in enumerate(zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True)):
-        if begin == end:
-            continue
-        positions = order[begin:end]
-        keys, starts = accesses.keys[positions], np.searchsorted(positions, accesses.starts)
-        own = accesses._replace(keys=keys, starts=starts, all_lookups=accesses.lookups_of([index]))
-        found[name] = curve(own, policy, **(options | CurveOptions(progress=None)))
-        if progress is not None:
-            progress(end, len(accesses.keys))
-    return found
+    used = np.unique(accesses.keys >> KEY_ROW_BITS).tolist()
+    return {accesses.tables[index]: curve(of_tables(accesses, [index]), policy, **options) for index in used}
 
 
 def _counted(accesses: Accesses, skip: int) -> float:

@@ -22,7 +22,7 @@ from ... import optim
 from ...config import TableConfig
 from ...io import ROW_FILE_NAME
 from ...io.btree import META_READ_BYTES, parse_meta
-from ...kernels.arrays import Int64s
+from ...kernels.arrays import Float64s, Int64s
 from ...kernels.least_squares import solve_nonnegative
 from ...models import DLRM
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
@@ -37,11 +37,8 @@ from .page_cache import drop, warm
 ROWS, IDS, PASSES = 200_000, 4096, 10
 """Of a lab with all the time that it wants."""
 _NARROW, _WIDE, _MANY_DIM = 16, 128, 64
-_CACHED_BYTES: Final = 60
-"""A cached row takes about so much beside itself."""
-_SLACK: Final = 1.2
-"""Of the budget an eighth is for transactions."""
-_STAGING_BYTES: Final = 512 << 10
+_ROW_EXTRA_BYTES, _STAGING_BYTES, _SLACK = 60, 512 << 10, 1.2
+"""Of a budget: what a cached row takes beside itself, what a store takes at least, and an eighth for transactions."""
 _CHUNK: Final = 100_000
 _BATCHES: Final = 8
 _MISS_PART: Final = 8
@@ -50,13 +47,11 @@ _WRITE_LOOPS: Final = ((_NARROW, 8), (_NARROW, 64), (_WIDE, 8))
 """Columns, and of how many rows the cache holds one: that decides how many rows a transaction has."""
 _WRITTEN_BEFORE, _WRITTEN = 1 / 4, 1 / 2
 """Of the rows: so few that no room has to be won back."""
-_TABLES: Final = 32
-_AHEAD_IDS: Final = 64
-"""For each table, of batches that are fetched ahead."""
-_AHEAD_STEPS: Final = 60
-_NUM_DENSE: Final = 13
+_TABLES, _AHEAD_IDS, _AHEAD_STEPS = 32, 64, 60
+"""Of batches that are fetched ahead; ids of each table."""
 _DENSE: Final = (({"bottom_mlp": (32,), "top_mlp": (32,)}, 64), ({"bottom_mlp": (), "top_mlp": (64,) * 4}, 2048))
 """Layers and samples: next to no work a product, and many values."""
+_DENSE_REST: Final = {"interaction": "dot", "cross_layers": 1, "cross_rank": 0, "num_dense": 13}
 _DENSE_TABLES, _DENSE_DIM = 8, 16
 
 
@@ -80,20 +75,22 @@ class Lab(NamedTuple):
     @contextlib.contextmanager
     def opened(self, dim: int, cached_rows: float, *, tables: int = 1) -> Iterator["_Subject"]:
         """A store of rows that were all written, with a cache of about so many; as it was made."""
-        path, each = self.folder / f"store-{dim}", self.rows // tables
+        path, layout = self.folder / f"store-{dim}", RowLayout(dim=dim, state_dim=1)
         if not path.exists():
-            _fill(path, dim, each, tables)
-        layout = RowLayout(dim=dim, state_dim=1)
-        ddr = _STAGING_BYTES + int(int(cached_rows) * (layout.row_bytes + _CACHED_BYTES) * _SLACK)
+            _fill(path, dim, self.rows // tables, tables)
+        ddr = _STAGING_BYTES + int(int(cached_rows) * (layout.row_bytes + _ROW_EXTRA_BYTES) * _SLACK)
         warm(path / ROW_FILE_NAME)
         with open_store(path, mode="w", ddr=ddr, threads=1) as store:
-            yield _Subject(store, TieredEmbeddingBagCollection(store), layout)
+            yield _Subject(store, TieredEmbeddingBagCollection(store), layout, np.random.default_rng(1))
             store.rollback(store.version)
 
-    def draw(self) -> Callable[[int], KeyedJaggedTensor]:
-        """Gives the next batch of so many ids, any rows, one a bag."""
-        generator = np.random.default_rng(1)
-        return lambda count: _jagged(generator.integers(0, self.rows, count))
+    @contextlib.contextmanager
+    def in_memory(self, dim: int) -> Iterator["_Subject"]:
+        """A store whose rows are all cached."""
+        with self.opened(dim, 2 * self.rows) as subject:
+            for first in range(0, self.rows, _CHUNK):
+                subject.store["t0"].read(torch.arange(first, min(first + _CHUNK, self.rows)))
+            yield subject
 
 
 def measure_costs(lab: Lab, progress: Callable[[float], None] = lambda _share: None) -> SoftwareCosts:
@@ -102,10 +99,10 @@ def measure_costs(lab: Lab, progress: Callable[[float], None] = lambda _share: N
     Args:
         progress: called with the share that is done, from 0 to 1.
     """
-    costs, loops = SoftwareCosts(), (_fixed_and_bytes, _ids, _misses, _reads, _writes, _ahead, _dense)
+    costs, loops = SoftwareCosts(), (_in_memory, _misses, _reads, _writes, _ahead, _dense)
     with torch_threads(1):
         for number, loop in enumerate(loops, 1):
-            costs = loop(lab, costs)
+            costs = replace(costs, **loop(lab, costs))
             progress(number / len(loops))
     return costs
 
@@ -119,10 +116,16 @@ class _Subject(NamedTuple):
     store: Store
     module: TieredEmbeddingBagCollection
     layout: RowLayout
+    generator: np.random.Generator
 
     @property
     def file(self) -> Path:
         return self.store.directory / ROW_FILE_NAME
+
+    def batches(self, number: int, ids: int) -> list[KeyedJaggedTensor]:
+        """Of any rows of the one table, one id a bag."""
+        rows = self.store["t0"].config.num_embeddings
+        return [_jagged(self.generator.integers(0, rows, ids)) for _ in range(number)]
 
     def forward(self, batch: KeyedJaggedTensor) -> None:
         with torch.no_grad():
@@ -132,10 +135,11 @@ class _Subject(NamedTuple):
         pooled: Tensor = self.module(batch).values()
         pooled.backward(torch.full_like(pooled, 1e-3))  # type: ignore[no-untyped-call]
 
-    def read_all(self) -> None:
-        table = self.store["t0"]
-        for first in range(0, table.config.num_embeddings, _CHUNK):
-            table.read(torch.arange(first, min(first + _CHUNK, table.config.num_embeddings)))
+    def done(self) -> Float64s:
+        """Rows read from SSD, pages read for them, rows written, and transactions."""
+        ssd = self.store.stats().ssd
+        pages = ssd.bytes_read / self.layout.page_bytes
+        return np.array([ssd.lookups, pages, ssd.rows_written, transactions_in(self.file)], np.float64)
 
 
 def _fill(path: Path, dim: int, rows: int, tables: int) -> None:
@@ -152,10 +156,10 @@ def _fill(path: Path, dim: int, rows: int, tables: int) -> None:
         store.commit()
 
 
-def _jagged(ids: Int64s, *, tables: int = 1) -> KeyedJaggedTensor:
-    """Bags of one id, an equal part of them for each table."""
-    names = [f"f{number}" for number in range(tables)]
-    return KeyedJaggedTensor(names, torch.from_numpy(ids), offsets=torch.arange(len(ids) + 1))
+def _jagged(ids: Int64s) -> KeyedJaggedTensor:
+    """Bags of one id; of several tables int64 [tables, ids]."""
+    names = [f"f{number}" for number in range(len(np.atleast_2d(ids)))]
+    return KeyedJaggedTensor(names, torch.from_numpy(ids.ravel()), offsets=torch.arange(ids.size + 1))
 
 
 def transactions_in(path: Path) -> int:
@@ -168,158 +172,131 @@ def transactions_in(path: Path) -> int:
     return max(first.txn_id, second.txn_id)
 
 
-class _Counts(NamedTuple):
-    """What a store has done: distinct rows of batches, those read from SSD, pages read for them, rows written,
-    transactions."""
+class _Loop(NamedTuple):
+    """A batch of a loop: its nanoseconds, ids and distinct rows, and what the store did."""
 
-    unique: float
+    layout: RowLayout
+    ns: float
+    ids: float
+    rows: float
     read: float
     pages: float
     written: float
     transactions: float
 
-    @classmethod
-    def of(cls, subject: _Subject) -> "_Counts":
-        ddr, ssd = subject.store.stats().ddr, subject.store.stats().ssd
-        pages, transactions = ssd.bytes_read / subject.layout.page_bytes, transactions_in(subject.file)
-        return cls(ddr.unique, ssd.lookups, pages, ssd.rows_written, transactions)
+    @property
+    def amounts(self) -> dict[str, Any]:
+        """As ``SoftwareCosts.lookup_ns`` takes them."""
+        return {"ids": self.ids, "rows": self.rows, "bags": self.ids, "layout": self.layout}
 
-    def since(self, before: "_Counts", steps: int) -> "_Counts":
-        """In each of so many steps."""
-        return _Counts(*((now - then) / steps for now, then in zip(self, before, strict=True)))
-
-
-# Clocks, and what is known of a loop
-
-
-def _ns(work: Callable[[Any], None], batch: Any, clock: Callable[[], float] = time.thread_time) -> float:
-    began = clock()
-    work(batch)
-    return 1e9 * (clock() - began)
+    def left_ns(self, costs: SoftwareCosts, *, is_training: bool, is_in_memory: bool = False) -> float:
+        """Beyond what the costs that are known explain; never less than nothing."""
+        known = 1e3 * costs.batch_us * (TRAINING_FLOPS if is_training else 1) + costs.lookup_ns(**self.amounts)
+        if is_training:
+            known += costs.update_ns(**self.amounts)
+        if not is_in_memory:
+            known += costs.admission_ns(ids=self.ids, rows=self.rows) + self.read * costs.miss_row_ns(self.layout)
+        known += self.written * costs.append_row_ns(self.layout) + 1e3 * self.transactions * costs.transaction_us
+        return max(0.0, self.ns - known)
 
 
-def _median_ns(work: Callable[[Any], None], batches: Sequence[Any], passes: int) -> float:
-    """Of a batch, after one pass that does not count."""
-    for batch in batches:
+def _timed(
+    subject: _Subject,
+    work: Callable[[Any], None],
+    batches: Sequence[KeyedJaggedTensor],
+    *,
+    passes: int = 1,
+    clock: Callable[[], float] = time.thread_time,
+    middle: Callable[[Sequence[float]], float] = statistics.median,
+) -> _Loop:
+    before, taken = subject.done(), []
+    for batch in [*batches] * passes:
+        began = clock()
         work(batch)
-    return statistics.median(_ns(work, batch) for _ in range(passes) for batch in batches)
+        taken.append(clock() - began)
+    return _loop(subject, 1e9 * middle(taken), batches, (subject.done() - before) / len(taken))
 
 
-def _amounts(batches: Sequence[KeyedJaggedTensor], layout: RowLayout) -> dict[str, Any]:
-    """Of a batch of one table, as ``SoftwareCosts.lookup_ns`` takes them."""
-    rows = statistics.mean(len(np.unique(batch.values().numpy())) for batch in batches)
-    ids = statistics.mean(len(batch.values()) for batch in batches)
-    return {"ids": ids, "rows": rows, "bags": ids, "layout": layout}
+def _loop(subject: _Subject, ns: float, batches: Sequence[KeyedJaggedTensor], done: Float64s) -> _Loop:
+    ids = np.stack([batch.values().numpy().reshape(len(batch.keys()), -1) for batch in batches])
+    rows = sum(len(np.unique(each)) for batch in ids for each in batch) / len(batches)
+    return _Loop(subject.layout, ns, float(ids[0].size), rows, *done.tolist())
 
 
-def _training_ns(costs: SoftwareCosts, amounts: dict[str, Any]) -> float:
-    return 1e3 * TRAINING_FLOPS * costs.batch_us + costs.lookup_ns(**amounts) + costs.update_ns(**amounts)
+# Loops: each gives the costs that it finds
 
 
-def _fetching_ns(costs: SoftwareCosts, amounts: dict[str, Any], counts: _Counts) -> float:
-    admission = costs.admission_ns(ids=amounts["ids"], rows=amounts["rows"])
-    return admission + counts.read * costs.miss_row_ns(amounts["layout"])
+def _in_memory(lab: Lab, costs: SoftwareCosts) -> dict[str, float]:
+    """All rows cached: training of one id, lookups of wide rows, training of narrow ones."""
+    with lab.in_memory(_WIDE) as subject:
+        one = _warm(subject, subject.train, lab, 1).left_ns(costs, is_training=True, is_in_memory=True)
+        costs = replace(costs, batch_us=one / 1e3 / TRAINING_FLOPS)
+        found = _warm(subject, subject.forward, lab, lab.ids)
+    moved = SoftwareCosts(byte_ns=1.0).lookup_ns(**found.amounts)
+    costs = replace(costs, byte_ns=found.left_ns(costs, is_training=False, is_in_memory=True) / moved)
+    with lab.in_memory(_NARROW) as subject:
+        found = _warm(subject, subject.train, lab, lab.ids)
+    id_ns = found.left_ns(costs, is_training=True, is_in_memory=True) / (found.ids + found.rows)
+    return {"batch_us": costs.batch_us, "byte_ns": costs.byte_ns, "id_ns": id_ns}
 
 
-def _left(ns: float, known_ns: float, units: float) -> float:
-    """Of a loop, for each unit; never less than nothing."""
-    return max(0.0, ns - known_ns) / units
+def _warm(subject: _Subject, work: Callable[[Any], None], lab: Lab, ids: int) -> _Loop:
+    """After one pass that does not count."""
+    batches = subject.batches(_BATCHES, ids)
+    _timed(subject, work, batches)
+    return _timed(subject, work, batches, passes=lab.passes)
 
 
-# Loops
-
-
-def _fixed_and_bytes(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
-    """Training of one id; lookups of wide rows, all in memory."""
-    with lab.opened(_WIDE, 2 * lab.rows) as subject:
-        subject.read_all()
-        one = [_jagged(np.array([row])) for row in range(_BATCHES)]
-        costs = replace(costs, batch_us=_median_ns(subject.train, one, lab.passes) / 1e3 / TRAINING_FLOPS)
-        draw = lab.draw()
-        batches = [draw(lab.ids) for _ in range(_BATCHES)]
-        bytes_read = SoftwareCosts(byte_ns=1.0).lookup_ns(**_amounts(batches, subject.layout))
-        ns = _median_ns(subject.forward, batches, lab.passes)
-        return replace(costs, byte_ns=_left(ns, 1e3 * costs.batch_us, bytes_read))
-
-
-def _ids(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
-    """Training of narrow rows, all in memory."""
-    with lab.opened(_NARROW, 2 * lab.rows) as subject:
-        subject.read_all()
-        draw = lab.draw()
-        batches = [draw(lab.ids) for _ in range(_BATCHES)]
-        amounts = _amounts(batches, subject.layout)
-        ns = _median_ns(subject.train, batches, lab.passes)
-        return replace(costs, id_ns=_left(ns, _training_ns(costs, amounts), amounts["ids"] + amounts["rows"]))
-
-
-def _misses(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
+def _misses(lab: Lab, costs: SoftwareCosts) -> dict[str, float]:
     """Lookups of rows that are not cached, their pages in the system's page cache."""
     with lab.opened(_WIDE, lab.rows / _MISS_PART) as subject:
-        draw = lab.draw()
         # Slots are filled in order at first, and rows leave in it: not so when most rows have left.
         while (ddr := subject.store.stats().ddr).evictions < ddr.capacity_rows:
-            subject.forward(draw(lab.ids))
-        batches, before = [draw(lab.ids) for _ in range(_BATCHES)], _Counts.of(subject)
-        ns = statistics.median(_ns(subject.forward, batch) for batch in batches)
-        amounts, counts = _amounts(batches, subject.layout), _Counts.of(subject).since(before, _BATCHES)
-        known = 1e3 * costs.batch_us + costs.lookup_ns(**amounts) + _fetching_ns(costs, amounts, counts)
-        return replace(costs, miss_ns=_left(ns, known, counts.read))
+            subject.forward(*subject.batches(1, lab.ids))
+        found = _timed(subject, subject.forward, subject.batches(_BATCHES, lab.ids))
+    return {"miss_ns": found.left_ns(costs, is_training=False) / found.read}
 
 
-def _reads(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
+def _reads(lab: Lab, _costs: SoftwareCosts) -> dict[str, float]:
     """The same with pages from the device, in batches that a slow one reads in time; and from memory, by turns."""
-    beyond, pages = [], []
+    each_ns = []
     with lab.opened(_WIDE, lab.rows / _MISS_PART) as subject:
-        draw = lab.draw()
         for _ in range(_BATCHES // 2):
             warm(subject.file)
-            warm_ns = _ns(subject.forward, draw(lab.cold_ids))
+            in_memory = _timed(subject, subject.forward, subject.batches(1, lab.cold_ids))
             drop(subject.file)
-            before = _Counts.of(subject)
-            beyond.append(_ns(subject.forward, draw(lab.cold_ids)) - warm_ns)
-            pages.append(_Counts.of(subject).since(before, 1).pages)
-    return replace(costs, read_ns=_left(statistics.median(beyond), 0.0, statistics.median(pages)))
+            cold = _timed(subject, subject.forward, subject.batches(1, lab.cold_ids))
+            each_ns.append((cold.ns - in_memory.ns) / cold.pages)
+    return {"read_ns": max(0.0, statistics.median(each_ns))}
 
 
-def _writes(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
+def _writes(lab: Lab, costs: SoftwareCosts) -> dict[str, float]:
     """Training steps that evict as many dirty rows as they fetch: three loops for three costs."""
     equations, left = [], []
     for dim, part in _WRITE_LOOPS:
-        cached = lab.rows // part
-        count = max(8, min(lab.ids, cached) // 2)
-        with lab.opened(dim, cached) as subject:
-            draw = lab.draw()
+        count = max(8, min(lab.ids, lab.rows // part) // 2)
+        with lab.opened(dim, lab.rows // part) as subject:
             while subject.store.stats().ssd.rows_written < _WRITTEN_BEFORE * lab.rows:
-                subject.train(draw(count))
-            batches = [draw(count) for _ in range(max(1, int(_WRITTEN * lab.rows) // count))]
-            before, began = _Counts.of(subject), time.process_time()
-            for batch in batches:
-                subject.train(batch)
-            ns = 1e9 * (time.process_time() - began) / len(batches)
-            amounts, counts = _amounts(batches, subject.layout), _Counts.of(subject).since(before, len(batches))
-            known = _training_ns(costs, amounts) + _fetching_ns(costs, amounts, counts)
-            work = [counts.written, counts.written * subject.layout.row_bytes, 1e3 * counts.transactions]
-            equations.append(np.array(work) / ns)  # relative errors count
-            left.append(max(0.0, 1 - known / ns))
-    row, byte, transaction = solve_nonnegative(np.array(equations), np.array(left)).tolist()
-    return replace(costs, append_ns=row, append_ns_per_byte=byte, transaction_us=transaction)
+                subject.train(*subject.batches(1, count))
+            batches = subject.batches(max(1, int(_WRITTEN * lab.rows) // count), count)
+            found = _timed(subject, subject.train, batches, clock=time.process_time, middle=statistics.fmean)
+        work = np.array([found.written, found.written * found.layout.row_bytes, 1e3 * found.transactions])
+        equations.append(work / found.ns)  # relative errors count
+        left.append(found.left_ns(costs, is_training=True) / found.ns)
+    return _solved(equations, left, ("append_ns", "append_ns_per_byte", "transaction_us"))
 
 
-def _ahead(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
+def _ahead(lab: Lab, costs: SoftwareCosts) -> dict[str, float]:
     """Training steps over many tables whose batches are fetched ahead: a fifth of a quarter of the rows is cached."""
-    used, ids, generator = lab.rows // _TABLES // 4, _TABLES * _AHEAD_IDS, np.random.default_rng(2)
     with lab.opened(_MANY_DIM, lab.rows / 20, tables=_TABLES) as subject:
-        batches = [_jagged(generator.integers(0, used, ids), tables=_TABLES) for _ in range(3 * _AHEAD_STEPS)]
+        shape = (3 * _AHEAD_STEPS, _TABLES, _AHEAD_IDS)
+        batches = list(map(_jagged, subject.generator.integers(0, lab.rows // _TABLES // 4, shape)))
         _train_ahead(subject, batches[_AHEAD_STEPS:])
-        before, began = _Counts.of(subject), time.process_time()
+        before, began = subject.done(), time.process_time()
         _train_ahead(subject, batches[:_AHEAD_STEPS])
         ns = 1e9 * (time.process_time() - began) / _AHEAD_STEPS
-        counts, layout = _Counts.of(subject).since(before, _AHEAD_STEPS), subject.layout
-    amounts = {"ids": ids, "rows": counts.unique, "bags": ids, "layout": layout}
-    writing = counts.written * costs.append_row_ns(layout) + 1e3 * counts.transactions * costs.transaction_us
-    known = _training_ns(costs, amounts) + _fetching_ns(costs, amounts, counts) + writing
-    return replace(costs, ahead_us=_left(ns, known, 1e3))
+        found = _loop(subject, ns, batches[:_AHEAD_STEPS], (subject.done() - before) / _AHEAD_STEPS)
+    return {"ahead_us": found.left_ns(costs, is_training=True) / 1e3}
 
 
 def _train_ahead(subject: _Subject, batches: list[KeyedJaggedTensor]) -> None:
@@ -328,40 +305,40 @@ def _train_ahead(subject: _Subject, batches: list[KeyedJaggedTensor]) -> None:
             subject.train(batch)
 
 
-def _dense(lab: Lab, costs: SoftwareCosts) -> SoftwareCosts:
+def _dense(lab: Lab, _costs: SoftwareCosts) -> dict[str, float]:
     """Training steps of two dense models, the smaller one also on one thread: three loops for three costs."""
     equations, left, cores = [], [], lab.processor.cores
+    names = ("dense_product_us", "wake_us", "dense_value_ns")
     for layers, samples, threads in (*((*each, cores) for each in _DENSE), (*_DENSE[0], 1)):
-        rest: dict[str, Any] = {"interaction": "dot", "cross_layers": 1, "cross_rank": 0, "num_dense": _NUM_DENSE}
-        work = dlrm_work([_DENSE_DIM] * _DENSE_TABLES, **layers, **rest)
+        shape: dict[str, Any] = {**layers, **_DENSE_REST}
+        work = dlrm_work([_DENSE_DIM] * _DENSE_TABLES, **shape)
         with torch_threads(threads):
-            ns = _dense_step_ns({**layers, **rest}, samples, lab.passes)
+            ns = _dense_step_ns(shape, samples, lab.passes)
         known = 1e9 * TRAINING_FLOPS * samples * work.dense_flops / (lab.processor.flops * threads / cores)
-        product, wake = (
-            SoftwareCosts(**{name: 1.0}).dense_ns(work, samples=samples, threads=threads, is_training=True)[0]
-            for name in ("dense_product_us", "wake_us")
-        )
-        value = SoftwareCosts(dense_value_ns=1.0).dense_ns(work, samples=samples, threads=threads, is_training=True)[1]
-        equations.append(np.array([product, wake, value]) / ns)
+        each = {"samples": samples, "threads": threads, "is_training": True}
+        equations.append(np.array([sum(SoftwareCosts(**{name: 1.0}).dense_ns(work, **each)) for name in names]) / ns)
         left.append(max(0.0, 1 - known / ns))
-    product, wake, value = solve_nonnegative(np.array(equations), np.array(left)).tolist()
-    return replace(costs, dense_product_us=product, wake_us=wake, dense_value_ns=value)
+    return _solved(equations, left, names)
 
 
 def _dense_step_ns(layers: dict[str, Any], samples: int, passes: int) -> float:
     """The fastest: elapsed time grows by what others take of the cores. Rows are given and their gradient is taken."""
     model = DLRM(nn.Identity(), num_features=_DENSE_TABLES, embedding_dim=_DENSE_DIM, **layers)
     rule, labels = torch.optim.SGD(model.parameters(), lr=0.01), torch.ones(samples)
-    dense = torch.rand(samples, _NUM_DENSE)
+    dense = torch.rand(samples, layers["num_dense"])
     pooled = torch.rand(samples, _DENSE_TABLES * _DENSE_DIM, requires_grad=True)
 
-    def step(_batch: None) -> None:
+    def step() -> float:
+        began = time.perf_counter()
         rule.zero_grad()
         loss: Tensor = nn.functional.binary_cross_entropy_with_logits(model.dense_part(dense, pooled), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         rule.step()
         pooled.grad = None
+        return 1e9 * (time.perf_counter() - began)
 
-    for _ in range(3):
-        step(None)
-    return min(_ns(step, None, time.perf_counter) for _ in range(3 * passes))
+    return min(step() for _ in range(3 + 3 * passes))
+
+
+def _solved(equations: Sequence[Float64s], left: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    return dict(zip(names, solve_nonnegative(np.array(equations), np.array(left)).tolist(), strict=True))

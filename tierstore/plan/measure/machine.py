@@ -21,7 +21,6 @@ _ENOUGH: Final = 1 / 16
 _ROW_BYTES: Final = 256
 _BAG: Final = 32
 """Rows that are pooled together, so that little is written."""
-_CPU: Final = torch.device("cpu")
 
 
 class Sizes(NamedTuple):
@@ -29,12 +28,12 @@ class Sizes(NamedTuple):
 
     memory_bytes: int
     matrix: int
-    rows: int = 1 << 18
+    rows: int = 1 << 20
     copy_bytes: int = 256 << 20
 
 
-HOST_SIZES: Final = Sizes(1 << 30, 1536, rows=1 << 20)
-GPU_SIZES: Final = Sizes(4 << 30, 8192, rows=1 << 20)
+HOST_SIZES: Final = Sizes(1 << 30, 1536)
+GPU_SIZES: Final = Sizes(4 << 30, 8192)
 
 
 def rate_of(work: Callable[[int], object], *, seconds: float, first: int = 1) -> float:
@@ -71,9 +70,10 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def measure_host(*, seconds: float, threads: int, sizes: Sizes) -> tuple[Memory, Processor]:
     """Memory in order and by rows of 256 bytes at random, and float32 matrix products, on all threads."""
+    bench = _Bench(torch.device("cpu"), sizes, seconds / 3)
     with torch_threads(threads):
-        memory = _memory(_CPU, seconds * 2 / 3, sizes, machine_memory_bytes(), psutil.virtual_memory().available)
-        return memory, Processor(cores=threads, flops=_flops(_CPU, seconds / 3, sizes, torch.float32))
+        memory = bench.memory(machine_memory_bytes(), psutil.virtual_memory().available)
+        return memory, Processor(cores=threads, flops=bench.flops(torch.float32))
 
 
 def measure_accelerators(device: str, *, seconds: float) -> tuple[Accelerator, ...]:
@@ -104,60 +104,55 @@ def _devices(device: str) -> list[torch.device]:
 
 def measure_accelerator(device: torch.device, *, seconds: float, sizes: Sizes = GPU_SIZES) -> Accelerator:
     """Time one device; bfloat16 products, as mixed-precision training multiplies. Its power and price are not known."""
+    bench = _Bench(device, sizes, seconds / 5)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else sizes.memory_bytes
-    return Accelerator(
-        hbm=_memory(device, seconds / 2, sizes, total, total),
-        pcie=_link(device, seconds / 4, sizes),
-        flops=_flops(device, seconds / 4, sizes, torch.bfloat16),
-    )
+    return Accelerator(hbm=bench.memory(total, total), pcie=bench.link(), flops=bench.flops(torch.bfloat16))
 
 
-def _rate(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Calls a second, the device's work done."""
+class _Bench(NamedTuple):
+    """Of one device; ``seconds``: to spend on each figure, about."""
 
-    def several(count: int) -> None:
-        for _ in range(count):
-            work()
-        _wait(device)
+    device: torch.device
+    sizes: Sizes
+    seconds: float
 
-    return rate_of(several, seconds=seconds)
+    def rate(self, work: Callable[[], Any]) -> float:
+        """Calls a second, the device's work done."""
 
+        def several(count: int) -> None:
+            for _ in range(count):
+                work()
+            self.wait()
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return rate_of(several, seconds=self.seconds)
 
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
-def _memory(device: torch.device, seconds: float, sizes: Sizes, total: int, free: int) -> Memory:
-    rows = max(_BAG, min(sizes.memory_bytes, free // 4) // _ROW_BYTES)
-    table = torch.ones(rows, _ROW_BYTES // 4, device=device)
-    ids = torch.randint(0, rows, (sizes.rows // _BAG, _BAG), device=device)
-    in_order = _rate(table.sum, device, seconds / 2)
-    pooled = functools.partial(torch.nn.functional.embedding_bag, ids, table, mode="sum")
-    return Memory(
-        capacity_bytes=float(total),
-        bytes_per_s=in_order * table.numel() * 4,
-        row_bytes_per_s=_rate(pooled, device, seconds / 2) * ids.numel() * _ROW_BYTES,
-    )
+    def memory(self, total: int, free: int) -> Memory:
+        rows = max(_BAG, min(self.sizes.memory_bytes, free // 4) // _ROW_BYTES)
+        table = torch.ones(rows, _ROW_BYTES // 4, device=self.device)
+        ids = torch.randint(0, rows, (self.sizes.rows // _BAG, _BAG), device=self.device)
+        pooled = functools.partial(torch.nn.functional.embedding_bag, ids, table, mode="sum")
+        return Memory(
+            capacity_bytes=float(total),
+            bytes_per_s=self.rate(table.sum) * table.numel() * 4,
+            row_bytes_per_s=self.rate(pooled) * ids.numel() * _ROW_BYTES,
+        )
 
+    def link(self) -> Link:
+        host = torch.ones(self.sizes.copy_bytes // 4, pin_memory=self.device.type == "cuda")
+        target = torch.empty_like(host, device=self.device)
 
-def _link(device: torch.device, seconds: float, sizes: Sizes) -> Link:
-    host = torch.ones(sizes.copy_bytes // 4, pin_memory=device.type == "cuda")
-    target = torch.empty_like(host, device=device)
+        def copy_one() -> None:
+            target[:1].copy_(host[:1], non_blocking=True)
+            self.wait()
 
-    def copy(count: int) -> None:
-        target[:count].copy_(host[:count], non_blocking=True)
+        whole = self.rate(lambda: target.copy_(host, non_blocking=True))
+        return Link(bytes_per_s=whole * 4 * len(host), latency_us=1e6 / self.rate(copy_one))
 
-    def copy_one() -> None:
-        copy(1)
-        _wait(device)
-
-    whole = _rate(lambda: copy(len(host)), device, seconds / 2)
-    return Link(bytes_per_s=whole * 4 * len(host), latency_us=1e6 / _rate(copy_one, device, seconds / 2))
-
-
-def _flops(device: torch.device, seconds: float, sizes: Sizes, dtype: torch.dtype) -> float:
-    left = torch.ones(sizes.matrix, sizes.matrix, dtype=dtype, device=device)
-    out = torch.empty_like(left)
-    products = _rate(lambda: torch.mm(left, left, out=out), device, seconds)
-    return max(1.0, products * 2 * sizes.matrix**3)
+    def flops(self, dtype: torch.dtype) -> float:
+        left = torch.ones(self.sizes.matrix, self.sizes.matrix, dtype=dtype, device=self.device)
+        out = torch.empty_like(left)
+        return max(1.0, self.rate(lambda: torch.mm(left, left, out=out)) * 2 * self.sizes.matrix**3)

@@ -2,7 +2,7 @@
 
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 from ...kernels.threads import default_threads
 from ...system.sizes import format_size
 from ..host import Host, Link
+from ..parts.catalog import shown
 from .loops import IDS, PASSES, ROWS, Lab, measure_costs
 from .machine import HOST_SIZES, measure_accelerators, measure_host
 from .storage import measure_storage, require_device
@@ -96,17 +97,16 @@ def _processor_name() -> str:
 
 def describe(host: Host) -> str:
     """Each figure with its name in the file and what it means."""
-    parts = {"cores": host.processor, "memory": host.ddr}
+    parts: dict[str, Any] = {"cores": host.processor, "memory": host.ddr}
     parts |= {f"SSD {number}": each for number, each in enumerate(host.storage)}
     for number, gpu in enumerate(host.accelerators):
         parts |= {f"GPU {number}": gpu, f"GPU {number}, memory": gpu.hbm, f"GPU {number}, link": gpu.pcie}
     parts["tierstore's own work, on one core"] = host.costs
-    return "\n".join([host.source, *(line for title, part in parts.items() for line in ("", title, *_figures(part)))])
-
-
-def _figures(part: Any) -> Iterator[str]:
-    for each in fields(part):
-        value, text = getattr(part, each.name), each.metadata.get("help")
-        if text and value and each.name not in ("watts", "usd"):
-            shown = format_size(value) if each.name == "capacity_bytes" else f"{value:,.4g}"
-            yield f"  {each.name:22}{shown:>14}   {text}"
+    lines = [host.source]
+    for title, part in parts.items():
+        lines += ["", title]
+        for each in fields(part):
+            value, text = getattr(part, each.name), each.metadata.get("help")
+            if text and value and each.name not in ("watts", "usd"):
+                lines.append(f"  {each.name:22}{shown(each.name, value):>14}   {text}")
+    return "\n".join(lines)

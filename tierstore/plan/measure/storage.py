@@ -1,14 +1,16 @@
 """The SSD under a folder: reads past the page cache by how many are in flight, and writes that last."""
 
 import ctypes
+import functools
 import mmap
 import os
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -51,60 +53,56 @@ def _read_each(descriptor: int, address: int, size_bytes: int, offsets: Int64s) 
     return whole
 
 
-class DirectReader:
-    """Random direct reads of one file, ``depth`` in flight, each in a thread of its own.
+class DirectReader(NamedTuple):
+    """Random direct reads of one file, several in flight, each in a thread of its own."""
+
+    path: Path
+    block_bytes: int
+    descriptor: int
+    buffer: mmap.mmap
+    """A block of each thread: the last one that it read."""
+    addresses: Sequence[int]
+    threads: ThreadPoolExecutor
+
+    def random_offsets(self, generator: np.random.Generator, count: int) -> Int64s:
+        """int64 [count]: of blocks at random."""
+        return generator.integers(0, self.path.stat().st_size // self.block_bytes, count) * self.block_bytes
+
+    def read(self, offsets: Int64s) -> None:
+        """Read a block at each offset and return when all have come."""
+        parts = np.array_split(offsets, len(self.addresses))
+        read = functools.partial(_read_each, self.descriptor)
+        whole = sum(self.threads.map(read, self.addresses, [self.block_bytes] * len(parts), parts))
+        if whole != len(offsets):
+            raise OSError(f"{self.path}: {len(offsets) - whole} of {len(offsets)} direct reads failed")
+
+
+@contextmanager
+def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> Iterator[DirectReader]:
+    """A reader of blocks, closed at the end.
 
     Args:
+        depth: reads in flight.
         block_bytes: of each read; a multiple of 4,096.
 
     Raises:
         OSError: the file system has no direct reads.
     """
-
-    def __init__(self, path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> None:
-        self.block_bytes = block_bytes
-        self._path = path
-        self._depth = depth
-        self._blocks = path.stat().st_size // block_bytes
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            text = f"{path} cannot be read directly ({error.strerror}); use --dir on another file system"
-            raise OSError(error.errno, text) from error
-        # Anonymous maps begin on a page, as direct reads want it.
-        self.buffer = mmap.mmap(-1, depth * block_bytes)
-        first = np.frombuffer(self.buffer, np.uint8).ctypes.data
-        self._addresses = range(first, first + depth * block_bytes, block_bytes)
-        self._threads = ThreadPoolExecutor(depth, "direct-read")
-        try:
-            self.read(np.zeros(depth, np.int64))
-        except BaseException:
-            self.close()
-            raise
-
-    def random_offsets(self, generator: np.random.Generator, count: int) -> Int64s:
-        """int64 [count]: of blocks at random."""
-        return generator.integers(0, self._blocks, count) * self.block_bytes
-
-    def read(self, offsets: Int64s) -> None:
-        """Read a block at each offset and return when all have come."""
-        depth = self._depth
-        parts = np.array_split(offsets, depth)
-        each = self._threads.map(
-            _read_each, [self._descriptor] * depth, self._addresses, [self.block_bytes] * depth, parts
-        )
-        whole = sum(each)
-        if whole != len(offsets):
-            raise OSError(f"{self._path}: {len(offsets) - whole} of {len(offsets)} direct reads failed")
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._descriptor)
-
-
-def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> "closing[DirectReader]":
-    """A reader, closed at the end."""
-    return closing(DirectReader(path, depth, block_bytes=block_bytes))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        text = f"{path} cannot be read directly ({error.strerror}); use --dir on another file system"
+        raise OSError(error.errno, text) from error
+    try:
+        buffer = mmap.mmap(-1, depth * block_bytes)  # anonymous maps begin on a page, as direct reads want it
+        first = np.frombuffer(buffer, np.uint8).ctypes.data
+        addresses = range(first, first + depth * block_bytes, block_bytes)
+        with ThreadPoolExecutor(depth, "direct-read") as threads:
+            reader = DirectReader(path, block_bytes, descriptor, buffer, addresses, threads)
+            reader.read(np.zeros(depth, np.int64))
+            yield reader
+    finally:
+        os.close(descriptor)
 
 
 def require_device(folder: Path) -> None:

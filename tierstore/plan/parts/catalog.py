@@ -130,39 +130,31 @@ def example_hosts() -> dict[str, dict[str, Any]]:
     return tomllib.loads((DATA / "hosts.toml").read_text(encoding="utf-8"))
 
 
-_UNITS: Final = {
-    "cores": ("cores", 1.0, ""),
-    "flops": ("matrix products", 1e-12, " TFLOP/s"),
-    "bytes_per_s": ("in order", 1e-9, " GB/s"),
-    "row_bytes_per_s": ("rows at random", 1e-9, " GB/s"),
-    "latency_us": ("after", 1.0, " us"),
-    "read_latency_us": ("one read", 1.0, " us"),
-    "reads_per_s": ("reads", 1e-3, "k/s"),
-    "read_bytes_per_s": ("read", 1e-9, " GB/s"),
-    "write_bytes_per_s": ("written", 1e-9, " GB/s"),
-    "drive_writes_a_day": ("drive writes a day", 1.0, ""),
-    "watts": ("", 1.0, " W"),
-    "usd": ("", 1.0, " USD"),
-}
+def shown(name: str, value: float) -> str:
+    """A figure as people read it; its name says the unit."""
+    return format_size(value) if name == "capacity_bytes" else f"{value:,.4g}"
 
 
 def describe_parts(*, sources: bool = False) -> str:
-    """All parts and the hosts made of them, for people. A ``*`` marks a figure in which something is assumed.
+    """All parts and the hosts made of them, for people, each figure under its key in a host's file. A ``*`` marks a
+    figure in which something is assumed.
 
     Args:
         sources: say with each figure where it comes from.
     """
-    lines = []
+    lines, indent = [], " " * 27
     for kind, named in _catalog().items():
         lines.append(kind)
         for part in named.values():
             lines.append(f"  {part.name:24} {part.title}")
+            each = {
+                f"{name} {shown(name, figure.value)}{'*' if figure.assumption else ''}": figure
+                for name, figure in part.figures.items()
+            }
             if sources:
-                lines += [f"      {_shown(part, name)}: {_why(figure)}" for name, figure in part.figures.items()]
+                lines += [f"      {text}: {_why(figure)}" for text, figure in each.items()]
             else:
-                shown = ", ".join(_shown(part, name) for name in part.figures)
-                indent = " " * 27
-                lines += textwrap.wrap(shown, 100, initial_indent=indent, subsequent_indent=indent)
+                lines += textwrap.wrap(", ".join(each), 100, initial_indent=indent, subsequent_indent=indent)
         lines.append("")
     lines += ["hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
     return "\n".join(
@@ -172,13 +164,3 @@ def describe_parts(*, sources: bool = False) -> str:
 
 def _why(figure: Figure) -> str:
     return "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
-
-
-def _shown(part: Part, name: str) -> str:
-    figure = part.figures[name]
-    mark = "*" if figure.assumption else ""
-    if name == "capacity_bytes":
-        return f"{format_size(figure.value)}{mark}"
-    what, scale, unit = _UNITS.get(name, (name, 1.0, ""))
-    value = figure.value * scale
-    return f"{what} {value:,.0f}{unit}{mark}".strip() if value >= 1000 else f"{what} {value:.4g}{unit}{mark}".strip()

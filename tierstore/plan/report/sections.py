@@ -1,12 +1,12 @@
 """What a report says, section by section: the terminal and the page show the same."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 from ...system.sizes import format_size
-from ..assumptions import WhatIf, describe_setup, machines_of
-from ..gain import Span
+from ..assumptions import FACTORS, Instead, describe_setup, machines_of
 from ..plan_file import PlanFile
 from ..prediction import Prediction, in_words, some
 from ..result import PlanResult
@@ -44,7 +44,7 @@ def sections_of(result: PlanResult) -> list[Section]:
         Section("Warnings", [f"! {text}" for text in result.warnings]),
         Section(f"Tiers of a host, in one {step}", (), _tiers(result)),
         Section(f"Time of a {step}", [_RULE], _loads(result), is_text_last=True),
-        Section("Beside all rows in memory", _gain(result)),
+        Section("Compared with all rows in memory", _in_memory(result)),
         _marginals(result),
         Section("Next best, and what fails", list(_alternatives(result))),
         _price(result),
@@ -87,20 +87,24 @@ def _targets(asked: PlanFile) -> str:
 def _assumed(result: PlanResult) -> Iterator[str]:
     """Each with what the answer becomes if it is off, and how to say it."""
     for each in result.assumptions:
-        yield f"- {each.text}; or give {each.instead}"
-        for found in each.what_if:
-            yield f"  - if it is {found.factor:g} times that, {_if_off(result, found)}"
+        instead = (
+            "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace"
+        )
+        yield f"- {each.text}; or give {instead}"
+        for factor, found in zip(FACTORS, each.what_if, strict=True):
+            yield f"  - if it is {factor:g} times that, {_if_off(result, found)}"
 
 
-def _if_off(result: PlanResult, found: WhatIf) -> str:
-    fleet = found.fleet
-    if fleet is None:
+def _if_off(result: PlanResult, found: Instead) -> str:
+    other = found.prediction
+    if other is None:
         return found.reason
-    speed = f"{count(fleet.samples_per_s)} samples/s" if fleet.p99_s is None else f"99 % within {duration(fleet.p99_s)}"
-    is_same = fleet.machines == machines_of(result.prediction.setup)
-    machines = "the same machines" if is_same else fleet.machines
-    price = "" if is_same else f"; {money(fleet.usd)} to buy, {money(fleet.usd_a_month)} a month"
-    return f"{machines}: {speed}; bound by {in_words(fleet.bottleneck)}{price}"
+    latency, machines, price = other.latency, machines_of(other.setup), other.price
+    speed = f"{count(other.samples_per_s)} samples/s" if latency is None else f"99 % within {duration(latency.p99_s)}"
+    bound = f"bound by {in_words(other.bottleneck)}"
+    if machines == machines_of(result.prediction.setup):
+        return f"the same machines: {speed}; {bound}"
+    return f"{machines}: {speed}; {bound}; {money(price.usd)} to buy, {money(price.usd_a_month)} a month"
 
 
 def _speed(prediction: Prediction) -> str:
@@ -168,27 +172,22 @@ def _loads(result: PlanResult) -> list[tuple[str, ...]]:
     return rows if len(rows) > 1 else []
 
 
-def _gain(result: PlanResult) -> list[str]:
+def _in_memory(result: PlanResult) -> list[str]:
     """What the answer saves compared with the cheapest fleet that has every row in memory; none where that is not
     asked."""
-    gain = result.gain
-    if gain is None:
+    own, found = result.prediction.price, result.in_memory
+    if found is None:
         return []
-    memory, month, power = gain.memory, gain.usd_a_month, gain.watts
-    if memory is None or month is None or power is None:
-        return [f"all rows in DDR or HBM: {gain.reason}"]
-    price = f"{money(memory.usd_a_month)} a month, {watts(memory.watts)}"
-    fleet = f"all rows in DDR or HBM: {memory.machines}: {price}; bound by {in_words(memory.bottleneck)}"
-    if not month.high and not month.low:
-        return [fleet, "this plan saves nothing beside it"]
-    saved = f"{_saved(month, memory.usd_a_month, money, ' a month')} and {_saved(power, memory.watts, watts)}"
-    return [fleet, f"this plan saves {saved}"]
-
-
-def _saved(span: Span, whole: float, shown: Callable[[float], str], unit: str = "") -> str:
-    low, own, high = map(shown, span)
-    off = "" if low == high else f"; {low} to {high} if an input is off"
-    return f"{own}{unit} ({share(span.own / (whole or 1.0), 0)}{off})"
+    if found.prediction is None:
+        return [f"all rows in DDR or HBM: {found.reason}"]
+    memory, price = found.prediction, found.prediction.price
+    fleet = f"{machines_of(memory.setup)}: {money(price.usd_a_month)} a month, {watts(price.watts)}"
+    month, power = price.usd_a_month - own.usd_a_month, price.watts - own.watts
+    shares = share(month / (price.usd_a_month or 1.0), 0), share(power / (price.watts or 1.0), 0)
+    return [
+        f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}",
+        f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})",
+    ]
 
 
 def _marginals(result: PlanResult) -> Section:
@@ -215,15 +214,17 @@ def _alternatives(result: PlanResult) -> Iterator[str]:
 
 
 def _price(result: PlanResult) -> Section:
-    price, pricing = result.prediction.price, result.asked.pricing
-    rows = [(part.name, f"{part.number:,}", money(part.usd), watts(part.watts)) for part in result.price_parts]
+    """Parts of all hosts; they add up."""
+    found, price, pricing = result.prediction.setup, result.prediction.price, result.asked.pricing
+    host, rows = found.host, [("part", "count", "USD", "power")]
+    parts: list[tuple[str, Any]] = [("processors", host.processor), ("memory", host.ddr)]
+    parts += [("GPU", gpu) for gpu in host.accelerators] + [("SSD", drive) for drive in host.storage]
+    for (name, part), alike in groupby([*parts, ("board, case, power supply", host)]):
+        number = found.num_hosts * len(list(alike))
+        rows.append((name, f"{number:,}", money(number * part.usd), watts(number * part.watts)))
+    rows.append(("all", "", money(price.usd), watts(price.watts)))
     terms = f"bought over {pricing.years:g} years, with power at ${pricing.usd_per_kwh:g} a kWh"
-    every = ("all", "", money(price.usd), watts(price.watts))
-    return Section(
-        "Price",
-        [f"{money(price.usd_a_month)} a month, {terms}"],
-        [("part", "count", "USD", "power"), *rows, every],
-    )
+    return Section("Price", [f"{money(price.usd_a_month)} a month, {terms}"], rows)
 
 
 def _wear(result: PlanResult) -> list[str]:

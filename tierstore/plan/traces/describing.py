@@ -14,9 +14,7 @@ from ..accesses import accesses_of
 from ..json_file import plain
 
 _TOP_SHARE: Final = 100
-_MAX_SHOWN: Final = 40
-_MAX_NAME: Final = 24
-_WHOLE: Final = 1000
+_MAX_SHOWN, _MAX_NAME = 40, 24
 
 
 class TableSummary(NamedTuple):
@@ -57,23 +55,20 @@ class TraceSummary(NamedTuple):
     def text(self) -> str:
         """Lines for a terminal; the tables with the most accesses."""
         total, rate = self.total, self.sampling_rate
-        lines = [
-            f"{total.accesses:,} accesses of {total.rows:,} rows; tables: {len(self.tables):,}, batches: "
-            f"{self.batches:,}, samples: {self.samples:,}"
-        ]
+        counts = f"tables: {len(self.tables):,}, batches: {self.batches:,}, samples: {self.samples:,}"
+        lines = [f"{total.accesses:,} accesses of {total.rows:,} rows; {counts}"]
         if rate < 1:
             every = "" if total.all_accesses is None else f", and {total.all_accesses:,} accesses"
             lines.append(f"a sample: {100 * rate:g} % of the rows; all have about {round(total.rows / rate):,}{every}")
-        is_counted = rate < 1 and total.all_accesses is not None
-        heads = ["table", "accesses", "rows", "ids/sample", "top 1 %", "used once"]
-        rows = [[*heads, *(["all accesses"] if is_counted else [])]]
+        rows = [["table", "accesses", "rows", "ids/sample", "top 1 %", "used once", "all accesses"]]
         largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
-        for table in [*largest[:_MAX_SHOWN], total]:
-            ids, name = table.ids_a_sample, excerpt(table.name, _MAX_NAME - 3).replace("'", "")
-            shares = (f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %")
-            whole = [f"{table.all_accesses:,}"] if is_counted else []
-            counts = (name, f"{table.accesses:,}", f"{table.rows:,}")
-            rows.append([*counts, f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}", *shares, *whole])
+        for each in [*largest[:_MAX_SHOWN], total]:
+            name, used_once = excerpt(each.name, _MAX_NAME - 3).replace("'", ""), each.used_once / max(1, each.rows)
+            shares = (f"{100 * each.top_share:.1f} %", f"{100 * used_once:.1f} %")
+            of_all = "" if each.all_accesses is None else f"{each.all_accesses:,}"
+            rows.append([name, f"{each.accesses:,}", f"{each.rows:,}", f"{each.ids_a_sample:,.4g}", *shares, of_all])
+        if rate == 1 or total.all_accesses is None:
+            rows = [row[:-1] for row in rows]
         shown = columns_of(rows, is_last_text=False)
         if len(largest) > _MAX_SHOWN:
             shown.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
@@ -83,28 +78,26 @@ class TraceSummary(NamedTuple):
 
 def describe(trace: Trace) -> TraceSummary:
     """Count. Some 40 bytes of memory an access while it counts."""
-    accesses = accesses_of(trace)
+    accesses, counted = accesses_of(trace), trace.all_lookups
     keys, uses = np.unique(accesses.keys, return_counts=True)
     ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS)).tolist()
-    counted = trace.all_lookups or [None] * len(accesses.tables)
     tables = tuple(
-        _summary(trace, name, uses[begin:end], own)
-        for name, own, (begin, end) in zip(accesses.tables, counted, pairwise(ends), strict=True)
+        _summary(trace, name, uses[begin:end], None if counted is None else counted[index])
+        for index, (name, (begin, end)) in enumerate(zip(accesses.tables, pairwise(ends), strict=True))
     )
-    total = _summary(trace, "all", uses, None if trace.all_lookups is None else sum(trace.all_lookups))
+    total = _summary(trace, "all", uses, None if counted is None else sum(counted))
     return TraceSummary(total, tables, accesses.all_batches, trace.num_samples, trace.sampling_rate)
 
 
 def _summary(trace: Trace, name: str, uses: Int64s, counted: int | None) -> TableSummary:
     """``counted``: accesses to all rows, where they are known apart."""
-    accesses, top = int(uses.sum()), -(-len(uses) // _TOP_SHARE)
-    top_uses = int(np.partition(uses, len(uses) - top)[len(uses) - top :].sum()) if top else 0
+    accesses = int(uses.sum())
     return TableSummary(
         name=name,
         accesses=accesses,
         all_accesses=accesses if counted is None and trace.sampling_rate == 1 else counted,
         rows=len(uses),
         ids_a_sample=accesses / max(1, trace.num_samples),
-        top_share=top_uses / max(1, accesses),
+        top_share=int(np.sort(uses)[::-1][: -(-len(uses) // _TOP_SHARE)].sum()) / max(1, accesses),
         used_once=int(np.count_nonzero(uses == 1)),
     )
