@@ -67,7 +67,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Beside the environment, not in it: what they say they need is not what tierstore may need.
+# Outside the environment: what they say they need is not what tierstore may need.
 TORCHREC := torchrec==1.9.2 tensordict torchmetrics==1.0.3 pyre-extensions pyvers cloudpickle typing_inspect
 FRAMEWORKS := lightning==2.6.6 lightning-utilities accelerate==1.15.0 pyyaml huggingface_hub requests charset_normalizer urllib3
 # The machine code of PyTorch 2.11's Triton is tested, too.

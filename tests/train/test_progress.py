@@ -31,7 +31,7 @@ def test_a_tier_in_device_memory_is_shown_where_there_is_one():
 
 
 @pytest.mark.parametrize(
-    ("tiers", "lines"), [(IDLE, []), (HOT, ["HBM      1.0 KiB, room for 2 rows, 75.0 % hits, on cuda:0"])]
+    ("tiers", "lines"), [(IDLE, []), (HOT, ["HBM      1.0 KiB, capacity 2 rows, 75.0 % hits, on cuda:0"])]
 )
 def test_a_summary_shows_it_too(tiers, lines):
     summary = Summary(
@@ -40,6 +40,6 @@ def test_a_summary_shows_it_too(tiers, lines):
         bits=None,
     )  # fmt: skip
     assert [line for line in summary.describe().splitlines() if line.startswith("HBM")] == lines
-    assert "DDR      2.0 KiB, room for 8 rows, 25.0 % hits" in summary.describe().splitlines()
+    assert "DDR      2.0 KiB, capacity 8 rows, 25.0 % hits" in summary.describe().splitlines()
     assert summary.to_dict()["device"] == "cuda:0"
     assert summary.to_dict()["tiers"]["hbm"]["hit_rate"] == tiers.hbm.hit_rate

@@ -264,7 +264,7 @@ COMPACT: Final = command(
             help="put rows side by side that this trace, of tierstore trace record, reads together",
         ),
     ),
-    "copy a store without the room it no longer needs",
+    "copy a store without its unused space",
     "Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. "
     "DIR is not changed.",
     """examples:
@@ -278,14 +278,14 @@ def _reshard(options: argparse.Namespace) -> int:
     from ..dist.reshard import reshard
 
     with progress_bar("reshard", unit=" rows", unit_scale=True) as show:
-        told = reshard(
+        report = reshard(
             Path(options.directory),
             Path(options.target),
             plan=None if options.plan is None else Plan.load(options.plan),
             num_ranks=0 if options.plain else options.ranks,
             progress=show,
         )
-    print(told)
+    print(report)
     return 0
 
 

@@ -32,7 +32,7 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
     "--store": ("store.path", str, "DIR", "folder of the store"),
     "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
     "--hbm": ("store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
-    "--device": ("store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
+    "--device": ("store.device", str, "NAME", "where the model computes: cpu, or cuda with --hbm"),
     "--policy": ("store.policy", str, ("auto", "lru", "lfu", "tinylfu", "lookahead"), "which rows leave memory first"),
     "--threads": ("store.threads", int, "N", "threads of the store"),
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
@@ -162,7 +162,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _require_outputs(options: argparse.Namespace) -> None:
-    """What would prevent the files that are written once training is done, told before it begins."""
+    """Report what would prevent the files that are written after training, before it begins."""
     from ..system.output import require_new
 
     if options.json is not None:

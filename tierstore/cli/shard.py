@@ -142,7 +142,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 type=float,
                 default=60.0,
                 metavar="N",
-                help="of steps, about, beside some 30 to make tables (default: 60)",
+                help="of steps, about; to make tables takes some 30 more (default: 60)",
             ),
             arg("--force", help="replace PATH if it exists"),
         ),

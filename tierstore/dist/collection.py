@@ -36,7 +36,7 @@ class ShardedModule(TieredModule):
         return self.prepare_by(self._owners.ranks, *arguments)
 
     def prepare_by(self, ranks: Ranks, *arguments: Any) -> Prepared:
-        """``_prepare``; if it fails the others, which begin a lookup, are told by ``ranks``."""
+        """``_prepare``; if it fails, ``ranks`` reports it to the others, which begin a lookup."""
         with ranks.telling() if self._tables else contextlib.nullcontext():  # without, nothing is exchanged
             return super()._prepare(*arguments)  # type: ignore[safe-super]
 

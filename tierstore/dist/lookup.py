@@ -1,4 +1,4 @@
-"""What lookups over ranks have in common; and those where each distinct row crosses once and the asker pools.
+"""What lookups over ranks have in common; and those where each distinct row crosses once and the requester pools.
 
 Forward: a rank sends the keys of its batch's distinct rows to their owners, they send the rows, and it pools them in
 id-list order. Backward: it merges each row's gradients, divides them by the number of ranks and sends them to the
@@ -63,7 +63,7 @@ class SendsGradients(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """See ``Lookup.release``."""
+        """Release the rows. The lookup still works, but must bring them in again."""
 
     @property
     @abstractmethod
@@ -74,8 +74,8 @@ class SendsGradients(ABC):
         """Send gradients to the owners; what came to this rank."""
 
     def readied(self, grad_out: Tensor) -> Ready:
-        """See ``TrainsRows``. If this rank has exchanged gradients, or is amid it, and fails, other ranks may train all
-        the same: the step must not be repeated. What all ranks refuse before it may be."""
+        """Exchange gradients and bring the rows in for the update. If this rank fails once the exchange began, others
+        may train all the same, so the step must not be repeated. What all ranks refuse before it may be."""
         may_be_trained = False
         try:
             sent = self.sent(grad_out)
@@ -157,12 +157,12 @@ class ShardedLookup(SendsGradients):
         """Exchange ids, if they were not. ``ranks``: whose group no other thread uses now."""
 
     def has_room(self) -> bool:
-        """See ``Lookup.has_room``; of what is asked of this rank, once ids are exchanged."""
+        """Whether ``stage`` would bring in the rows that are asked of this rank, once ids are exchanged."""
         found: bool = self.own.has_room()
         return found
 
     def stage(self) -> bool:
-        """See ``Lookup.stage``; likewise."""
+        """Bring in the rows that are asked of this rank, and hold them until used; False if they do not fit."""
         found: bool = self.own.stage()
         return found
 
@@ -175,11 +175,11 @@ class ShardedLookup(SendsGradients):
 
     @abstractmethod
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
+        """Pool every bag into ``out``."""
 
     @abstractmethod
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``."""
+        """Gradient of the per-sample weights into ``grad_scale``."""
 
 
 _R = TypeVar("_R")
@@ -253,7 +253,8 @@ class _Route(NamedTuple):
 
 
 class RowsLookup(RoutedLookup[_Route]):
-    """See the module's docstring. Where a table's columns are on several ranks, each gives its part of the row."""
+    """A lookup whose distinct rows come from their owners. Where a table's columns are on several ranks, each gives
+    its part of the row."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)

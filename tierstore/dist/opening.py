@@ -131,7 +131,7 @@ class OwnPart:
         source: of which set of parts the ranks' parts were made; None if they were there, or are new.
 
     Raises:
-        StoreLockedError: another number of ranks trains on its parts. DiskFullError: there is no room for new parts.
+        StoreLockedError: another number of ranks trains on its parts. DiskFullError: no space for new parts.
         StoreNotFoundError: not all parts of the newest commit are here, or one process wrote a store here.
         TierstoreError: the parts are of different runs.
     """

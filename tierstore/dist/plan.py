@@ -40,7 +40,7 @@ class Sharding(NamedTuple):
             "column_wise": each rank has an equal range of the columns of all rows. "data_parallel": all ranks have all
             rows.
         ranks: who has rows, in order of the ranges.
-        exchange: "rows": each distinct row of a rank's batch crosses once, the asker pools. "pooled": owners pool.
+        exchange: "rows": each distinct row of a rank's batch crosses once, the requester pools. "pooled": owners pool.
     """
 
     sharding_type: ShardingType

@@ -226,7 +226,7 @@ class PooledLookup(RoutedLookup[_Route]):
 
 
 class _MergedPooled(SendsGradients):
-    """See ``Lookup.merged``: each sends its gradients, and this rank's bags of all are merged."""
+    """Several lookups: each sends its gradients, and this rank's bags of all are merged."""
 
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
         super().__init__(list(dict.fromkeys(table for lookup in lookups for table in lookup.tables)))

@@ -1,4 +1,4 @@
-"""The rest of a model beside sharded tables."""
+"""The rest of a model, alongside sharded tables."""
 
 from collections.abc import Sequence
 from typing import Any

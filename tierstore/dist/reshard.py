@@ -150,7 +150,7 @@ def _sync(directory: Path) -> None:
 
 
 def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progress) -> None:
-    """Rows with optimizer state, and what the optimizers of all tables need beside them."""
+    """Rows with optimizer state, and what the optimizers of all tables need besides."""
     done, total = 0, sum(shard.num_rows for _, shard in pieces)
     for table, shard in pieces:
         for start, stop in chunks(table):
@@ -176,7 +176,7 @@ def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, pr
     Raises:
         ValueError: the plan is for another number of ranks; the target is inside the source.
         FileExistsError: the target holds something. FileNotFoundError: there is no directory to make it in.
-        DiskFullError: no room for it. TierstoreError: the system refuses, or another process is at work there.
+        DiskFullError: too little free space. TierstoreError: the system refuses, or another process is at work there.
         TableError: rows are quantized. StoreNotFoundError: not all parts are there.
         Whatever is raised, nothing is left of the copy.
     """

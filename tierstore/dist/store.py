@@ -100,7 +100,7 @@ def open_sharded(
         StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
             mode="r"; or one process wrote it.
         StoreLockedError: it is open for writing, by as many ranks or by another number of them.
-        DiskFullError: there is no room for new parts. Others: as of ``tierstore.open``.
+        DiskFullError: too little free space for new parts. Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ. RuntimeError: another rank failed.
         ValueError: a wrong argument, ranks give different ones, or this process is not in the group.
     """
@@ -371,7 +371,7 @@ class ShardedStore:
 
     @property
     def changed_tables(self) -> tuple[str, ...]:
-        """See ``Store.changed_tables``; of this rank's part."""
+        """Names of the tables whose rows this rank updated or wrote since the last commit."""
         return self.local.changed_tables
 
     def tensors(self) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ class WholeTier:
         self.tables[table_index] = WholeTable(layout, num_rows, kept)
 
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
-        """See ``ColdTier.set_tables``; only some of those that it knows, as the tables of ranks do not change."""
+        """Know only these of its tables; the tables of ranks do not change."""
         for configs, tier in zip(self._configs, self._tiers, strict=True):
             own = {index: (configs[index].layout(tier.page_bytes), num_rows) for index, (_, num_rows) in shapes.items()}
             tier.set_tables(own)
@@ -128,7 +128,7 @@ class WholeTier:
     # -- reading
 
     def stored_rows(self, table_index: int) -> Iterator[Int64s]:
-        """See ``ColdTier.stored_rows``. Ranks that have columns of one row write it together."""
+        """Which rows of a table ``read`` finds, ascending. Ranks that have columns of one row write it together."""
         for rank, rows in self.tables[table_index].owners():
             for part in self._tiers[rank].stored_rows(table_index):
                 if len(own := part[(part >= rows.start) & (part < rows.stop)]):
@@ -148,7 +148,7 @@ class WholeTier:
 
     @contextlib.contextmanager
     def changes(self, since: int) -> Iterator["WholeChanges"]:
-        """See ``LmdbColdTier.changes``; ``since`` is in the lineage of the current version."""
+        """What changed since a version in the lineage of the current one; 0 for all rows ever written."""
         yield WholeChanges(self, self._written_since(since) if since else None)
 
     def _written_since(self, since: int) -> Int64s:
@@ -181,7 +181,7 @@ class WholeTier:
         return repack(self._shown.version, self._shown.version.lineage)
 
     def find_newer(self) -> "_NewerWhole | None":
-        """See ``ColdTier.find_newer``: a commit that all ranks have, and is the newest of each."""
+        """A commit that all ranks have and that is the newest of each; None if there is none."""
         found = [newer for tier in self._tiers if (newer := tier.find_newer()) is not None]
         is_all = len(found) == len(self._tiers)
         joined = _Joined.of([unpack(each.version, each.payload) for each in found]) if is_all else None
@@ -205,7 +205,7 @@ class WholeTier:
     # -- checking and counting
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """See ``ColdTier.verify``; of all ranks' row files, one after another."""
+        """Read and check every row of all ranks' row files, one after another."""
         done = [tier.verify(progress) for tier in self._tiers]
         _, *totals = (sum(column) for column in zip(*done, strict=True))
         return VerifyReport(max(each.tables for each in done), *totals)

@@ -68,7 +68,7 @@ def export_store(
         format: "safetensors", "torch" or "parquet".
         tables: names; default: all.
         key: the tensors' names, ``{table}`` standing for the table's.
-        state: add the optimizer state, float32, beside each ``weight`` under the names that torch.optim uses:
+        state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
             ``sum`` [rows] (row-wise Adagrad) or [rows, dim] (Adagrad); ``exp_avg``, ``exp_avg_sq`` [rows, dim] (Adam).
         dense: add the commit's tensors under their own names.
         version: which of the kept versions; default: the last.
@@ -77,7 +77,7 @@ def export_store(
 
     Raises:
         ValueError: two tensors would have one name, or a wrong argument. TableError: no such table.
-        FileExistsError: ``out`` exists. DiskFullError: there is no room for it; nothing is left of it.
+        FileExistsError: ``out`` exists. DiskFullError: too little free space for it; nothing is left of it.
         StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
     require_choice(format, tuple(FORMATS), "format")
@@ -94,8 +94,8 @@ def export_store(
         if not specs:
             raise ValueError(f"there is nothing to export: {store.directory} has no table")
         _require_distinct(specs)
-        told = [TableMetadata(plan.specs[0].name, plan.table.config, plan.table.state) for plan in plans]
-        file: TensorFile = maker(specs, Metadata(store.version, tuple(told)).to_dict())
+        metadata = [TableMetadata(plan.specs[0].name, plan.table.config, plan.table.state) for plan in plans]
+        file: TensorFile = maker(specs, Metadata(store.version, tuple(metadata)).to_dict())
         with partial_file(path, force=force) as descriptor:
             require_room(path, file.size_bytes)
             for name, tensor in tensors.items():

@@ -67,7 +67,7 @@ def import_files(
     The store is made if there is none, and so are tables that it does not have; those that it has must have as many
     columns and at least as many rows, and the dtype, and keep their configuration and their other rows. A tensor named
     ``embedding_bags.TABLE.weight``, whatever stands before that, is a table; files written by ``export_store`` say
-    themselves what is. Optimizer state beside the weights is taken too; without it in the file a table keeps what state
+    themselves what is. Optimizer state with the weights is taken too; without it in the file a table keeps what state
     it has. ``extra`` and tensors of the last commit stay, and so do the kept versions.
 
     Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
@@ -76,7 +76,7 @@ def import_files(
     Args:
         directory: the store's.
         files: each tensor is in one of them.
-        mapping: table by key; if there are any, these tensors alone are taken, with the optimizer state beside them.
+        mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state.
             State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum and step.
         optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
         dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
@@ -131,7 +131,7 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
     if match.kept is not None and match.states:
         table.restore(match.kept)
     elif match.kept is not None and is_new:
-        # Updates are counted for the sake of the state: where that begins anew, so do they.
+        # Updates are counted for the sake of the state: where that begins again, so do they.
         step = 0 if table.layout.state_dim else match.kept.step
         table.restore(TableState(step, match.kept.learning_rate))
     elif match.updates is not None and match.states:

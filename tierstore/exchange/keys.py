@@ -8,7 +8,7 @@ from ..optim import Optimizer
 
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
 STATE_NAMES: Final = ("sum", "exp_avg", "exp_avg_sq", "step")
-"""That may lie beside a table's weights."""
+"""Names that may lie alongside a table's weights."""
 _PLACE: Final = "{table}"
 _WEIGHT: Final = "weight"
 _TORCHREC: Final = re.compile(r"(?:.*\.)?embedding_bags\.(?P<table>.+)\.weight")
@@ -35,7 +35,7 @@ def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
 
 
 def state_key(weight_key: str, state: str) -> str:
-    """The key of an optimizer state beside its weights: ``a.weight`` and ``sum`` give ``a.sum``."""
+    """The key of an optimizer state alongside its weights: ``a.weight`` and ``sum`` give ``a.sum``."""
     if weight_key == _WEIGHT or weight_key.endswith("." + _WEIGHT):
         return weight_key[: -len(_WEIGHT)] + state
     return f"{weight_key}.{state}"

@@ -37,7 +37,7 @@ class StatePart(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The file of each tensor, the numbers beside them, and the keys that the caller named for a table's state."""
+    """The file of each tensor, the numbers alongside, and the keys that the caller named for a table's state."""
 
     places: Mapping[str, Source]
     numbers: Mapping[str, float]
@@ -50,8 +50,8 @@ class _Files(NamedTuple):
 
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
-    ``updates``, the count of them beside Adam's moments. ``keys`` are all that are taken, ``beside`` the state beside
-    the weights that is not."""
+    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the state
+    that is not."""
 
     source: Source
     key: str
@@ -217,7 +217,7 @@ def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
 
 
 def _updates(files: _Files, key: str, config: TableConfig) -> int | None:
-    """The count of updates, a number or a tensor [1] or [], that lies beside Adam's moments; None if there is none."""
+    """The count of updates, a number or a tensor [1] or [], that lies with Adam's moments; None if there is none."""
     if config.optimizer.kind != "adam" or not (key in files.places or key in files.numbers):
         return None
     if key in files.places:
@@ -290,7 +290,7 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
 
 
 def _states(files: _Files, key: str, table: str, config: TableConfig, num_rows: int) -> tuple[StatePart, ...]:
-    """The optimizer state beside weights of so many rows: all of it or none."""
+    """The optimizer state of weights of so many rows: all of it or none."""
     wanted = state_tensors(config.optimizer, config.embedding_dim)
     keys = {each.name: files.key_of(key, table, each.name) for each in wanted}
     places = files.places

@@ -1,4 +1,4 @@
-"""What our own exports tell beside the tensors, so that an import can make the tables again: JSON, and nothing else."""
+"""What our own exports hold besides tensors, so that an import can make the tables again: JSON, and nothing else."""
 
 from typing import Any, Final, NamedTuple
 

@@ -11,7 +11,7 @@ from ..rows import KEY_ROW_BITS
 from ..store import Table
 
 CHUNK_BYTES: Final = 8 * 2**20
-"""Rows, state and bookkeeping of one chunk. An export or import holds at most eight times this beside ``ddr``."""
+"""Rows, state and bookkeeping of one chunk. An export or import holds at most eight times this besides ``ddr``."""
 _BOOKKEEPING_BYTES: Final = 64
 """Keys, slots and unique numbers of a row on its way through the cache."""
 

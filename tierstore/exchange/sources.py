@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An open file; its metadata if it is an export of ours; ``others``, what beside tensors lies in it: numbers, and
+    """An open file; its metadata if it is an export of ours; ``others``, what else lies in it: numbers, and
     None for what is none."""
 
     path: Path

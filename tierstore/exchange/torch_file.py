@@ -1,7 +1,7 @@
 """A torch checkpoint, planned before it is written: ``torch.load(path, weights_only=True, mmap=True)`` reads it.
 
 It is a ZIP archive of uncompressed entries: a pickle of the state dict in which each tensor names its storage, one
-entry for each storage, and a few small ones. Headers of entries have room for 64-bit sizes, so that they are as long in
+entry for each storage, and a few small ones. Headers of entries allow 64-bit sizes, so that they are as long in
 small files as in large ones. Our own metadata is one more entry, which torch passes over.
 """
 

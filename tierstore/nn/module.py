@@ -210,6 +210,7 @@ def _look_up(
     return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
 
 
+_look_up.__qualname__ = f"_look_up ({NOT_TRACED})"  # all that torch 2.6 says of it
 _look_up_eagerly: Final[Any] = torch._compile._disable_dynamo(_look_up)
 _look_up_eagerly._torchdynamo_disable = True  # so before its first call, with what it says where no break may be
 _look_up_eagerly._torchdynamo_disable_msg = NOT_TRACED

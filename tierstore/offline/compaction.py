@@ -1,4 +1,4 @@
-"""A copy of a store whose rows lie in the order asked for, in full segments, without free room.
+"""A copy of a store whose rows lie in the order asked for, in full segments, without free space.
 
 The source is read as one snapshot. For each version that it keeps, the rows that are others than in the version before
 are appended to a new store: by their keys, or first those of a trace, so that rows which were read often and together
@@ -48,7 +48,7 @@ class CompactReport(NamedTuple):
     Attributes:
         rows: of the version.
         segments: of all versions.
-        bytes_before, bytes_after: of the two row files, as they take room on the device.
+        bytes_before, bytes_after: of the two row files, as they take space on the device.
     """
 
     target: Path
@@ -69,7 +69,7 @@ def compact_store(
     """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
 
     With a trace, rows that it has read often and together come first, side by side, whatever table they are of, so that
-    one page brings in several of a batch's. The others follow in key order. Training on the copy appends rows anew, in
+    one page brings in several of a batch's. The others follow in key order. Training on the copy appends rows again, in
     the order in which they leave memory.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
@@ -85,7 +85,7 @@ def compact_store(
     Raises:
         ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
         FileExistsError: the target holds something. FileNotFoundError: there is no directory to make it in.
-        DiskFullError: no room for the copy. TierstoreError: the system refuses to write there.
+        DiskFullError: too little free space for the copy. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()

@@ -51,7 +51,7 @@ class QuantizeReport(NamedTuple):
 
     Attributes:
         version: whose rows these are; the new store has the same number.
-        bytes_before, bytes_after: of the two row files, as they take room on the device.
+        bytes_before, bytes_after: of the two row files, as they take space on the device.
     """
 
     target: Path
@@ -90,7 +90,7 @@ def quantize(
         ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
             for the dtype: names table and row; the target is inside the store.
         TableError: no such table. FileExistsError: the target holds something. FileNotFoundError: there is no directory
-            to make it in. DiskFullError: no room for it. TierstoreError: the system refuses to write there.
+            to make it in. DiskFullError: too little free space. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
     """
     require_choice(dtype, TARGET_DTYPES, "dtype")

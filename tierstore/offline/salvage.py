@@ -137,7 +137,7 @@ def salvage(
         FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is the
             last. FormatError: the store is of an older release, or the manifest of other tables.
-        StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
+        StoreLockedError: the store is open for writing. DiskFullError: too little free space for the new store.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     report = SalvageReport(directory=source, target=target)
@@ -275,7 +275,7 @@ class _Taker:
 
 
 class _Batch:
-    """Room for rows of one layout."""
+    """Buffers for rows of one layout."""
 
     def __init__(self, layout: RowLayout, room: int) -> None:
         self.keys = np.empty(room, np.int64)

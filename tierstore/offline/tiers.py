@@ -22,5 +22,5 @@ def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
 
 
 def bytes_on_device(directory: Path) -> int:
-    """Room that a store's row file takes."""
+    """Bytes that a store's row file takes on the device."""
     return rows_path(directory).stat().st_blocks * 512

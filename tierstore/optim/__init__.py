@@ -1,4 +1,4 @@
-"""Sparse optimizers that run inside backward, with their state stored beside each row."""
+"""Sparse optimizers that run inside backward, with their state stored in each row."""
 
 from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
 

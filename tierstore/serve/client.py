@@ -127,7 +127,7 @@ class Client:
         Args:
             inputs: by name; on any device. They go as they are: no dtype is converted. Arrays of strings go as BYTES.
             version: of the store, or "" for whichever is served.
-            timeout: seconds, instead of the client's. The server is told, and drops a request that is late.
+            timeout: seconds, instead of the client's. The server gets it too, and drops a request that is late.
 
         Raises:
             ValueError: a dtype that no model takes; names the input.
@@ -218,7 +218,7 @@ class Client:
                 try:
                     return self._speak(idle, request, seconds)
                 except (ConnectionError, http.client.BadStatusLine):
-                    self.close()  # whoever asks reads only, so that asking twice does no harm
+                    self.close()  # requests only read, so that asking twice does no harm
             return self._speak(self._connect(self._host, self._port), request, seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{self.address}: no answer within {seconds} s") from error

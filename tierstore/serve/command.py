@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _WAIT_POLICY: Final = "OMP_WAIT_POLICY"
 """How the threads of a lookup and of the model wait for each other: asleep.
 
-By default those of torch spin, each on a core, while they wait. Beside the event loop, and whatever else the machine
+By default those of torch spin, each on a core, while they wait. Alongside the event loop, and whatever else the machine
 runs, that starves the one they wait for: with two threads on two cores a ranking query of 200 samples took 30 ms
-instead of 5. OpenMP reads how to wait when it is loaded, before any code of ours, so the process begins anew once."""
+instead of 5. OpenMP reads how to wait when it is loaded, before any code of ours, so the process begins again once."""
 _METAVARS: Final = {
     "store": "DIR",
     "model": "FILE.pt2",
@@ -66,7 +66,7 @@ def serve(options: argparse.Namespace) -> int:
     given = _read(Path(options.file), names) if options.file else {}
     given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     config = described(ServeConfig, given)
-    if not config.updates:  # a replica may wait for its store; else it is told before a port is opened
+    if not config.updates:  # a replica may wait for its store; else it is reported before a port is opened
         require_store(Path(config.store).absolute())
     for path in recording_paths(config):
         require_recordable(path)

@@ -1,4 +1,4 @@
-"""What ``tierstore serve`` is told: one frozen description, each field with its help, a flag for each field."""
+"""The settings of ``tierstore serve``: one frozen description, each field with its help, a flag for each field."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal

@@ -221,7 +221,7 @@ class StoreEngine:
 
     @property
     def is_live(self) -> bool:
-        """See ``Engine``. Nobody but a server that stops closes the batchers of the models that are served."""
+        """Whether batches can still run. Only a server that stops closes the batchers of the models that it serves."""
         if self._is_draining:
             return True
         return not self._has_failed and all(served.batcher.is_open for served in self._served.values())
@@ -319,7 +319,7 @@ class StoreEngine:
                 ran: _Ran = await served.batcher.submit(query, deadline, request.client)
                 return ran
             except ServeError as error:
-                # Unless another model has taken this one's place, of which it has to be asked anew.
+                # Unless another model has taken this one's place, of which it has to be asked again.
                 if error.status is not Status.UNAVAILABLE or self._served.get(request.model) is served:
                     raise
 
@@ -393,7 +393,7 @@ class StoreEngine:
             newer.close()
 
     async def drain(self) -> bool:
-        """Take no more requests, until told to resume; those that came are answered."""
+        """Take no more requests, until ``resume``; those that came are answered."""
         self._is_draining, self._is_ready = True, False
         return True
 
@@ -404,10 +404,10 @@ class StoreEngine:
         self._is_draining, self._is_ready = False, self._models is not None
         return False
 
-    # What is told of it
+    # What is reported of it
 
     def state(self) -> State:
-        """See ``Source``."""
+        """Tiers, versions and models as they are now, for metrics and the status page."""
         store, stale_since = self._store, self._stale_since
         tiers = self._before
         with contextlib.suppress(TierstoreError):  # closed meanwhile
@@ -437,6 +437,6 @@ async def _in(executor: Executor, work: Callable[..., _T], *arguments: Any) -> _
 
 
 def _shown_version(number: int, extra: Mapping[str, Any]) -> int:
-    """What clients are told: of a replica, the number that the version has at its source."""
+    """The version that clients see: of a replica, the number that the version has at its source."""
     origin = origin_of(extra)
     return number if origin is None else origin.version

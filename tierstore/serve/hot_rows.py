@@ -1,8 +1,8 @@
 """The rows that a server had in memory, for the next one to begin with.
 
-They lie beside the store, in ``STORE.hot``: row keys (table index << 40 | row), little-endian int64, next victims in
-front. The file is advice, and may be anybody's: of a plain file as many of the last keys are read as the caches have
-room for, and what is no row of the store is passed over. Anything else costs a word in the log.
+They lie next to the store, in ``STORE.hot``: row keys (table index << 40 | row), little-endian int64, next victims in
+front. The file is advice, and may be anybody's: of a plain file as many of the last keys are read as the
+caches can hold, and what is no row of the store is passed over. Anything else costs a word in the log.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def hot_rows(store: Store) -> Any:
 
 
 def save_hot_rows(path: Path, keys: Any) -> None:
-    """Write them; a file that cannot be written is told of in the log."""
+    """Write them; a file that cannot be written is logged."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def rows_of_trace(path: Path) -> dict[str, Any]:
 
 
 def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> int:
-    """Bring rows in, as many of the last ones as there is room for; returns how many.
+    """Bring rows in, as many of the last ones as fit; returns how many.
 
     Args:
         rows: ids by table; what is no row of the store is passed over.
@@ -115,7 +115,7 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
                     done += len(lease.slots)
             except ClosedError:
                 return done
-            except DamagedError as error:  # whoever asks for such a row will be told
+            except DamagedError as error:  # a request for such a row gets the error
                 _LOG.warning("some rows are not brought in: %s", error)
     return done
 

@@ -39,7 +39,7 @@ class Hold:
         self.size = 0
 
     def grow(self, size: int) -> None:
-        """Take more. Raises ServeError OVERLOADED if the budget has no room."""
+        """Take more. Raises ServeError OVERLOADED if the budget is used up."""
         self._budget.take(size)
         self.size += size
 
@@ -71,13 +71,13 @@ class Budget:
         self.held = 0
 
     def take(self, size: int) -> None:
-        """See ``hold``, which gives it back."""
+        """Take more; ServeError OVERLOADED if the budget is used up. ``hold`` also gives it back."""
         if self.held + size > self._limit:
             raise ServeError(Status.OVERLOADED, f"{self._what.format(self._limit)}; try again later")
         self.held += size
 
     def hold(self, size: int = 0) -> Hold:
-        """A part of that size. Raises ServeError OVERLOADED if there is no room."""
+        """A part of that size. Raises ServeError OVERLOADED if the budget is used up."""
         hold = Hold(self)
         hold.grow(size)
         return hold

@@ -146,7 +146,7 @@ def _opened_again(descriptor: int) -> io.FileIO | None:
 def configure(level: str | int = "INFO", as_json: bool = True) -> None:
     """Send every log of the process through one handler to stderr; a second call replaces the first's.
 
-    Call it before gRPC is imported: gRPC's core writes lines of its own to stderr, and is told not to by a variable of
+    Call it before gRPC is imported: gRPC's core writes lines of its own to stderr, and is kept from it by a variable of
     the environment (GRPC_VERBOSITY, unless it is set). uvicorn wants ``log_config=None`` and ``access_log=False``.
 
     Raises:

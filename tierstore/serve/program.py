@@ -39,7 +39,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _OWN: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _ANSWER_SECONDS: Final = 30.0
 _OTHER_FILES: Final = 256
-"""That a server has open beside connections."""
+"""Files that a server has open besides connections."""
 
 
 class Ports(NamedTuple):
@@ -178,7 +178,7 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
     """Serve until SIGTERM or Ctrl-C; returns the exit status.
 
     Args:
-        on_ready: told the ports, once requests are taken, or once a replica waits for its first update.
+        on_ready: called with the ports, once requests are taken, or once a replica waits for its first update.
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)

@@ -55,7 +55,7 @@ _TIER_COUNTERS: Final = {
 }
 _TIER_GAUGES: Final = {
     "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
-    "capacity_rows": "Rows that the tier has room for.",
+    "capacity_rows": "Rows that the tier can hold.",
 }
 
 

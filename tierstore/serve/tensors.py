@@ -89,7 +89,7 @@ def parse_head(name: object, datatype: object, shape: object, *, kind: str = "in
 def parse_input_head(
     name: object, datatype: object, shape: object, parameters: Container[str], inputs: Container[str]
 ) -> TensorHead:
-    """The head of a request's input beside others; ServeError INVALID."""
+    """The head of one of a request's inputs; ServeError INVALID."""
     head = parse_head(name, datatype, shape)
     if head.name in inputs:
         raise head.invalid("given twice")

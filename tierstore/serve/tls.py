@@ -60,7 +60,7 @@ class Tls:
         return ValueError(f"no certificate {self.certificate} with key {self.key}, both in PEM: {why}")
 
     def renew(self) -> None:
-        """Read the files again, if they have changed. What cannot be used is told in the log, and changes nothing."""
+        """Read the files again, if they have changed. What cannot be used is logged, and changes nothing."""
         try:
             pem = self._read()
             if pem == self._pem:

@@ -48,7 +48,7 @@ def recording_paths(config: ServeConfig) -> list[str]:
 def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int:
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
 
-    If one ends by itself, all are stopped, and the status is 1: whoever supervises the command starts it again.
+    If one ends by itself, all are stopped, and the status is 1: the supervisor of the command starts it again.
 
     Raises:
         OSError: a port is taken.
@@ -82,7 +82,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
 
 
 def _work(config: ServeConfig, index: int, ready: Any) -> None:
-    """One worker. Ctrl-C in a terminal, and a service manager's signal, reach it beside its parent, which tells it
+    """One worker. Ctrl-C in a terminal, and a service manager's signal, reach it and its parent, which tells it
     too: so a second signal is not taken for impatience."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

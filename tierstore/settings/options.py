@@ -6,7 +6,7 @@ from typing import Any, Final
 from ..system.excerpt import excerpt
 
 _MAX_COUNT: Final = 1 << 31
-"""A bound far above any use, so that a slip of the pen is told at once."""
+"""A bound far above any use, so that a typing error is reported at once."""
 
 
 def option(default: Any, text: str, *, low: float | None = None, high: float = _MAX_COUNT) -> Any:

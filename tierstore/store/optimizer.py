@@ -103,7 +103,9 @@ class _Rows(torch.nn.Parameter):
         if gradient is not None:
             if not gradient.is_sparse:
                 rows = torch.arange(len(gradient), device=gradient.device)[None]
-                gradient = torch.sparse_coo_tensor(rows, gradient, is_coalesced=True, check_invariants=False)
+                gradient = torch.sparse_coo_tensor(
+                    rows, gradient, gradient.shape, is_coalesced=True, check_invariants=False
+                )
             gradient = gradient.coalesce()
         _GRAD.__set__(self, gradient)
 

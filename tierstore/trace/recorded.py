@@ -214,7 +214,7 @@ class Recorded:
         self._rate /= 2
         self.last = last_hash(self._rate)
         keep = is_sampled(self._keys.values, self._rate)
-        # Running sums would take 8 bytes of memory a key, beside those of the keys.
+        # Running sums would take 8 bytes of memory a key, besides those of the keys.
         ends = np.searchsorted(np.flatnonzero(keep), self._key_ends.values)
         is_filled = np.diff(ends, prepend=0) > 0
         self._keys = _Column(self._keys.values[keep])

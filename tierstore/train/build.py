@@ -20,7 +20,7 @@ from .readers.categories import read_texts
 
 
 class Run(NamedTuple):
-    """What a training step needs, beside its batch: the model is on the store's device, the optimizer that of its dense
+    """What a training step needs, but its batch: the model is on the store's device, the optimizer that of its dense
     weights. Rows are updated inside backward."""
 
     store: Any

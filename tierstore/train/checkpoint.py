@@ -30,7 +30,7 @@ _FREE_KEYS: Final = frozenset(
         *("train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"),
     }
 )
-"""Keys that may differ when a run continues, beside [store]: they change no result, or (epochs) only its end."""
+"""Keys that may differ when a run continues, besides [store]: they change no result, or (epochs) only its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def require_resumable(store: Any, config: RunConfig) -> None:
     if differing := _differing(_saved(store)["config"], to_dict(config)):
         raise ValueError(
             f"{store.directory} was trained with {differing}. "
-            "Continue with the run file it was begun with, or train anew in another folder (--store)"
+            "Continue with the run file it was begun with, or train in another folder (--store)"
         )
 
 

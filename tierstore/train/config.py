@@ -1,6 +1,6 @@
 """The run file: one TOML file says what a training run is. A flag overrides a key; an unknown key is an error.
 
-Each section is a dataclass; the help beside a field is what the documentation shows.
+Each section is a dataclass; the help in a field is what the documentation shows.
 """
 
 # ruff: noqa: RUF009 (option makes dataclass fields)
@@ -29,7 +29,7 @@ _MAX_LAYERS: Final = 1000
 _MAX_COUNT: Final = (1 << 63) - 1
 _MAX_TIMEOUT: Final = 1 << 20
 _MAX_RATE: Final = 1e30
-"""Bounds far above any use, so that a slip of the pen is told at once and not by what overflows later."""
+"""Bounds far above any use, so that a typing error is reported at once and not by what overflows later."""
 
 
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
@@ -52,7 +52,7 @@ class StoreSection:
     )
     device: str = option(
         "cpu",
-        'where the model computes: "cpu", or "cuda" ("cuda:1", ...) beside hbm. A run may continue on another device; '
+        'where the model computes: "cpu", or "cuda" ("cuda:1", ...) with hbm. A run may continue on another device; '
         "the last bits of a result depend on it, as the dense part is computed by other kernels",
     )
     policy: str = option(
@@ -64,7 +64,7 @@ class StoreSection:
     keep: int = option(
         1, "commits to keep; tierstore rollback goes back to one; over ranks at least 2", low=1, high=MAX_KEPT_VERSIONS
     )
-    slack: float = option(DEFAULT_SLACK, "room that rows may take on the device, of what they need, before cleaning")
+    slack: float = option(DEFAULT_SLACK, "space that rows may take on the device, of what they need, before cleaning")
     record: str = option("", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none')
     record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
 
@@ -115,7 +115,7 @@ class DataSection:
     def __post_init__(self) -> None:
         check_ranges(self)
         is_after = self.test_rows > 0 and not self.test_path
-        _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
+        _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more with data.test_rows")
 
     @property
     def has_test(self) -> bool:

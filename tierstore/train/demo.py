@@ -49,14 +49,14 @@ _RUNS: Final = ("budget of 10 %", "all in memory")
 _MEMORY_NOTE: Final = "The process is mostly Python, torch and compiled kernels, the same in both runs."
 _MISSES_NOTE: Final = "What misses when all is in memory are first touches of rows never seen before."
 _DISK_NOTE: Final = (
-    "A store takes up to 1.4 times its rows, and 48 MiB or a tenth that LMDB reuses (docs/durability.md, room on disk)."
+    "A store takes up to 1.4 times its rows, and 48 MiB or a tenth that LMDB reuses (docs/durability.md, disk space)."
 )
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
 _IN_MEMORY_SHARE: Final = 2.0
-"""Of the bytes of the rows that training touches: room for all of them, with the index."""
+"""Of the bytes of the rows that training touches: enough for all of them, with the index."""
 
 
 def run_demo(
@@ -85,7 +85,7 @@ def run_demo(
     require_int(ranks, "ranks", 1, MAX_RANKS)
     if ranks > 1 and (device != "cpu" or hbm is not None):
         raise ValueError(f"ranks={ranks}: several train on the CPU for now; leave device and hbm away")
-    if device != "cpu" or hbm is not None:  # what a store would refuse is told before anything is made
+    if device != "cpu" or hbm is not None:  # what a store would refuse is reported before anything is made
         with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as empty:
             open_store(empty, device=device, hbm=_hbm(device, hbm, 1)).close()
     folder = Path(directory)
@@ -163,7 +163,7 @@ def _explain(
         "and its older copies as many until they are cleaned away.\n"
         f"The memory budget is a tenth of what it touches: {format_size(ranks * int(config.store.ddr))}"
         f"{f', divided among {ranks} ranks' if ranks > 1 else ''}"
-        f"{f', beside {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
+        f"{f', and {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
     )
 
 

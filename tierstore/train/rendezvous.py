@@ -1,4 +1,4 @@
-"""Ranks meet anew whenever torchrun restarts them: its store, which outlives them, still has what earlier ones left."""
+"""Ranks meet again whenever torchrun restarts them: its store, which outlives them, has what earlier ones left."""
 
 import contextlib
 import hashlib

@@ -130,7 +130,7 @@ def _finite(value: float) -> float | None:
 
 
 def _describe_cache(tier: TierStats) -> str:
-    return f"{format_size(tier.bytes)}, room for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
+    return f"{format_size(tier.bytes)}, capacity {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
 
 
 def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _FIXED_BYTES: Final = 400 * 2**10
 _CACHED_ROWS: Final = 256
 """At float32 with two more values of optimizer state for each: few enough that some are evicted."""
 _HBM_ROWS: Final = 768
-"""At as many bytes a row: room for a batch, not for those of all steps, also if a row needs half as many bytes."""
+"""At as many bytes a row: space for a batch, not for those of all steps, also if a row needs half as many bytes."""
 _warm: set[object] = set()
 
 

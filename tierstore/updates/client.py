@@ -50,7 +50,7 @@ class AdminClient:
         self._path = parts.path.rstrip("/")
         if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname):
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
-            _LOG.warning("%s gets the token unencrypted, and whoever listens may change its rows: %s", url, way_out)
+            _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         disown_in_forks(self)
 

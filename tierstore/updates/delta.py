@@ -98,7 +98,7 @@ def write_update(
     Args:
         directory: the store's.
         out: the file; must not exist.
-        since: the version that whoever gets the update has; 0 if it has none.
+        since: the version that the receiver has; 0 if it has none.
         progress: called as ``progress(done_bytes, total_bytes)`` of the tables.
 
     Raises:

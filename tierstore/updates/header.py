@@ -16,7 +16,7 @@ _FORMAT: Final = 2
 PAYLOAD: Final = -1
 """Stands for a table's index in chunks of the version's own payload."""
 MAX_PAYLOAD_BYTES: Final = 256 << 20
-"""Dense tensors and ``extra`` of an update: whoever applies it, and each server, holds them in memory several times."""
+"""Dense tensors and ``extra`` of an update: each server that applies it holds them in memory several times."""
 PAGE_BYTES: Final = 4096
 """Of the layouts by which rows are packed, which have nothing of a page in them."""
 _BASES: Final = ("nothing", "rows")
@@ -94,7 +94,7 @@ class UpdateHeader:
 
     @property
     def base(self) -> Origin | None:
-        """What whoever applies it must have; None if it needs nothing."""
+        """The version that the receiver must have; None if it needs none."""
         return Origin(self.origin.source, self.since, self.since_commit_id) if self.since else None
 
     @property

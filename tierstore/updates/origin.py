@@ -1,4 +1,4 @@
-"""Whose rows a replica has: kept in the ``extra`` of each of its commits, beside what the source itself keeps there."""
+"""Whose rows a replica has: kept in the ``extra`` of each of its commits, with what the source itself keeps there."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

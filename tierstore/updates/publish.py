@@ -59,16 +59,16 @@ class _Publisher:
     def describe(self, since: int) -> list[str]:
         """What changed since a version, in words."""
         header = (update := self.update(since)).header
-        told = f"changed since version {since}" if header.since else "ever written"
+        which = f"changed since version {since}" if header.since else "ever written"
         if since and not header.since:
-            told += f": nothing tells what changed since {since}"
+            which += f": nothing records what changed since {since}"
         counts = [
             f"  {config.name}: {rows:,} rows"
             for config, rows in zip(header.tables, header.rows_of_tables().values(), strict=True)
             if not config.is_dropped
         ]
         size = format_size(update.size_bytes)
-        return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]
+        return [f"  version {header.origin.version}, {header.num_rows:,} rows {which}, {size}", *counts]
 
     def begin(self, url: str, origin: Origin | None, wanted: int | None) -> int:
         """The version that an update of a server begins at: the wanted one, unless that is None. PublishError if the
@@ -120,7 +120,7 @@ def publish(
         to: URLs of the servers' admin ports.
         since: the version that the servers have; default: what each says.
         keep_file: leave the (last) update there.
-        bar: makes a progress bar for what it is told.
+        bar: makes a progress bar, given its label.
 
     Raises:
         StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError, FileNotFoundError:
@@ -162,7 +162,7 @@ def _publishing(
         if os.path.lexists(keep_file):
             raise FileExistsError(f"{keep_file} exists; choose another name")
         require_parent(Path(keep_file))
-    for url in to:  # a wrong URL is told before anything is done
+    for url in to:  # a wrong URL is reported before anything is done
         AdminClient(url).close()
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
         publisher = _Publisher(directory, Path(work), bar)

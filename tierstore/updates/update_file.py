@@ -1,6 +1,6 @@
 """An update as a file: safetensors, each chunk a tensor of compressed bytes. docs/updates.md draws it.
 
-A file is named by its XXH64, so one that is cut short or damaged on its way is told from the one that was sent.
+A file is named by its XXH64, so one that is cut short or damaged on its way is not taken for the one that was sent.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def _file_checksum(file: BinaryIO) -> str:
 
 
 def _require_small(payload: "bytes | memoryview") -> None:
-    """ValueError if a payload takes whoever applies it too much memory."""
+    """ValueError if a payload takes too much memory to apply."""
     extra_bytes, names_bytes = json_bytes(payload)
     for what, size, limit in (
         ("tensors and extra", len(payload), MAX_PAYLOAD_BYTES),
@@ -148,7 +148,7 @@ class UpdateFile:
             raise TruncatedError(f"{self.path} has {size} bytes, and {self._starts[-1]} by its header")
 
     def version(self) -> Version:
-        """What is sent beside rows, without tables. Raises FormatError, ChecksumError, DamagedError."""
+        """What is sent besides rows, without tables. Raises FormatError, ChecksumError, DamagedError."""
         joined = io.BytesIO()
         for number in self._numbers(PAYLOAD):
             joined.write(self._raw(number))

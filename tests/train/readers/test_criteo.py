@@ -120,7 +120,7 @@ def test_a_gzip_file_cut_short_is_named_with_the_last_whole_line(write, keep, li
     path = write(to_text(some_rows(2000)), compress=True)
     data = path.read_bytes()
     path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
-    with pytest.raises(DataError, match=rf"day\.tsv, after line {line}: .*copy it anew"):
+    with pytest.raises(DataError, match=rf"day\.tsv, after line {line}: .*copy it again"):
         list(CriteoReader(path).batches(HASHER, batch_size=8))
     path.write_bytes(data + b"more")
     with pytest.raises(DataError, match=r"after line \d+: the gzip data is broken"):

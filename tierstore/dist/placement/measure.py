@@ -1,7 +1,7 @@
 """Steps over the ranks that run now, timed: what ``RankCosts`` are found from. Every rank makes the same calls.
 
 A probe has one group of tables, all rows in memory. Probes differ in columns, tables, samples, ids a bag and how often
-ids repeat; in each, rows are over all ranks alike and on the first one alone, so that an owner's work can be told from
+ids repeat; in each, rows are over all ranks alike and on the first one alone, so that an owner's work is separate from
 a requester's. They are timed in short trials, all probes in each round and in another order, as others use the machine
 too: what slows it for seconds is then in one trial of many probes and not in all of one.
 """
@@ -81,7 +81,7 @@ def measure_ranks(
     """Time probes over all ranks of ``torch.distributed``; collective.
 
     Args:
-        seconds: to spend in steps, about, beside making their tables, which takes half a minute, more with more
+        seconds: to spend in steps, about, besides making their tables, which takes half a minute, more with more
             ranks. With fewer than 60 there are half as many probes, of smaller tables.
         progress: is given the trials done, and how many there are.
 

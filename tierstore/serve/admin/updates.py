@@ -129,8 +129,8 @@ class Replica:
         origin, upload, uploads = origin_of(self._extra()), self._upload(), {}
         if upload is not None:
             uploads[upload.id] = {"received_bytes": upload.received_bytes, "size_bytes": upload.size_bytes}
-        told = {"source": None, "version": 0, "commit_id": ""} if origin is None else origin._asdict()
-        return JSONResponse({**told, "is_applying": self._is_applying, "uploads": uploads})
+        shown = {"source": None, "version": 0, "commit_id": ""} if origin is None else origin._asdict()
+        return JSONResponse({**shown, "is_applying": self._is_applying, "uploads": uploads})
 
     # An upload
 
@@ -159,7 +159,7 @@ class Replica:
         return max(found, key=lambda each: each.modified_ns, default=None)
 
     def _begin(self, update_id: str, size_bytes: int) -> _Upload:
-        """The upload to add to. What is declared keeps no room, but a new one must fit into what is free now."""
+        """The upload to add to. A declared size reserves no space, but a new one must fit into what is free now."""
         if not 0 < size_bytes <= _MAX_UPDATE_BYTES:
             most = format_size(_MAX_UPDATE_BYTES)
             raise UpdateError(413, f"an update of {size_bytes} bytes; at most {most} are taken. Publish more often")

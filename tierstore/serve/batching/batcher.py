@@ -67,7 +67,7 @@ class Batcher:
         at_once: the answer to a query, or None if it would keep the event loop from others; called there, while the
             executor is idle.
         others: batchers of the same executor, itself among them or not, whose batches run in pauses.
-        observer: told, after the answers, of each batch: model, number of queries, of samples, seconds that each query
+        observer: called after each batch's answers: model, number of queries, of samples, seconds that each query
             waited, seconds that it ran with all its repeats.
         clock: seconds, as deadlines are given in.
     """

@@ -16,7 +16,7 @@ class OneThread(Executor):
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job is done. If only one other thread gives it jobs, beside the jobs themselves, that thread
+        """Whether every job is done. If only one other thread gives it jobs, besides the jobs themselves, that thread
         may then do what jobs do."""
         return self._last is None or self._last.done()
 

@@ -139,7 +139,7 @@ def _decode_tensors(tensors: Sequence[Any], raws: Sequence[memoryview]) -> dict[
         head = parse_input_head(tensor.name, tensor.datatype, list(tensor.shape), tensor.parameters, inputs)
         if raws:
             if tensor.HasField("contents"):
-                raise head.invalid("contents are set beside raw_input_contents; use one of them for all inputs")
+                raise head.invalid("contents are set as well as raw_input_contents; use one of them for all inputs")
             inputs[head.name] = parse_binary_data(head, raws[index])
             continue
         typed_elements += head.num_elements

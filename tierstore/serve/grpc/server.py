@@ -11,14 +11,14 @@ from ..tls import Tls
 from .service import InferenceService
 
 _OTHER_CALLS: Final = 1 << 12
-"""Beside inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
+"""Besides inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
 has its time, and takes some 10 KiB, and up to ``_LOOKAHEAD_BYTES`` of its request; one more is refused."""
 _LOOKAHEAD_BYTES: Final = 64 << 10
 _CONNECTION_CALLS: Final = 512
 """Under way on one connection, which may be a proxy's; more of them wait in the client."""
 _MAX_PENDING_CALLS: Final = 65_536
 """Calls that gRPC has taken from connections and not yet handed to us. By default it cancels some above 1000, and all
-above 3000, whoever made them: who begins and resets calls rapidly would have those of others cancelled."""
+above 3000 over all clients: a client that begins and resets calls rapidly would have those of others cancelled."""
 _SECONDS: Final = {
     # A silent connection is pinged after so long, and closed if it has not answered after so long.
     "grpc.keepalive_time_ms": 60.0,

@@ -136,7 +136,7 @@ class InferenceService:
             return data
 
     def _unexpected(self) -> ServeError:
-        """What the client is told of the exception being handled, which only the log shows."""
+        """The client's message for the exception being handled; the exception itself goes to the log only."""
         _log.exception("a call failed in the server")
         return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
 
@@ -234,7 +234,7 @@ class InferenceService:
     async def _pump(self, data: bytes | None, context: Any, call: Call) -> None:
         """Answer the first request, if there is one, and all that come after it."""
         answers: asyncio.Queue[asyncio.Task[_Answer] | ServeError | None] = asyncio.Queue(
-            _MAX_STREAM_REQUESTS - 2  # beside the one that is awaited and the one to be put
+            _MAX_STREAM_REQUESTS - 2  # besides the one that is awaited and the one to be put
         )
         holds: set[Hold] = set()
         seconds = self.front.limits.stream_idle_seconds

@@ -70,7 +70,7 @@ class Exported:
         )
 
     def take_weights(self, found: Mapping[str, Tensor]) -> None:
-        """Compute with these dense weights, ``Program.weights_of`` a commit, or the file's. Not beside ``run``."""
+        """Compute with these dense weights, ``Program.weights_of`` a commit, or the file's. Not during ``run``."""
         self._program.load(found)
         where = "of the version" if found else "of the file"
         self.metadata = replace(self.metadata, parameters={**self.metadata.parameters, "dense_weights": where})

@@ -15,7 +15,7 @@ from ..messages import InferTensor
 from .inputs import invalid, lengths_of, require_finite
 
 Dropped = Callable[[str, int], None]
-"""Told the model and how many ids of a request were dropped, as they are no rows."""
+"""Called with the model and how many ids of a request were dropped, as they are no rows."""
 _BAG_IDS: Final = 64
 """Ids of a bag that count as one; of a longer one, so many count as another sample."""
 PART_IDS: Final = 8192
@@ -80,7 +80,7 @@ class Features:
 
     def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True) -> JaggedIds:
         """The ids of a request, all of them rows, and its weights if it has any. Arrays are copies: what came in may be
-        read-only, for which kernels would be compiled anew and torch warns.
+        read-only, for which kernels would be compiled again and torch warns.
 
         Raises:
             ServeError: INVALID, naming the input, for what does not fit together, and for an id that is no row.

@@ -77,7 +77,7 @@ class Models:
         Raises:
             ConfigError: the commit's run is of another release. DamagedError: its weights are not all there.
                 Or as ``Newer.show``. Nothing has changed then. After another error the store shows the newer version,
-                by the models that there were; the next call makes them anew.
+                by the models that there were; the next call makes them again.
         """
         config = saved_config(newer.version.extra, "the newest commit")
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
@@ -137,7 +137,7 @@ def _place(model: Model) -> tuple[bool, str]:
 
 def rehearse(models: Iterable[Model]) -> None:
     """Ask each model for its tables' first rows: one request alone, and two together, so that no request waits
-    until kernels are compiled or loaded. What fails is told in the log."""
+    until kernels are compiled or loaded. What fails is logged."""
     for model in models:
         specs = {spec.name: spec for spec in model.metadata.inputs}
         num_ids = specs["lengths"].shape[0] if "lengths" in specs else 1

@@ -78,7 +78,7 @@ class Ranking:
                 raise DamagedError(f"model.{name} of the newest commit {have}: expected {list(parameter.shape)}")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the dense weights of a commit. Not beside ``run``."""
+        """Take over the dense weights of a commit. Not during ``run``."""
         load_model(self._model, tensors)
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:

@@ -66,7 +66,7 @@ class Metrics:
         self.models = {OTHER: None}
         self.window = Window(clock)
         self.last_update: LastUpdate | None = None
-        # Beside the series, as to read those lists every bucket of each.
+        # Alongside the series, as to read those lists every bucket of each.
         self._answered: dict[tuple[str, str, str], _Answered] = {}
         self._last: dict[str, float] = {}
         self._batched: dict[str, list[float]] = {}

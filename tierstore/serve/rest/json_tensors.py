@@ -1,7 +1,7 @@
 """Tensors as JSON: the ``data`` of an input or an output.
 
 JSON has no NaN and no infinity. In an input they cannot be written, and ``null`` is no number; in an output both become
-``null``. Whoever needs them uses the binary tensor data extension. A number that a datatype cannot hold is an error,
+``null``. The binary tensor data extension has them. A number that a datatype cannot hold is an error,
 except that floating-point numbers are rounded to the nearest.
 """
 

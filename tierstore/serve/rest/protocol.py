@@ -29,7 +29,7 @@ LINGER_SECONDS: Final = 2.0
 """For which a client that was refused is still read from: closing at once would take the answer back."""
 
 _LOGGER: Final = logging.getLogger(__name__)
-# The protocol below it warns of each malformed request: whoever can send those could fill the log.
+# The protocol below it warns of each malformed request: a client that sends those could fill the log.
 _LOGGER.setLevel(logging.ERROR)
 
 
@@ -106,13 +106,13 @@ class _Parser:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """At any time at most one timer runs beside that of a response that is not accepted.
+    """At any time at most one timer runs besides that of a response that is not accepted.
 
     A connection waits for a request (``idle_seconds``), receives one (``receive_seconds``), answers (the application
     bounds that), or closes (``LINGER_SECONDS``, or ``send_seconds`` where a response may still be under way).
 
     Args:
-        on_refused: told of each request that is answered here.
+        on_refused: called for each request that is answered here.
         on_lost: called when the connection is closed.
     """
 
@@ -270,7 +270,7 @@ class BoundedProtocol(HttpToolsProtocol):
         seconds = self._limits.receive_seconds
         current = self.cycle if self._has_headers else None
         if self.flow.read_paused or any(cycle is not current for cycle in self._under_way):
-            # Whoever waits for an earlier answer, or is not being read from, is not to blame.
+            # A client that waits for an earlier answer, or is not being read from, is not to blame.
             self._wait(seconds, self._receive_expired)
         elif current is not None and current.response_started:
             self.close()

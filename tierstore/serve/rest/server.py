@@ -68,7 +68,7 @@ class HttpServer:
     """Serves an application from ``start`` to ``stop``; an application's lifespan is not run.
 
     Args:
-        on_refused: told of each request that is answered before the application sees it.
+        on_refused: called for each request that is answered before the application sees it.
 
     Raises:
         ValueError: TLS files that cannot be used.

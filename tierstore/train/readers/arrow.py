@@ -39,7 +39,7 @@ class Head(NamedTuple):
     names: Sequence[str]
     """Of its columns."""
     num_rows: int | None = None
-    """None where that is not told."""
+    """None where that is not known."""
 
 
 class ArrowReader(Reader):

@@ -39,7 +39,7 @@ _EMPTY: Final = -1
 
 
 class CriteoReader(Reader):
-    """Reads one file in Criteo's format; whether it is compressed is told from its first bytes."""
+    """Reads one file in Criteo's format; its first bytes say whether it is compressed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -128,7 +128,7 @@ class _Text:
             count = self._file.readinto1(self._buffer[kept:BUFFER_BYTES])  # type: ignore[attr-defined]
         except EOFError as error:
             raise DataError(
-                f"{self._path}, after line {self.row}: the file is truncated, its gzip data has no end; copy it anew"
+                f"{self._path}, after line {self.row}: the file is truncated, its gzip data has no end; copy it again"
             ) from error
         except (zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{self._path}, after line {self.row}: the gzip data is broken: {error}") from error

@@ -46,7 +46,7 @@ class NpyReader(Reader):
     - ``label.npy`` [N]: 0 or 1, or else -1 or 1.
     - ``dense.npy`` [N, C]: NaN where missing; there need be none without dense columns.
     - ``sparse.npy`` [N, F]: one category a column. Or an array for each column: ``NAME.npy`` [N], or [N, K] for up to K
-      categories a row, or [total] beside ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
+      categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
       ``offsets[r + 1]``.
 
     Categories are integers, booleans or whole floating-point numbers; negative and NaN ones are missing.
