@@ -93,7 +93,8 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
 
 OLD = ["batch_us", "step_us", "hand_over_us", "ahead_us", "admit_ns", "admit_row_ns", "update_ns", "update_row_ns"]
 OLD += ["pool_ns", "pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"]
-OLD += ["miss_ns", "read_ns", "append_ns", "move_ns", "transaction_us", "share_us", "dense_wake_us"]
+OLD += ["miss_ns", "read_ns", "append_ns", "append_ns_per_byte", "move_ns", "transaction_us", "share_us"]
+OLD += ["dense_product_us", "dense_wake_us", "dense_value_ns"]
 """Some of thirty."""
 
 
