@@ -10,7 +10,7 @@ from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .accesses import Accesses, read_accesses
-from .assumptions import Instead, assumed_words, assumptions_of
+from .assumptions import Assumption, Instead, assumed_words, assumptions_of
 from .curves import curve
 from .demand import Demand
 from .host import Host, with_accelerators
@@ -59,10 +59,11 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
     tell("assumptions", 2, 4)
     assumptions = assumptions_of(workload, answer)
     tell("all rows in memory", 3, 4)
-    in_memory = None
+    in_memory, in_memory_if_off = None, tuple[Assumption, ...]()
     if not asked.is_fixed and asked.target.has_rate and not asked.search.in_memory:
-        other = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
-        in_memory = Instead.of(lambda: answer(workload, other))
+        all_rows = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
+        in_memory = Instead.of(lambda: answer(workload, all_rows))
+        in_memory_if_off = assumptions_of(workload, lambda other: answer(other, all_rows))
     demand = demands[workload.tables].laid_out(setup.workload)
     curves, most = _curves(setup, demand), asked.search.runners_up
     result = PlanResult(
@@ -73,6 +74,7 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
         searched=not asked.is_fixed,
         num_setups=found.num_setups,
         in_memory=in_memory,
+        in_memory_if_off=in_memory_if_off,
         curves=curves,
         marginals=marginal_values(setup, demand),
         alternatives=(

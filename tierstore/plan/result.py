@@ -43,6 +43,7 @@ class PlanResult:
         num_setups: looked at, hosts counted once.
         in_memory: the cheapest that has every row in DDR or HBM and meets the target; None where the setup is given, no
             rate is asked for, or rows are in memory by the file's wish.
+        in_memory_if_off: what that becomes if an assumption is off; in the order of ``assumptions``.
         curves: of the pools that the prediction is made of.
         marginals: the best first.
         alternatives: the next best first, then those that fail.
@@ -59,6 +60,7 @@ class PlanResult:
     searched: bool
     num_setups: int = 1
     in_memory: Instead | None = None
+    in_memory_if_off: tuple[Assumption, ...] = ()
     curves: tuple[ShownCurve, ...] = ()
     marginals: tuple[Marginal, ...] = ()
     alternatives: tuple[Attempt, ...] = ()

@@ -83,6 +83,14 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
         searched=True,
         num_setups=120,
         in_memory=_other(prediction, 2, Price(380.0, 4800.0, 97.0), 51_000.0),
+        in_memory_if_off=(
+            Assumption(
+                "exponent",
+                1.05,
+                "",
+                tuple(_other(prediction, 4, Price(760.0, 9600.0, usd), 51_000.0) for usd in (90.0, 160.5)),
+            ),
+        ),
         curves=(ShownCurve(f"lru of {name}", made_curve(), 125_000.0),),
         marginals=(
             Marginal("ssd reads", "+10 %", 6_400.0, 40.0),
@@ -114,6 +122,7 @@ def served_result() -> PlanResult:
         asked=asked,
         prediction=prediction,
         in_memory=None,
+        in_memory_if_off=(),
         alternatives=(),
         marks=(),
         warnings=(),

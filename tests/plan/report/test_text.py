@@ -49,7 +49,7 @@ def test_what_was_assumed_comes_before_the_answer_with_what_follows_if_it_is_off
         "    - if it is 2 times that, 3 x shop (16.0 GiB DDR, 2 SSDs): 51,000 samples/s; bound by dense",
         "      model; $3,900 to buy, $146 a month",
     ]
-    assert "Assumed" not in describe(made_result(assumptions=()))
+    assert "Assumed" not in describe(made_result(assumptions=(), in_memory_if_off=()))
 
 
 def test_the_last_tier_has_no_hit_rate_and_the_page_cache_is_a_line() -> None:
@@ -60,9 +60,10 @@ def test_the_last_tier_has_no_hit_rate_and_the_page_cache_is_a_line() -> None:
 
 
 def test_what_tiers_save() -> None:
-    whole, _, saved = section(describe(made_result()), "Compared with all rows in memory")
+    whole, _, saved, off = section(describe(made_result()), "Compared with all rows in memory")
     assert whole == "  all rows in DDR or HBM: 2 x shop (16.0 GiB DDR, 2 SSDs): $97.00 a month, 380 W; bound by dense"
     assert saved == "  this plan saves $48.50 a month (50 %) and 190 W (50 %)"
+    assert off.startswith("  if an assumption is off by two: $15.00 to $15.00 a month, 190 W")
     assert "all rows in DDR or HBM: too small" in describe(made_result(in_memory=Instead(None, "too small")))
     assert "Compared with all rows" not in describe(served_result())
 

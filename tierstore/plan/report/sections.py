@@ -187,6 +187,25 @@ def _in_memory(result: PlanResult) -> list[str]:
     return [
         f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}",
         f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})",
+        *_saved_if_off(result),
+    ]
+
+
+def _saved_if_off(result: PlanResult) -> list[str]:
+    """The least and the most that is saved with one assumption off, of those that both fleets can meet."""
+    pairs = [
+        (memory.prediction.price, tiers.prediction.price)
+        for assumed, own in zip(result.in_memory_if_off, result.assumptions, strict=True)
+        for memory, tiers in zip(assumed.what_if, own.what_if, strict=True)
+        if memory.prediction and tiers.prediction
+    ]
+    if not pairs:
+        return []
+    month = [memory.usd_a_month - tiers.usd_a_month for memory, tiers in pairs]
+    power = [memory.watts - tiers.watts for memory, tiers in pairs]
+    return [
+        f"if an assumption is off by two: {money(min(month))} to {money(max(month))} a month, {watts(min(power))} to "
+        f"{watts(max(power))}"
     ]
 
 
