@@ -13,7 +13,7 @@ __all__ = ["PART"]
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
-    host = measure(request.folder, seconds=request.config["machine_seconds"]).host
+    host = measure(request.folder, seconds=request.config["machine_seconds"])
     # Where the folder is says nothing to others.
     return {"host": plain(replace(host, source=host.source.replace(str(request.folder), "its disk")))}
 

@@ -36,10 +36,10 @@ from ..workload import CHUNK, ids_of
 from .validation import (
     ROWS_FILE,
     Measured,
+    as_cleaned,
     hit_rate_of,
     measured,
     newest_half,
-    steps_before,
     trace_of,
     warm_pages,
     workload_of,
@@ -193,7 +193,7 @@ def _write_all(store: ShardedStore, case: _Case) -> None:
 
 
 def _predicted(
-    subject: "_Subject", host: Host, rank_costs: RankCosts | None, budget: int, config: dict[str, Any]
+    subject: "_Subject", host: Host, rank_costs: RankCosts | None, budget: int, run: _Run, config: dict[str, Any]
 ) -> Prediction:
     setup = Setup(
         workload=subject.shape,
@@ -203,11 +203,9 @@ def _predicted(
         policy=config["policy"],
         prefetch_depth=config["depth"],
         threads=config["threads"],
-        is_deferred=subject.case.deferred,
-        steps=steps_before(subject.case.steps),
         rank_costs=rank_costs,
     )
-    return predict(setup, subject.demand)
+    return predict(as_cleaned(setup, subject.demand, run.measured.rows_moved), subject.demand)
 
 
 class _Subject(NamedTuple):
@@ -239,7 +237,8 @@ class _Subject(NamedTuple):
             of_ranks = run_ranks(_in_rank, case.ranks, case._asdict(), budgets, self.path, config)
             runs = [_mean([run[number] for _, run in of_ranks]) for number in range(len(budgets))]
             rank_costs = of_ranks[0][0]
-        found = [_predicted(self, host, rank_costs, budget, config) for budget in budgets]
+        pairs = zip(budgets, runs, strict=True)
+        found = [_predicted(self, host, rank_costs, budget, run, config) for budget, run in pairs]
         for percent, run, prediction in zip(case.budgets, runs, found, strict=True):
             print(
                 f"  {case.name}, {percent:g} %: hits {run.measured.hit_rate:.4f}, predicted "
@@ -266,7 +265,7 @@ def _measure(request: Run, _figures: dict[str, Any], *, key: str) -> dict[str, A
     rounds: list[list[list[tuple[_Run, Prediction]]]] = []
     hosts: list[dict[str, float]] = []
     for _ in range(config[f"{key}_rounds"]):
-        host = measure(request.folder, seconds=config["unseen_machine_seconds"]).host
+        host = measure(request.folder, seconds=config["unseen_machine_seconds"])
         hosts.append({"flops": host.processor.flops, **vars(host.costs)})
         rounds.append([subject.round(host, config) for subject in subjects])
     shutil.rmtree(folder)

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 import tierstore
-from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
+from tierstore.plan import Accesses, Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.dense import DenseWork
 from tierstore.plan.model import predict
-from tierstore.plan.tiers import PoolLoad, pool_loads
+from tierstore.plan.tiers import pool_loads
 from tierstore.plan.workload import OptimizerName
 from tierstore.trace import TableTrace, Trace
 
@@ -25,12 +25,12 @@ from ..steps import CHUNK, StepWorkload, step_of, timed
 __all__ = [
     "Measured",
     "Point",
+    "as_cleaned",
     "fully_measured",
     "hit_rate_of",
     "measured",
     "newest_half",
     "points_of",
-    "steps_before",
     "trace_of",
     "warm_pages",
     "workload_of",
@@ -58,9 +58,6 @@ class Point(NamedTuple):
     Attributes:
         runs: one in each round.
         predictions: by the trace of the very lookups, whole, and by the costs that were measured before each round.
-        below: what the cold tier has to do, predicted like ``predictions``; a page in the page cache counts, as it does
-            in ``Measured``.
-        sampled: by a sample of its rows.
         analytic: by Zipf's law alone; None where the lookups are none of it.
     """
 
@@ -68,8 +65,6 @@ class Point(NamedTuple):
     budget_percent: float
     runs: tuple[Measured, ...]
     predictions: tuple[Prediction, ...]
-    below: PoolLoad
-    sampled: Prediction
     analytic: Prediction | None
 
     @property
@@ -129,14 +124,9 @@ def workload_of(
     )
 
 
-def newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> MissRatioCurve:
+def newest_half(accesses: Accesses, policy: str) -> MissRatioCurve:
     """The curve of the second half, the cache being warm from the first: what is measured too."""
-    return curve(accesses, policy, sampling_rate=sampling_rate, skip=accesses.num_batches // 2)
-
-
-def steps_before(batches: int) -> int:
-    """The middle one of those that are measured; the store was filled before the first."""
-    return batches * 3 // 4
+    return curve(accesses, policy, skip=accesses.num_batches // 2)
 
 
 def fully_measured(path: Path, workload: StepWorkload, percent: float, config: dict[str, Any]) -> Measured:
@@ -194,11 +184,7 @@ def points_of(
     """
     shape = workload_of(workload, 0.0 if exponent is None else exponent)
     accesses = accesses_of(trace_of(workload))
-    rates = (1.0, config["curve_sampling_rate"])
-    exact, sampled = (
-        Demand.from_accesses(shape, accesses, config["policy"], sampling_rate=rate, make_curve=newest_half)
-        for rate in rates
-    )
+    exact = Demand.from_accesses(shape, accesses, config["policy"], make_curve=newest_half)
     analytic = None if exponent is None else Demand.analytic(shape, config["policy"])
     hosts: list[Host] = []
     runs: dict[float, list[Measured]] = {percent: [] for percent in config["budgets"]}
@@ -219,7 +205,6 @@ def points_of(
                 policy=config["policy"],
                 prefetch_depth=config["depth"],
                 threads=config["threads"],
-                steps=steps_before(len(workload.batches)),
             )
             for host in hosts
         ]
@@ -228,14 +213,25 @@ def points_of(
                 workload=workload.name,
                 budget_percent=percent,
                 runs=tuple(of_budget),
-                predictions=tuple(predict(setup, exact) for setup in setups),
-                below=pool_loads(replace(setups[0], page_cache_bytes=0.0), exact)[0],
-                sampled=predict(setups[0], sampled),
+                predictions=tuple(
+                    predict(as_cleaned(setup, exact, run.rows_moved), exact)
+                    for setup, run in zip(setups, of_budget, strict=True)
+                ),
                 analytic=None if analytic is None else predict(setups[0], analytic),
             )
         )
         _show(points[-1])
     return points
+
+
+def as_cleaned(setup: Setup, demand: Demand, moved_rows: float) -> Setup:
+    """With as much cleaning as was measured: a run is too short for it to be steady.
+
+    Args:
+        moved_rows: a step, of a rank.
+    """
+    steady = sum(pool.rows_moved for pool in pool_loads(setup.of_a_rank, demand.laid_out(setup.workload)))
+    return replace(setup, cleaning=moved_rows / steady if steady else 0.0)
 
 
 def hit_rate_of(prediction: Prediction) -> float:

@@ -76,28 +76,6 @@ def test_lookups_of_all_rows_go_with_their_tables() -> None:
     assert of_tables(once_a_batch(accesses), 1).all_lookups is None
 
 
-def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
-    trace = random_trace(1, 30)
-    found = once_a_batch(accesses_of(trace))
-    assert listed(found.keys, found.starts) == [list(dict.fromkeys(batch)) for batch in batches_of(trace)]
-
-
-def test_accesses_of_one_table() -> None:
-    trace = random_trace(2, 30)
-    found = of_tables(accesses_of(trace), 1)
-    assert listed(found.keys, found.starts) == [[key for key in batch if key >> 40] for batch in batches_of(trace)]
-
-
-def test_accesses_of_some_tables() -> None:
-    found = accesses_of(random_trace(2, 30))
-    both, one, none = (of_tables(found, indexes) for indexes in ([1, 0], [1], []))
-    assert listed(both.keys, both.starts) == listed(found.keys, found.starts)
-    assert listed(one.keys, one.starts) == [
-        [key for key in batch if key >> 40] for batch in batches_of(random_trace(2, 30))
-    ]
-    assert none.starts.tolist() == [0] * len(found.starts)
-
-
 def test_rows_are_numbered_in_order_of_first_use() -> None:
     keys = np.random.default_rng(3).integers(0, 50, 400) << 37
     order = {key: number for number, key in enumerate(dict.fromkeys(keys.tolist()))}

@@ -10,7 +10,7 @@ from tierstore.cli import entry as cli
 from tierstore.plan import plan_file, planning
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
-from tierstore.plan.presets import load_workload, preset, workload_toml
+from tierstore.plan.presets import workload_toml
 
 
 @pytest.fixture
@@ -75,17 +75,6 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
             assert Path(words[-1]).read_bytes() == before
 
 
-def test_what_is_there_is_replaced_by_force_alone(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
-    out = plan_path.parent / "out.json"
-    out.write_text("before")
-    assert cli.main(["plan", "curve", "shop.npz", "--json", "out.json"]) == 1
-    assert "overwrite it with --force" in capsys.readouterr().err
-    assert out.read_text() == "before"
-    assert cli.main(["plan", "curve", "shop.npz", "--json", "out.json", "--force"]) == 0
-    json.loads(out.read_text())
-
-
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run", "--keys"]) == 0
     path = tmp_path / "plan.toml"
@@ -121,26 +110,6 @@ def test_errors_are_one_line_with_a_status(
     errors = capsys.readouterr().err
     assert errors.startswith(message)
     assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [[]])
-def test_a_group_alone_prints_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *words]) == 2
-    assert f"usage: tierstore {' '.join(['plan', *words])}" in capsys.readouterr().out
-
-
-def test_presets_are_listed_and_printed_as_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "presets"]) == 0
-    assert capsys.readouterr().out.startswith("rmc1: 8 tables, 32,000,000 rows of 32 columns, ")
-    assert cli.main(["plan", "presets", "RMC1"]) == 0
-    path = tmp_path / "mine.toml"
-    path.write_text(capsys.readouterr().out)
-    assert load_workload(path) == preset("rmc1")
-
-
-def test_parts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "parts"]) == 0
-    assert "server-2s" in capsys.readouterr().out
 
 
 def test_a_plan_of_a_generated_trace(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from bench.workload import ids_of
-from tests.plan.hosts import make_workload, slow_lru
-from tierstore.cache import resolve_policy
-from tierstore.plan import Accesses, TableShape, accesses_of
+from tests.plan.hosts import slow_lru
+from tierstore.plan import TableShape, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.workload import Workload
 from tierstore.trace import TableTrace, Trace
@@ -91,15 +90,6 @@ def test_the_formula_is_near_what_was_drawn() -> None:
             assert pool.curve.hit_rate(size) == pytest.approx(drawn_pool.curve.hit_rate(size), abs=0.03)
 
 
-def test_a_sample_of_the_rows_stands_for_all(trace: Trace) -> None:
-    accesses = accesses_of(trace)
-    whole = Demand.from_accesses(WORKLOAD, accesses, "lru")
-    half = Demand.from_accesses(WORKLOAD, accesses._replace(sampling_rate=0.5), "lru")
-    for pool, twice in zip(whole.pools, half.pools, strict=True):
-        assert twice.lookups == 2 * pool.lookups
-        assert twice.unique == 2 * pool.unique
-
-
 @pytest.mark.parametrize("rate", [0.2, 0.02, 0.005])
 def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     """At the lowest rate it has a row of a tenth of its batches."""
@@ -115,28 +105,6 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     assert pool.lookups == pytest.approx(20, rel=0.005)
     assert pool.unique == pytest.approx(20, rel=0.05)
     assert pool.unique <= pool.lookups
-
-
-def test_ids_a_batch_are_those_that_were_counted(trace: Trace) -> None:
-    """Half of the last batch is missing, which is left out."""
-    accesses = accesses_of(trace)
-    starts = np.append(accesses.starts[:-1], (accesses.starts[-2] + accesses.starts[-1]) // 2)
-    plain = Demand.from_accesses(WORKLOAD, accesses._replace(starts=starts, keys=accesses.keys[: starts[-1]]))
-    counts = tuple(10 * int(count) for count in np.bincount(accesses.keys[: starts[-1]] >> 40))
-    sampled = accesses._replace(starts=starts, keys=accesses.keys[: starts[-1]], sampling_rate=0.2, all_lookups=counts)
-    found = Demand.from_accesses(WORKLOAD, sampled)
-    for pool, own in zip(found.pools, plain.pools, strict=True):
-        assert pool.lookups == pytest.approx(10 * own.lookups)
-        assert pool.unique == pytest.approx(min(10 * own.lookups, 5 * own.unique))
-
-
-def test_lookups_of_a_table_are_known_without_a_sampled_row() -> None:
-    """Of four batches two are listed."""
-    table = TableShape(name="a", num_embeddings=10, embedding_dim=16)
-    workload = Workload(name="w", tables=(table, replace(table, name="b", embedding_dim=8)), batch_samples=20)
-    accesses = Accesses(np.array([3, 4]), np.array([0, 1, 2]), ("a", "b"), 0.01, 2, (400, 80))
-    found = Demand.from_accesses(workload, accesses)
-    assert [(pool.lookups, pool.unique) for pool in found.pools] == [(100, 50), (20, 0)]
 
 
 def test_other_rows_of_the_same_tables(trace: Trace) -> None:
@@ -164,11 +132,3 @@ def test_what_a_trace_may_not_be(trace: Trace) -> None:
 
 def _no_ids() -> TableTrace:
     return TableTrace(np.empty(0, np.int64), np.zeros(2, np.int64))
-
-
-def test_policies_with_a_formula() -> None:
-    for policy, formula in (("tinylfu", "tinylfu"), ("auto", resolve_policy("auto"))):
-        demand = Demand.analytic(make_workload(), policy)
-        assert (demand.policy, demand.pools[0].curve.policy) == (policy, formula)
-    with pytest.raises(ValueError, match=r"policy='ftl' has no formula; a trace is needed, or one of lru, lfu"):
-        Demand.analytic(make_workload(), "ftl")

@@ -1,13 +1,11 @@
 """From a plan file to its answer: what is asked reaches the planner, and what it finds reaches the report."""
 
-import itertools
 import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ from tests.dist.placement.support import costs_of
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
-from tierstore.plan.assumptions import describe_setup
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.json_file import plain
@@ -25,7 +22,7 @@ from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import hosts_of, plan, query_sizes_of, setup_of, workload_of
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.report import describe
-from tierstore.plan.result import PlanResult, warnings_of
+from tierstore.plan.result import PlanResult
 from tierstore.plan.traces import generate
 from tierstore.settings.sections import ConfigError
 from tierstore.trace import write_trace
@@ -38,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("plans")
     write_host(SHOP_HOST, found / "box.json")
     write_host(replace(SHOP_HOST, name="gpu box", accelerators=(GPU,)), found / "gpu.json")
-    write_host(replace(SHOP_HOST, ddr=replace(SHOP_HOST.ddr, capacity_bytes=0)), found / "bare.json")
+    worn = tuple(replace(drive, drive_writes_a_day=0.01) for drive in SHOP_HOST.storage)
+    write_host(replace(SHOP_HOST, storage=worn), found / "worn.json")
     (found / "shop.toml").write_text(workload_toml(shop_workload()))
     write_trace(generate(shop_workload(), samples=256 * 30, seed=0), found / "shop.npz")
     return found
@@ -85,45 +83,6 @@ def test_ranks_that_share_the_host_are_planned_by_what_was_measured_of_them(aske
         plan(asked("setup.ddr=4MiB", ranks, "setup.hosts=3"))
 
 
-def test_more_memory_is_never_slower_and_the_plan_is_on_the_line(given: PlanResult) -> None:
-    sizes, seconds, speeds = zip(*given.memory, strict=True)
-    assert list(sizes) == sorted(sizes)
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(seconds))
-    whole = shop_workload().table_bytes
-    assert sizes[0] < whole / 50
-    assert sizes[-1] >= whole
-    own = sizes.index(given.prediction.setup.ddr_bytes)
-    assert seconds[own] == pytest.approx(given.prediction.step_s)
-    assert speeds[own] == pytest.approx(given.prediction.samples_per_s)
-
-
-def test_the_search_finds_the_cheapest_that_reaches_the_target(found: PlanResult) -> None:
-    best = found.prediction
-    assert found.searched
-    assert best.setup.policy == "auto", "what a store is to be opened with"
-    assert best.samples_per_s >= 20_000
-    reaching = [each for each in found.alternatives if not each.reason]
-    assert all(each.prediction is not None for each in reaching)
-    assert all(
-        each.prediction.price.usd_a_month >= best.price.usd_a_month and each.prediction.samples_per_s >= 20_000
-        for each in reaching
-        if each.prediction is not None
-    )
-    assert not found.warnings
-
-
-def test_rows_keep_their_type_unless_the_search_may_change_it(asked: Asked, found: PlanResult) -> None:
-    assert {each.setup.workload.dtype for each in found.alternatives} <= {"float32"}
-    other = plan(asked("target.samples_per_s=20000", "search.memory_shares=[0.001]", 'search.dtypes=["float16"]'))
-    assert other.prediction.setup.workload.dtype == "float16"
-
-
-def test_prices_of_parts_add_up(given: PlanResult, found: PlanResult) -> None:
-    for result in (given, found):
-        assert sum(part.usd for part in result.price_parts) == pytest.approx(result.prediction.price.usd)
-        assert sum(part.watts for part in result.price_parts) == pytest.approx(result.prediction.price.watts)
-
-
 def test_a_missed_target_is_a_warning(asked: Asked, given: PlanResult) -> None:
     (missed,) = [text for text in given.warnings if "missed" in text]
     assert "of 1,000,000,000 samples/s" in missed
@@ -131,43 +90,16 @@ def test_a_missed_target_is_a_warning(asked: Asked, given: PlanResult) -> None:
     assert [text.split(":")[0] for text in cheap.warnings[:2]] == ["the target is missed"] * 2
 
 
-def test_worn_drives_are_of_the_answer_and_tight_memory_is_a_warning(asked: Asked) -> None:
-    many = plan(asked("setup.ddr=420KiB"))
+def test_worn_drives_are_of_the_answer_and_tight_memory_is_a_warning(asked: Asked, folder: Path) -> None:
+    many = plan(asked("setup.ddr=420KiB", f"host.file={folder}/worn.json"))
     written = many.prediction.drive_writes_a_day
     (mark,) = many.marks
-    assert written > 1
-    assert mark.startswith(f"its drives are written {written:.3g} times a day, rated for 1, and last ")
+    assert mark.startswith(f"its drives are written {written:.3g} times a day, rated for 0.01, and last ")
     assert mark in " ".join(describe(many).split("Tiers of a host")[0].split())
     assert not plan(asked("setup.ddr=1GiB")).marks
     assert any("rows leave and come back within a batch" in text for text in many.warnings)
     full = plan(asked("setup.ddr=12GiB", "setup.page_cache=3GiB"))
     assert any("little is left for the system" in text for text in full.warnings)
-
-
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("target.p99_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
-        ("target.p95_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
-    ],
-)
-def test_keys_that_need_another_are_told(asked: Asked, given: PlanResult, key: str, said: str) -> None:
-    before = warnings_of(asked("setup.ddr=8MiB"), given.prediction)
-    *others, warning = warnings_of(asked("setup.ddr=8MiB", key), given.prediction)
-    assert tuple(others) == before
-    assert warning.startswith(said)
-
-
-def test_keys_that_the_search_does_not_heed_are_told(asked: Asked) -> None:
-    result = plan(asked("target.samples_per_s=100", "setup.rows_per_read=2", "search.memory_shares=[0.01]"))
-    assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.rows_per_read"]
-    served = asked(
-        *("workload.optimizer=none", "target.queries_per_s=10", "setup.replicas=7"),
-        *("search.memory_shares=[0.01]", "search.row_shares=[0.5]", "search.workers=[1]"),
-    )
-    result = plan(served)
-    assert result.prediction.setup.replicas == 1
-    assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.replicas"]
 
 
 def test_a_trace_gives_the_curve_of_the_plan(asked: Asked, folder: Path) -> None:
@@ -200,20 +132,6 @@ def test_gpus_are_for_training_on_one_host(asked: Asked, folder: Path) -> None:
     assert not any(each.setup.hbm_bytes for each in (served.prediction, *served.alternatives))
 
 
-def test_serving_of_tables_over_hosts_is_marked(asked: Asked) -> None:
-    served = plan(asked("workload.optimizer=none", "setup.ddr=1GiB", "setup.hosts=2"))
-    assert "tierstore serve reads all tables on each host" in " ".join(describe(served).split("Tiers")[0].split())
-
-
-def test_a_plan_warns_of_few_sampled_rows_and_serving_brings_nothing_in_ahead(asked: Asked, folder: Path) -> None:
-    keys = ("setup.ddr=8MiB", f"trace.path={folder}/shop.npz", "trace.sampling_rate=0.01")
-    result = plan(asked(*keys, "workload.optimizer=none"))
-    (warning,) = [text for text in result.warnings if "sampled rows say little" in text]
-    assert warning in result.to_dict()["warnings"]
-    distinct = once_a_batch(accesses_of(generate(shop_workload(), samples=256 * 30, seed=0)))
-    assert plain(result.curves[0].curve) == plain(curve(distinct, "auto", sampling_rate=0.01))
-
-
 def test_serving_has_latencies(asked: Asked) -> None:
     keys = ("setup.ddr=8MiB", "workload.optimizer=none", "target.queries_per_s=100", "target.p99_ms=1e-6")
     result = plan(asked(*keys))
@@ -228,24 +146,11 @@ def test_the_same_file_gives_the_same_answer_and_it_is_json(given: PlanResult, a
     assert json.dumps(again.to_dict(), allow_nan=False) == json.dumps(given.to_dict(), allow_nan=False)
 
 
-def test_progress_is_told_from_nothing_to_all(asked: Asked) -> None:
-    told: list[tuple[int, int]] = []
-    plan(asked("setup.ddr=8MiB"), progress=lambda stage, done, total: told.append((done, total)))
-    assert told == [(number, 5) for number in range(6)]
-
-
 def test_counts_change_the_host_and_its_price(asked: Asked) -> None:
     (host,) = hosts_of(asked("host.ssds=3", "host.memory=200%"))
     assert len(host.storage) == 3
     assert host.ddr == replace(SHOP_HOST.ddr, capacity_bytes=2.0**35, watts=40.0, usd=1280.0)
     assert hosts_of(asked("host.ssds=0"))[0].storage == ()
-
-
-def test_sizes_are_of_what_the_host_has(asked: Asked, folder: Path) -> None:
-    file = asked("setup.ddr=50%", "setup.hbm=25%", f"host.file={folder}/gpu.json", "setup.page_cache=5% of tables")
-    setup = setup_of(file, workload_of(file), hosts_of(file)[0])
-    assert (setup.ddr_bytes, setup.hbm_bytes) == (2**33, 2**31)
-    assert setup.page_cache_bytes == shop_workload().table_bytes * 5 // 100
 
 
 def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
@@ -283,7 +188,6 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
         (["host.file=nosuch.json"], r"nosuch\.json"),
         (["host.memory=5% of tables", "setup.ddr=8MiB"], r"host\.memory = '5% of tables' is 0 B, host 'box' has 16"),
-        (["host.file={folder}/bare.json", "host.memory=1GiB"], r"host\.memory = '1GiB' is 1.* host 'box' has 0 B"),
         (["trace.path=nosuch.npz", "setup.ddr=8MiB"], r"nosuch\.npz"),
         ([], r"\[target\]: the target names no rate and no limit.*or give setup\.ddr"),
         (["setup.ddr=1KiB"], r"too little"),
@@ -306,16 +210,3 @@ def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:
         path.write_text(workload_toml(workload))
         assert load_workload(path) == workload
         assert f"{len(workload.tables)} tables" in describe_workload(workload)
-
-
-def test_alternatives_are_told_by_their_setups(found: PlanResult) -> None:
-    fields: dict[str, Any] = found.to_dict()
-    assert [each["setup"] for each in fields["alternatives"]] == [
-        describe_setup(each.setup) for each in found.alternatives
-    ]
-
-
-def test_every_host_that_is_asked_about_is_named(asked: Asked) -> None:
-    found = plan(asked("target.samples_per_s=100", 'host.others=["server-2s"]', "search.memory_shares=[0.01]"))
-    assert found.hosts == (SHOP_HOST.name, "server-2s")
-    assert f"on {SHOP_HOST.name}, server-2s target: " in " ".join(describe(found).split())

@@ -48,20 +48,3 @@ def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     reading = predict(make_setup(served, ddr_bytes=GIB), flat_demand(served, unique=2000, miss_ratio=0.25))
     assert reading.drive_writes_a_day == 0
     assert years_of_life(reading, PRICING) == math.inf
-
-
-def test_each_drive_wears_by_what_it_is_written_and_rated_for() -> None:
-    """One takes a hundredth of what the other takes, and is rated for a thirtieth of it."""
-    fast = replace(DRIVE, write_bytes_per_s=100 * DRIVE.write_bytes_per_s, drive_writes_a_day=3.0)
-    slow = replace(DRIVE, drive_writes_a_day=0.1)
-    setup = make_setup(host=make_host(storage=(fast, slow)))
-    found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25))
-    writes = found.drive_writes_a_day
-    assert 3.0 / writes < 0.1 / (writes / 100)
-    assert years_of_life(found, PRICING) == pytest.approx(5 * 3.0 / writes)
-
-
-def test_bounds_of_what_is_assumed() -> None:
-    for wrong in ({"pue": 0.5}, {"years": 0.0}, {"hours_a_day": 25.0}, {"usd_per_kwh": -1.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected a number"):
-            Pricing(**wrong)

@@ -92,11 +92,3 @@ def test_query_sizes_as_text() -> None:
     for text in ("", "100, x", "0", "-1", "nan", "1e999"):
         with pytest.raises(ValueError, match=r"expected"):
             parse_query_sizes(text)
-
-
-def test_misuse() -> None:
-    for wrong in ({"base_s": -1.0}, {"sizes": ()}, {"sizes": (0.0,)}, {"executors": 0}, {"sample_s": math.nan}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Queue(**({"base_s": 0.1, "sample_s": 0.1} | wrong))
-    with pytest.raises(ValueError, match="queries_per_s"):
-        latencies(Queue(base_s=0.1, sample_s=0.1), 0.0)

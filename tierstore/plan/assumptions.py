@@ -10,45 +10,21 @@ from .workload import Assumed, Figure, Workload, times
 
 FACTORS: Final = (0.5, 2.0)
 """Of what was assumed."""
-_NAMES: Final[dict[Figure, str]] = {
-    "dense_flops": "dense model",
-    "pooling_factor": "pooling factor",
-    "exponent": "skew",
-}
 
 
-class Fleet(NamedTuple):
-    """Hosts of one kind, and what they do.
+class Instead(NamedTuple):
+    """Another answer: ``prediction``, or the reason why there is none."""
 
-    Attributes:
-        machines: as ``machines_of``.
-        usd: to buy; usd_a_month: with power.
-        p99_s: of queries at the target's rate; None in training.
-    """
-
-    machines: str
-    num_hosts: int
-    usd: float
-    usd_a_month: float
-    watts: float
-    samples_per_s: float
-    p99_s: float | None
-    bottleneck: str
-
-
-class WhatIf(NamedTuple):
-    """The answer if a figure were another.
-
-    Attributes:
-        factor, value: the figure, and of how many times what was assumed.
-        fleet: None if nothing meets the target then.
-        reason: why nothing meets the target; else "".
-    """
-
-    factor: float
-    value: float
-    fleet: Fleet | None
+    prediction: Prediction | None
     reason: str = ""
+
+    @classmethod
+    def of(cls, answer: Callable[[], Prediction]) -> "Instead":
+        """A ValueError says why there is none."""
+        try:
+            return cls(answer())
+        except ValueError as error:
+            return cls(None, str(error))
 
 
 class Assumption(NamedTuple):
@@ -56,29 +32,24 @@ class Assumption(NamedTuple):
     figure: a key of workloads and tables.
     value: what was taken; of tables of different values the first's.
     text: what was assumed, in words.
-    instead: what to give, so that it need not be assumed.
+    what_if: the answer if the figure is ``factor`` times that, for each of ``FACTORS``.
     """
 
     figure: Figure
     value: float
     text: str
-    instead: str
-    what_if: tuple[WhatIf, ...]
+    what_if: tuple[Instead, ...]
 
 
 def assumptions_of(workload: Workload, answer: Callable[[Workload], Prediction]) -> tuple[Assumption, ...]:
-    """Of all that the workload assumes.
+    """Of all that the workload assumes; ``answer``: of another workload, a ValueError says why there is none."""
 
-    Args:
-        answer: of another workload; a ValueError says why there is none.
-    """
+    def off(assumed: Assumed, factor: float) -> Instead:
+        return Instead.of(lambda: answer(replace(times(workload, assumed, factor), assumed=())))
+
     return tuple(
         Assumption(
-            each.figure,
-            _value(workload, each),
-            _text(workload, each),
-            "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace",
-            tuple(_what_if(workload, each, factor, answer) for factor in FACTORS),
+            each.figure, _value(workload, each), _text(workload, each), tuple(off(each, factor) for factor in FACTORS)
         )
         for each in workload.assumed
     )
@@ -105,21 +76,6 @@ def describe_setup(setup: Setup) -> str:
     return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"
 
 
-def fleet_of(found: Prediction) -> Fleet:
-    """The prediction's."""
-    price, latency = found.price, found.latency
-    return Fleet(
-        machines=machines_of(found.setup),
-        num_hosts=found.setup.num_hosts,
-        usd=price.usd,
-        usd_a_month=price.usd_a_month,
-        watts=price.watts,
-        samples_per_s=found.samples_per_s,
-        p99_s=None if latency is None else latency.p99_s,
-        bottleneck=found.bottleneck,
-    )
-
-
 def assumed_words(workload: Workload) -> str:
     """All of it, for a sentence."""
     return "; ".join(_text(workload, each) for each in workload.assumed)
@@ -132,27 +88,12 @@ def _value(workload: Workload, assumed: Assumed) -> float:
     return float(getattr(first, assumed.figure))
 
 
-def figure_name(figure: Figure) -> str:
-    """In words."""
-    return _NAMES[figure]
-
-
 def _text(workload: Workload, assumed: Assumed) -> str:
     value, every = _value(workload, assumed), some(len(workload.tables), "table")
-    name = figure_name(assumed.figure)
     of = every if len(assumed.tables) == len(workload.tables) else f"{len(assumed.tables):,} of {every}"
     if assumed.figure == "dense_flops":
         layers = "the layers of MLPerf's DLRM-DCNv2 over these tables"
-        return f"{name}: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
+        return f"dense model: {value / 1e6:.3g} Mflop a sample, forward: {layers}"
     if assumed.figure == "pooling_factor":
-        return f"{name}: {value:g} id a sample, in {of}"
-    return f"{name}: Zipf's law of exponent {value:g}, in {of}"
-
-
-def _what_if(workload: Workload, assumed: Assumed, factor: float, answer: Callable[[Workload], Prediction]) -> WhatIf:
-    value = factor * _value(workload, assumed)
-    try:
-        found = answer(replace(times(workload, assumed, factor), assumed=()))
-    except ValueError as error:
-        return WhatIf(factor, value, None, str(error))
-    return WhatIf(factor, value, fleet_of(found))
+        return f"pooling factor: {value:g} id a sample, in {of}"
+    return f"skew: Zipf's law of exponent {value:g}, in {of}"

@@ -16,21 +16,20 @@ if TYPE_CHECKING:
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
-    """What would prevent the file, told before minutes of work."""
+    """What would prevent the file, reported before minutes of work."""
     from ..system.output import require_new, require_other
 
-    if path is not None:
+    if path:
         require_other(Path(path), sources)
         require_new(Path(path), force=force)
 
 
 def _require_outputs(options: argparse.Namespace, asked: "PlanFile") -> None:
     """The same of a page and of JSON, which are none of the files that the plan is made of."""
-    outputs = [path for path in (options.html, options.json) if path]
-    host, named = asked.host, (asked.workload.file, asked.trace.path, asked.target.query_sizes)
-    for path in outputs:
-        _require_writable(path, [options.plan_file, host.file, *host.others, *named], force=options.force)
-    if len({Path(path).resolve() for path in outputs}) < len(outputs):
+    named = (asked.workload.file, asked.trace.path, asked.target.query_sizes, asked.host.file, *asked.host.others)
+    for path in (options.html, options.json):
+        _require_writable(path, [options.plan_file, *named], force=options.force)
+    if options.html and options.json and Path(options.html).resolve() == Path(options.json).resolve():
         raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
 
 
@@ -63,35 +62,33 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-# Curves
-
-
 def _curve(options: argparse.Namespace) -> int:
+    from ..cache import resolve_policy
     from .accesses import once_a_batch, read_accesses
     from .curves import by_table, curve, describe_curves
     from .json_file import write_json
 
     _require_writable(options.json, [options.trace], force=options.force)
-    policies = _policies(options.policy)
+    policies = dict.fromkeys(resolve_policy(name.strip()) for name in options.policy.split(","))
     accesses = read_accesses(options.trace)
     accesses = once_a_batch(accesses) if options.once_a_batch else accesses
     sizes = _sizes(options.sizes, accesses)
     found: dict[str, dict[str, MissRatioCurve]] = {}
     for policy in policies:
         with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
-            asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
-            asked["prefetch_depth"] = options.prefetch_depth
-            if options.by_table:
-                found[policy] = by_table(accesses, policy, **asked)
-            else:
-                found[policy] = {"all": curve(accesses, policy, **asked)}
-    _say(options.trace, accesses, options.once_a_batch)
-    groups: dict[str, dict[str, MissRatioCurve]] = {f"{policy}:\n": curves for policy, curves in found.items()}
-    if all(len(curves) == 1 for curves in found.values()):  # all policies side by side
-        groups = {"": {policy: each for policy, curves in found.items() for each in curves.values()}}
-    for heading, curves in groups.items():
-        print(f"\n{heading}" + describe_curves(curves, sizes))
-    for warning in dict.fromkeys(each.warning for curves in found.values() for each in curves.values() if each.warning):
+            asked: CurveOptions = {"sizes": sizes, "progress": show, "prefetch_depth": options.prefetch_depth}
+            of = by_table(accesses, policy, **asked) if options.by_table else {"all": curve(accesses, policy, **asked)}
+        found[policy] = of
+    what = "distinct rows of batches" if options.once_a_batch else "lookups"
+    sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
+    print(f"{options.trace}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}\n")
+    named = {
+        f"{policy} {table}" if options.by_table else policy: each
+        for policy, of in found.items()
+        for table, each in of.items()
+    }
+    print(describe_curves(named, sizes))
+    for warning in dict.fromkeys(each.warning for each in named.values() if each.warning):
         print(f"\n! {warning}")
     if options.json is not None:
         write_json(found, options.json, force=options.force, indent=None)
@@ -99,52 +96,25 @@ def _curve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _policies(text: str) -> list[str]:
-    from ..cache import resolve_policy
-    from ..settings.names import nearest
-    from .curves import POLICIES
-
-    names = [resolve_policy(name.strip()) for name in text.split(",")]
-    for name in names:
-        if name not in POLICIES:
-            raise ValueError(f"--policy {name}: {nearest(name, POLICIES)}")
-    return list(dict.fromkeys(names))
-
-
 def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
     """Rows; a share is of the distinct rows."""
     if text is None:
         return None
+    from ..rows import MAX_ROWS
     from .accesses import numbered
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
-    return sorted({_size(part.strip(), num_rows) for part in text.split(",")})
-
-
-def _size(text: str, num_rows: float) -> int:
-    from ..rows import MAX_ROWS
-
-    number = text.removesuffix("%")
-    try:
-        is_some = number == text or float(number) > 0
-        size = int(number) if number == text else max(int(is_some), round(float(number) / 100 * num_rows))
-    except (ValueError, OverflowError):
-        size = 0
-    if not 1 <= size < MAX_ROWS:
-        raise ValueError(f"--sizes {text}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%")
-    return size
-
-
-def _say(path: str, accesses: "Accesses", once: bool) -> None:
-    what = "distinct rows of batches" if once else "lookups"
-    sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
-    counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
-    print(f"{path}: {len(accesses.keys):,}{counted} {what} of {len(accesses.tables)} tables{sampled}")
-    if accesses.sampling_rate < 1 and not once and not counted:
-        print(
-            "the sample does not say how many lookups there were, and each weighs by the popular rows that happen to "
-            "be in it: use --once-a-batch, or record anew"
-        )
+    found = []
+    for part in map(str.strip, text.split(",")):
+        number = part.removesuffix("%")
+        try:
+            size = int(number) if number == part else max(1, round(float(number) / 100 * num_rows))
+        except (ValueError, OverflowError):
+            size = 0
+        if not 1 <= size < MAX_ROWS or number.startswith("-"):
+            raise ValueError(f"--sizes {part}: write rows, or a share of the distinct rows, as 1000,20000,5%")
+        found.append(size)
+    return sorted(set(found))
 
 
 # Machines
@@ -162,7 +132,7 @@ def _measure(options: argparse.Namespace) -> int:
             show(round(100 * share), 100, f"measuring {step}")
 
         found = measure(options.dir, seconds=options.seconds, progress=told, device=options.device)
-    write_host(found.host, path, force=options.force)
+    write_host(found, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
     return 0
@@ -224,27 +194,20 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 help="some of auto, lru, lfu, tinylfu, with commas between (default: lru)",
             ),
             _arg("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%"),
-            _arg(
-                "--sampling-rate",
-                type=float,
-                default=1.0,
-                metavar="R",
-                help="let this share of the rows stand for all (default: 1, every row)",
-            ),
             _arg("--once-a-batch", help="count a row once a batch, as the tiers of a store do"),
             _arg(
                 "--prefetch-depth",
                 type=int,
                 default=0,
                 metavar="N",
-                help="batches brought in ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
+                help="batches fetched ahead, whose rows lfu and tinylfu cannot evict (default: 0)",
             ),
             _arg("--by-table", help="a cache for each table, not one for all"),
             _arg("--json", metavar="PATH", help="also write the curves to a file"),
             _FORCED,
         ),
         "say how often memory of any size misses",
-        "Miss-ratio curves of a trace, exactly or from a sample of its rows.",
+        "Miss-ratio curves of a trace, recorded whole or by a sample of its rows.",
         "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu --by-table",
     ),
     "measure": _part(
@@ -255,7 +218,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
                 "--json",
                 default="host.json",
                 metavar="PATH",
-                help="where the host goes, .json or .toml (default: host.json)",
+                help="where the host goes (default: host.json)",
             ),
             _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
             _arg("--device", default="cpu", metavar="NAME", help="cpu (default), or cuda for all GPUs, or cuda:1"),

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Final
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from .curves import POLICIES, MissRatioCurve, curve
 from .workload import TableShape, Workload
 
 RowsOf = Callable[[int], float]
-ANALYTIC_POLICIES: Final = POLICIES
-"""Of all but the first the curve is that of a cache of the rows that are accessed most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +75,8 @@ class Demand:
             ValueError: there is no formula for the policy; names those that have one.
         """
         formula = resolve_policy(policy)
-        if formula not in ANALYTIC_POLICIES:
-            raise ValueError(
-                f"policy={excerpt(policy)} has no formula; a trace is needed, or one of {', '.join(ANALYTIC_POLICIES)}"
-            )
+        if formula not in POLICIES:
+            raise ValueError(f"policy={excerpt(policy)} has no formula; expected one of {', '.join(POLICIES)}")
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             lookups = [workload.batch_samples * table.pooling_factor for table in tables]
@@ -92,7 +87,7 @@ class Demand:
                 num_rows=_rows(tables),
                 lookups=sum(lookups),
                 unique=found.unique,
-                curve=_analytic_curve(found, formula),
+                curve=lru_curve(found) if formula == "lru" else frequency_curve(found, formula),
                 rows_of=lru_cache(lambda parts: _popularity(tables, workload.batch_samples / parts).unique),
             )
 
@@ -106,8 +101,7 @@ class Demand:
         accesses: Accesses,
         policy: str = "lru",
         *,
-        sampling_rate: float = 1.0,
-        make_curve: Callable[..., MissRatioCurve] = curve,
+        make_curve: Callable[[Accesses, str], MissRatioCurve] = curve,
     ) -> "Demand":
         """As a trace has it. Its batches are taken for those of the workload.
 
@@ -115,7 +109,6 @@ class Demand:
 
         Args:
             accesses: every access, not once a batch only; sampled or not.
-            sampling_rate: of the rows, of which curves are made.
             make_curve: called as ``curves.curve``.
 
         Raises:
@@ -133,9 +126,7 @@ class Demand:
                 num_rows=_rows(tables),
                 lookups=lookups,
                 unique=min(lookups, _a_batch(distinct)),
-                curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
-                if len(distinct.keys)
-                else _unused(resolve_policy(policy)),
+                curve=make_curve(distinct, policy) if len(distinct.keys) else _unused(resolve_policy(policy)),
                 rows_of=lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
             )
 
@@ -183,10 +174,6 @@ def split(accesses: Accesses, parts: int) -> Accesses:
     starts = accesses.starts
     begins = starts[:-1, None] + np.diff(starts)[:, None] * np.arange(parts) // parts
     return accesses._replace(starts=np.append(begins.ravel(), starts[-1]), unlisted=parts * accesses.unlisted)
-
-
-def _analytic_curve(found: Popularity, policy: str) -> MissRatioCurve:
-    return lru_curve(found) if policy == "lru" else frequency_curve(found, policy)
 
 
 def _unused(policy: str) -> MissRatioCurve:

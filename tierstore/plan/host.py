@@ -3,17 +3,20 @@
 ``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
 """
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 from ..rows import RowLayout
 from ..settings.options import check_ranges, option
 from ..system.sizes import format_size
 from .dense import DenseWork
 
+_LOG: Final = logging.getLogger("tierstore")
 _MOST: Final = 1e18
+ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
 work of a dense model is counted so too."""
@@ -86,86 +89,81 @@ class Accelerator(Checked):
     usd: float = option(0.0, "price", low=0)
 
 
-def pooling_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
-    """Of a lookup, how often each of ``SoftwareCosts`` is paid, by its name; ``rows``: distinct ones, each table's by
-    itself."""
-    of = {"pool": ids, "pool_row": rows, "pool_bag": bags}
-    return {key: cost for name, count in of.items() for key, cost in per_byte(name, count, layout.weight_bytes).items()}
-
-
-def updating_work(*, ids: float, rows: float, bags: float, layout: RowLayout) -> dict[str, float]:
-    """The same of backward and optimizer, which reads gradients of ids and bags, and rows with their state."""
-    weights, whole = layout.weight_bytes, layout.row_bytes
-    of = {"update": (ids, weights), "update_row": (rows, whole), "update_bag": (bags, weights)}
-    return {key: cost for name, (count, size) in of.items() for key, cost in per_byte(name, count, size).items()}
-
-
-def dense_work(dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> dict[str, float]:
-    """Of a dense model's step or query on the cores, beside its flops; seconds pass while all threads work."""
-    times = TRAINING_FLOPS if is_training else 1
-    products = 1000 * times * dense.dense_products
-    return {
-        "dense_product_us": products,
-        "dense_wake_us": products if threads > 1 else 0.0,
-        "dense_value_ns": times * samples / threads * dense.dense_values,
-    }
-
-
-def per_byte(name: str, count: float, size_bytes: float) -> dict[str, float]:
-    """Of things of so many bytes."""
-    return {f"{name}_ns": count, f"{name}_ns_per_byte": count * size_bytes}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SoftwareCosts(Checked):
-    """What tierstore's own work takes on one core of the host, beside what the parts are limited to.
+    """What tierstore's own work takes on one core of the host, beyond what the parts are limited to.
 
-    Each cost a row grows with the bytes that it touches: ``ns + ns_per_byte * bytes``. Of ids, bags and pooling these
-    are the weights'; of a row that is updated, brought in or written, the optimizer's state too. ``tierstore plan
-    measure`` fits them to loops over small stores; none is a guess.
-
-    Lookup and training are paid by the id, by the distinct row of a batch (``row``: many ids may ask for one, and its
-    bytes come from memory once) and by the bag (``bag``: its result, and in training its gradient). All three add up.
+    ``tierstore plan measure`` finds each by a loop of its own; docs/planning/model.md says how a step adds them up.
     """
 
-    batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
-    step_us: float = option(0.0, "of a training step beyond those, whatever its ids", low=0)
-    hand_over_us: float = option(0.0, "of a batch that was brought in ahead, on the thread that computes", low=0)
-    ahead_us: float = option(0.0, "the same, on the thread that brings it in, whatever its ids", low=0)
-    admit_ns: float = option(0.0, "of finding an id in a cache", low=0)
-    admit_row_ns: float = option(0.0, "the same, a distinct row of the batch", low=0)
-    pool_ns: float = option(0.0, "of pooling an id's row", low=0)
-    pool_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    pool_row_ns: float = option(0.0, "of pooling, a distinct row of the batch", low=0)
-    pool_row_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    pool_bag_ns: float = option(0.0, "of pooling, a bag", low=0)
-    pool_bag_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    update_ns: float = option(0.0, "of backward and optimizer, an id", low=0)
-    update_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    update_row_ns: float = option(0.0, "of backward and optimizer, a distinct row of the batch", low=0)
-    update_row_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    update_bag_ns: float = option(0.0, "of backward and optimizer, a bag", low=0)
-    update_bag_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    miss_ns: float = option(0.0, "of bringing in a row from a page that the system has in memory", low=0)
-    miss_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    read_ns: float = option(0.0, "of asking the device for a page, beside the device's own time", low=0)
-    append_ns: float = option(0.0, "of appending a row to the log, and having the device keep it", low=0)
-    append_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    move_ns: float = option(0.0, "of a row that cleaning moves: reading and appending it", low=0)
-    move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
-    transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
-    share_us: float = option(0.0, "of sharing a batch's lookups, or its updates, between threads", low=0)
-    dense_product_us: float = option(0.0, "of a matrix product of a dense model on the cores, whatever its size", low=0)
-    dense_wake_us: float = option(0.0, "the same, of sharing it between threads", low=0)
-    dense_value_ns: float = option(0.0, "of a value that a dense model reads or writes, on one core", low=0)
+    batch_us: float = option(0.0, "a batch or a query, whatever its ids; a training step takes three times this", low=0)
+    ahead_us: float = option(0.0, "a batch that is fetched ahead, on the thread that fetches", low=0)
+    id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
+    byte_ns: float = option(0.0, "a byte of a row or a bag that is read or written in memory", low=0)
+    miss_ns: float = option(0.0, "a row fetched from a page that the system has in memory", low=0)
+    read_ns: float = option(0.0, "a page read from the device, without the device's own time", low=0)
+    append_ns: float = option(0.0, "a row appended to the log and synced", low=0)
+    append_ns_per_byte: float = option(0.0, "a byte of such a row", low=0)
+    transaction_us: float = option(0.0, "a transaction in which rows are appended, however many", low=0)
+    dense_product_us: float = option(0.0, "a matrix product of a dense model on the cores, whatever its size", low=0)
+    wake_us: float = option(0.0, "sharing a product between threads; a pool's lookups or updates take two", low=0)
+    dense_value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
 
-    def ns_of(self, work: Mapping[str, float]) -> float:
-        """Of amounts by the name of their cost; 1,000 is one of a cost in microseconds."""
-        return float(sum(getattr(self, name) * amount for name, amount in work.items()))
+    def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
+        """Pooling rows that are in memory; ``rows``: distinct ones."""
+        return self.byte_ns * (ID_BYTES * ids + layout.weight_bytes * (rows + bags))
+
+    def update_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
+        """Backward and optimizer of the same: gradients of bags, and rows with their state, read and written."""
+        moved = 2 * (layout.row_bytes * rows + layout.weight_bytes * bags)
+        return self.admission_ns(ids=ids, rows=rows) + self.byte_ns * moved
 
     def admission_ns(self, *, ids: float, rows: float) -> float:
-        """Of finding them in a cache in which not all rows fit."""
-        return ids * self.admit_ns + rows * self.admit_row_ns
+        """Finding them in a cache in which not all rows fit."""
+        return self.id_ns * (ids + rows)
+
+    def miss_row_ns(self, layout: RowLayout) -> float:
+        """A row fetched from the page cache."""
+        return self.miss_ns + self.byte_ns * layout.row_bytes
+
+    def append_row_ns(self, layout: RowLayout) -> float:
+        """A row appended."""
+        return self.append_ns + self.append_ns_per_byte * layout.row_bytes
+
+    def dense_ns(self, dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> tuple[float, float]:
+        """A dense model's step or query beyond its flops: of starting its products, and of its values over all
+        threads."""
+        times = TRAINING_FLOPS if is_training else 1
+        product_us = self.dense_product_us + (self.wake_us if threads > 1 else 0.0)
+        starts = 1e3 * times * dense.dense_products * product_us
+        return starts, times * samples / threads * dense.dense_values * self.dense_value_ns
+
+
+_FOLDED: Final[Mapping[str, tuple[float, tuple[str, ...]]]] = {
+    "batch_us": (1 / 3, ("batch_us", "step_us")),
+    "ahead_us": (1.0, ("ahead_us", "hand_over_us")),
+    "id_ns": (1 / 4, ("admit_ns", "admit_row_ns", "update_ns", "update_row_ns")),
+    "byte_ns": (
+        1 / 6,
+        ("pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"),
+    ),
+    "wake_us": (1.0, ("dense_wake_us",)),
+}
+"""Costs that stand for several of files of earlier versions: a factor, and those that it multiplies the sum of."""
+
+
+def folded_costs(costs: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs of a host's file as this version has them.
+
+    A file of an earlier version has thirty: those that this version does not know are folded into others, or left out,
+    with a warning.
+    """
+    if "step_us" not in costs or not all(isinstance(value, int | float) for value in costs.values()):
+        return dict(costs)
+    kept = {each.name: costs[each.name] for each in fields(SoftwareCosts) if each.name in costs}
+    folded = {name: factor * sum(costs.get(each, 0.0) for each in olds) for name, (factor, olds) in _FOLDED.items()}
+    _LOG.warning("a host's costs are of an earlier version and were converted; tierstore plan measure finds exact ones")
+    return kept | folded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,25 +187,30 @@ class Host(Checked):
     source: str = ""
 
 
+def times(value: Any, factor: float, *paths: str) -> Any:
+    """The description with some numbers multiplied; "ddr.usd" is a field of a field, of several parts that of each."""
+    for path in paths:
+        name, _, rest = path.partition(".")
+        part = getattr(value, name)
+        if isinstance(part, tuple):
+            changed: Any = tuple(times(each, factor, rest) for each in part)
+        else:
+            changed = times(part, factor, rest) if rest else part * factor
+        value = replace(value, **{name: changed})
+    return value
+
+
+_DIVIDED: Final = (
+    "processor.flops", "ddr.capacity_bytes", "ddr.bytes_per_s", "ddr.row_bytes_per_s", "storage.capacity_bytes",
+    "storage.reads_per_s", "storage.read_bytes_per_s", "storage.write_bytes_per_s",
+)  # fmt: skip
+
+
 def shared_by(host: Host, ranks: int) -> Host:
     """What each of so many processes on it has."""
-    drives = tuple(
-        replace(
-            each, capacity_bytes=each.capacity_bytes / ranks, reads_per_s=each.reads_per_s / ranks,
-            read_bytes_per_s=each.read_bytes_per_s / ranks, write_bytes_per_s=each.write_bytes_per_s / ranks,
-        )
-        for each in host.storage
-    )  # fmt: skip
-    memory, processor = host.ddr, host.processor
-    return replace(
-        host,
-        processor=replace(processor, cores=max(1, processor.cores // ranks), flops=processor.flops / ranks),
-        ddr=replace(
-            memory, capacity_bytes=memory.capacity_bytes / ranks, bytes_per_s=memory.bytes_per_s / ranks,
-            row_bytes_per_s=memory.row_bytes_per_s / ranks,
-        ),
-        storage=drives,
-    )  # fmt: skip
+    cores = max(1, host.processor.cores // ranks)
+    own: Host = times(replace(host, processor=replace(host.processor, cores=cores)), 1 / ranks, *_DIVIDED)
+    return own
 
 
 def with_accelerators(host: Host, accelerators: tuple[Accelerator, ...]) -> Host:

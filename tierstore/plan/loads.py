@@ -1,10 +1,9 @@
 """What one step or query keeps busy: a term for each resource, and how they make up a step.
 
-Everything is of one host. Lanes work side by side, the resources of one lane one after another, so a step takes as
-long as its longest lane. ``SERIAL`` resources work for the batch that is computed. If rows are brought in ahead, those
-of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has to make room for it
-first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them.
-``WAITS`` are for a core that another thread has: of few cores each is taken for its share of what the others do.
+Everything is of one host. Lanes work side by side, the resources of one lane one after another, so a step takes as long
+as its longest lane. ``SERIAL`` resources work for the batch that is computed. If rows are fetched ahead, those of
+``AHEAD`` work for later batches meanwhile, and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others
+take of them. ``WAITS`` are for a core that another thread has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..dist.wire import Precision
 from ..kernels.threads import MIN_WORK
-from .host import TRAINING_FLOPS, dense_work, pooling_work, updating_work
+from .host import ID_BYTES, TRAINING_FLOPS
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
@@ -23,13 +22,14 @@ DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
 WAITS: Final = ("wait for a core", "wait ahead")
 
-ID_BYTES: Final = 8
 _WIRE_BYTES: Final[dict[Precision, int]] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 _WIRE_SCALE_BYTES: Final = 4
 """Of a row or bag as int8."""
 _TOGETHER: Final = 3
 """Exchanges of a group of tables with every batch: of forward and backward, and as many before them, of ids."""
-FLOPS_PER_WEIGHT: Final = 2
+_MOVED_AS: Final = 3
+"""Rows appended: a row that cleaning moves is read and checked, too. Measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
+_FLOPS_PER_WEIGHT: Final = 2
 """Of a dense layer, forward, a sample: by which its weights are told from its work."""
 
 
@@ -37,19 +37,11 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
     """Of all resources, idle ones too, in the order in which a batch meets them.
 
     Args:
-        is_ahead: rows of later batches come in while a batch is computed.
+        is_ahead: rows of later batches are fetched while a batch is computed.
     """
     work = (_Work if setup.rank_costs is None else _RankWork)(setup, pools, is_ahead)
-    own = (ResourceLoad("batch", work.batch_s(), 1.0, "batches"), work.lookups(), work.hbm(), work.model())
-    others = (
-        work.id_exchange(),
-        work.cold_rows(),
-        work.write_back(),
-        work.pcie(),
-        work.ssd_reads(),
-        work.ssd_writes(),
-        work.ddr(),
-    )
+    own = [ResourceLoad("batch", work.batch_s(), 1.0, "batches"), work.lookups(), work.hbm(), work.model()]
+    others = [work.id_exchange(), work.cold_rows(), work.write_back(), work.pcie(), *work.drives(), work.ddr()]
     seconds = {load.resource: load.seconds for load in (*own, *others)}
     return (*own, work.network(seconds), *others, *work.cores(seconds))
 
@@ -59,7 +51,7 @@ def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...
 
     Args:
         seconds: for which a step keeps each resource busy.
-        is_ahead: as of ``loads_of``; else everything waits for everything, but for what is shared.
+        is_ahead: as of ``loads_of``; else everything waits for everything, except what is shared.
     """
     if is_ahead:
         groups = {"computing": SERIAL, "fetching": AHEAD, "pcie": LINKS, "drives": DRIVES}
@@ -79,8 +71,7 @@ def bottleneck_of(seconds: Mapping[str, float], *, is_ahead: bool) -> str:
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     work = _Work(setup, pools, is_ahead=False)
-    latencies = work.read_latency_s() + work.latency_s(work.exchanges)
-    return work.batch_s() + latencies
+    return work.batch_s() + work.read_latency_s() + work.latency_s(work.exchanges)
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
@@ -95,16 +86,9 @@ class _Work(NamedTuple):
     pools: Sequence[PoolLoad]
     is_ahead: bool
 
-    # The batch that is computed
-
-    def batch_s(self) -> float:
-        """What a batch takes whatever is in it."""
-        costs = self.setup.host.costs
-        return (costs.batch_us + (costs.step_us if self.is_training else 0.0)) * 1e-6 + self.hand_over_s
-
-    @property
-    def hand_over_s(self) -> float:
-        return self.setup.host.costs.hand_over_us * 1e-6 if self.is_ahead else 0.0
+    def _sum(self, of: Any) -> float:
+        """Over pools."""
+        return float(sum(map(of, self.pools)))
 
     @property
     def is_training(self) -> bool:
@@ -112,28 +96,37 @@ class _Work(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """In training what comes, rows or pooled ones, makes something go back: rows that leave, gradients."""
+        """In training each row or bag that arrives makes one go back: an evicted row, a gradient."""
         return 2 if self.is_training else 1
+
+    @property
+    def crosses_by_row(self) -> bool:
+        """Over hosts that train, each distinct row of a host's batch crosses once, as stores do by default. Where hosts
+        serve, bags and their ids cross, and owners pool."""
+        return self.setup.hosts > 1 and self.is_training
+
+    # The batch that is computed
+
+    def batch_s(self) -> float:
+        """Whatever is in it."""
+        return 1e-6 * self.setup.host.costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
 
     def lookups(self) -> ResourceLoad:
         """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
-        ids = sum(pool.lookups for pool in self.pools)
-        copied = self._copied_s() if self.setup.is_deferred else 0.0
-        return ResourceLoad("lookups", self._lookups_s() + copied, ids, "ids")
+        seconds = 0.0 if self.setup.hbm_bytes else self._lookups_s()
+        return ResourceLoad("lookups", seconds, self._sum(lambda pool: pool.lookups), "ids")
 
     def _lookups_s(self) -> float:
-        if self.setup.hbm_bytes:
-            return 0.0
         costs, nanoseconds = self.setup.host.costs, 0.0
         for share in (share for pool in self.pools for share in self._shares_of(pool)):
-            nanoseconds += costs.ns_of(pooling_work(**share) | (updating_work(**share) if self.is_training else {}))
-        return nanoseconds * 1e-9 / self.threads + self.sharing_s
+            nanoseconds += costs.lookup_ns(**share) + (costs.update_ns(**share) if self.is_training else 0.0)
+        return nanoseconds * 1e-9 / self.threads + self._sharing_s
 
     @property
-    def sharing_s(self) -> float:
+    def _sharing_s(self) -> float:
         """Of lookups, and of updates, between threads; one of them is busy then."""
         is_shared = self.threads > 1 and not self.setup.hbm_bytes
-        return 1e-6 * self.setup.host.costs.share_us * self.directions * len(self.pools) if is_shared else 0.0
+        return 2e-6 * self.setup.host.costs.wake_us * self.directions * len(self.pools) if is_shared else 0.0
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
         """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
@@ -145,55 +138,37 @@ class _Work(NamedTuple):
             yield {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "layout": pool.layout}
 
     @property
-    def crosses_by_row(self) -> bool:
-        """Over hosts that train each distinct row of a host's batch crosses once, as stores do unless they are told
-        otherwise. Where hosts serve, bags and their ids cross, and owners pool."""
-        return self.setup.hosts > 1 and self.is_training
-
-    def _wire_bytes(self, pool: PoolLoad) -> float:
-        """Of a row, or of a bag, between hosts."""
-        wire = self.setup.wire
-        return pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
-
-    def _copied_s(self) -> float:
-        """Of keeping a copy of the gradient of pooled rows until it is applied."""
-        speed = self.setup.host.ddr.bytes_per_s
-        return 2 * self.setup.gradient_bytes / speed if speed else 0.0
-
-    @property
     def threads(self) -> int:
         """That share lookups and updates: one for few ids."""
-        enough = max(1, int(sum(pool.lookups for pool in self.pools)) // MIN_WORK)
+        enough = max(1, int(self._sum(lambda pool: pool.lookups)) // MIN_WORK)
         return min(self.setup.threads, self.setup.host.processor.cores, enough)
 
     def hbm(self) -> ResourceLoad:
         """Rows that are read to be pooled, each id's; distinct ones are read and written again."""
         if not self.setup.hbm_bytes:
             return ResourceLoad("hbm", 0.0, 0.0, "bytes")
-        moved = sum((pool.lookups + 2 * pool.unique) * pool.layout.row_bytes for pool in self.pools)
+        moved = self._sum(lambda pool: (pool.lookups + 2 * pool.unique) * pool.layout.row_bytes)
         memory = self.setup.gpu.hbm
         return ResourceLoad("hbm", moved / (memory.row_bytes_per_s or memory.bytes_per_s), moved, "bytes")
 
     def model(self) -> ResourceLoad:
-        """The dense part: on the GPU where rows are there, else on the cores, with what its products take
-        beside their flops."""
+        """The dense part: on the GPU where rows are there, else on the cores, with what its products and values take
+        beyond their flops."""
         workload, host = self.setup.workload, self.setup.host
         flops = workload.dense_flops * workload.batch_samples / self.setup.hosts
         flops *= TRAINING_FLOPS if self.is_training else 1
-        speed = self.setup.gpu.flops if self.setup.hbm_bytes else host.processor.flops
-        beside = 0.0 if self.setup.hbm_bytes else host.costs.ns_of(self._dense_work()) * 1e-9
-        return ResourceLoad("model", flops / speed + beside, flops, "flops")
+        if self.setup.hbm_bytes:
+            return ResourceLoad("model", flops / self.setup.gpu.flops, flops, "flops")
+        return ResourceLoad("model", flops / host.processor.flops + 1e-9 * sum(self._dense_ns()), flops, "flops")
 
-    def _dense_work(self) -> dict[str, float]:
+    def _dense_ns(self) -> tuple[float, float]:
         setup = self.setup
         samples, cores = setup.workload.batch_samples / setup.hosts, setup.host.processor.cores
-        return dense_work(setup.workload.dense, samples=samples, threads=cores, is_training=self.is_training)
+        return setup.host.costs.dense_ns(
+            setup.workload.dense, samples=samples, threads=cores, is_training=self.is_training
+        )
 
-    def _model_core_s(self, seconds: float) -> float:
-        """Of all cores, while the dense part takes so long: starting its products keeps one busy."""
-        work, costs = self._dense_work(), self.setup.host.costs
-        alone = 1e-9 * costs.ns_of({name: work[name] for name in ("dense_product_us", "dense_wake_us")})
-        return alone + (seconds - alone) * self.setup.host.processor.cores
+    # Between hosts
 
     def network(self, seconds: Mapping[str, float]) -> ResourceLoad:
         """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
@@ -202,32 +177,35 @@ class _Work(NamedTuple):
         Args:
             seconds: that other resources are busy.
         """
-        workload, hosts = self.setup.workload, self.setup.hosts
+        hosts = self.setup.hosts
         if hosts == 1:
             return ResourceLoad("network", 0.0, 0.0, "bytes")
         others = (hosts - 1) / hosts
-        sent = others * self.directions * sum(map(self._values_bytes, self.pools))
+        sent = others * self.directions * self._sum(self._values_bytes)
         if self.is_training:
-            sent += 2 * others * (workload.dense_flops / FLOPS_PER_WEIGHT) * FLOAT_BYTES
+            sent += 2 * others * (self.setup.workload.dense_flops / _FLOPS_PER_WEIGHT) * FLOAT_BYTES
         else:
-            sent += others * sum(map(self._id_bytes, self.pools))
+            sent += others * self._sum(self._id_bytes)
         return ResourceLoad("network", self._network_s(sent, seconds), sent, "bytes")
 
     def _network_s(self, sent_bytes: float, _seconds: Mapping[str, float]) -> float:
         return self._sent_s(sent_bytes, self.exchanges)
 
     def id_exchange(self) -> ResourceLoad:
-        """What a host sends before it computes, in training: ids, so that their owners bring the rows in."""
-        if self.setup.hosts == 1 or not self.is_training:
+        """What a host sends before it computes, in training: ids, so that their owners fetch the rows."""
+        if not self.crosses_by_row:
             return ResourceLoad("id exchange", 0.0, 0.0, "bytes")
-        sent = (self.setup.hosts - 1) / self.setup.hosts * sum(map(self._id_bytes, self.pools))
+        sent = (self.setup.hosts - 1) / self.setup.hosts * self._sum(self._id_bytes)
         return ResourceLoad("id exchange", self._id_exchange_s(sent), sent, "bytes")
 
     def _id_exchange_s(self, sent_bytes: float) -> float:
         return self._sent_s(sent_bytes, _TOGETHER * len(self.pools))
 
     def _values_bytes(self, pool: PoolLoad) -> float:
-        return (pool.sent_rows if self.crosses_by_row else pool.bags) * self._wire_bytes(pool)
+        """Rows, or bags."""
+        wire = self.setup.wire
+        each = pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
+        return (pool.sent_rows if self.crosses_by_row else pool.bags) * each
 
     def _id_bytes(self, pool: PoolLoad) -> float:
         """Where bags cross, their sizes too."""
@@ -252,84 +230,74 @@ class _Work(NamedTuple):
     # Rows on their way
 
     def cold_rows(self) -> ResourceLoad:
-        """One thread: ids are looked for in the cache, rows brought in, and handed to the tier above, if any."""
-        nanoseconds = sum(self._admitting_ns(pool) + self._bringing_ns(pool) for pool in self.pools)
-        nanoseconds += 1e3 * self.setup.host.costs.ahead_us if self.is_ahead else 0.0
-        return ResourceLoad("cold rows", nanoseconds * 1e-9, sum(pool.misses for pool in self.pools), "rows")
+        """One thread: ids are looked for in the cache, rows fetched, and handed to the tier above, if any."""
+        costs = self.setup.host.costs
+        nanoseconds = self._sum(lambda pool: self._admitting_ns(pool) + pool.misses * costs.miss_row_ns(pool.layout))
+        nanoseconds += self._sum(lambda pool: pool.pages_read * costs.read_ns)
+        nanoseconds += 1e3 * costs.ahead_us if self.is_ahead else 0.0
+        return ResourceLoad("cold rows", nanoseconds * 1e-9, self._sum(lambda pool: pool.misses), "rows")
 
     def _admitting_ns(self, pool: PoolLoad) -> float:
         costs = self.setup.host.costs
         if self.setup.hbm_bytes:
-            per_byte = costs.pool_ns_per_byte + costs.pool_row_ns_per_byte
-            copying = costs.pool_ns + costs.pool_row_ns + per_byte * pool.layout.row_bytes
-            return pool.hbm_misses * self.directions * (costs.admit_ns + costs.admit_row_ns + copying)
+            copying = costs.admission_ns(ids=1, rows=1) + 2 * costs.byte_ns * pool.layout.row_bytes
+            return pool.hbm_misses * self.directions * copying
+        sent_for = costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows) if self._sends_for else 0.0
         asked = pool.sent_rows if self.crosses_by_row else pool.lookups
-        sent_for = self._sending_for_ns(pool) if self.crosses_by_row else 0.0
         if pool.is_full or not asked:
             return sent_for
         return sent_for + pool.asked / pool.unique * costs.admission_ns(ids=asked, rows=pool.unique)
 
-    def _sending_for_ns(self, pool: PoolLoad) -> float:
-        """Of finding the distinct rows of a batch before they are sent for."""
-        return self.setup.host.costs.admission_ns(ids=pool.lookups, rows=pool.sent_rows)
-
-    def _bringing_ns(self, pool: PoolLoad) -> float:
-        costs = self.setup.host.costs
-        a_row = costs.miss_ns + costs.miss_ns_per_byte * pool.layout.row_bytes
-        return pool.misses * a_row + pool.pages_read * costs.read_ns
+    @property
+    def _sends_for(self) -> bool:
+        """Whether the distinct rows of a batch are found before they are sent for."""
+        return self.crosses_by_row
 
     def write_back(self) -> ResourceLoad:
         """One thread, as LMDB has one writer."""
-        nanoseconds = sum(self._writing_ns(pool) for pool in self.pools)
-        return ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.rows_written for pool in self.pools), "rows")
-
-    def _writing_ns(self, pool: PoolLoad) -> float:
-        costs, row_bytes = self.setup.host.costs, pool.layout.row_bytes
-        appending = pool.rows_written * (costs.append_ns + costs.append_ns_per_byte * row_bytes)
-        moving = pool.rows_moved * (costs.move_ns + costs.move_ns_per_byte * row_bytes)
-        return appending + moving + 1e3 * pool.transactions * costs.transaction_us
+        costs = self.setup.host.costs
+        nanoseconds = 1e3 * costs.transaction_us * self._sum(lambda pool: pool.transactions)
+        for pool in self.pools:
+            nanoseconds += (pool.rows_written + _MOVED_AS * pool.rows_moved) * costs.append_row_ns(pool.layout)
+        return ResourceLoad("write-back", nanoseconds * 1e-9, self._sum(lambda pool: pool.rows_written), "rows")
 
     def pcie(self) -> ResourceLoad:
         """The fuller direction: rows and ids up; as many rows down, in training."""
         if not self.setup.hbm_bytes:
             return ResourceLoad("pcie", 0.0, 0.0, "bytes")
-        moved = sum(pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES for pool in self.pools)
+        moved = self._sum(lambda pool: pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES)
         link = self.setup.gpu.pcie
         return ResourceLoad("pcie", moved / link.bytes_per_s + 1e-6 * link.latency_us, moved, "bytes")
 
     # Drives
 
-    def ssd_reads(self) -> ResourceLoad:
-        """Pages and segments, or their bytes, whichever take longer; all drives together."""
-        pools, drives = self.pools, self.setup.host.storage
-        reads = sum(pool.pages_read + pool.segments_cleaned for pool in pools)
+    def drives(self) -> tuple[ResourceLoad, ResourceLoad]:
+        """Reads of pages and segments, by their count or their bytes, whichever take longer; and writes of segments.
+        All drives together."""
+        drives, written = self.setup.host.storage, written_bytes(self.pools)
+        writes_s = written / sum(drive.write_bytes_per_s for drive in drives) if written else 0.0
+        writes = ResourceLoad("ssd writes", writes_s, written, "bytes")
+        reads = self._sum(lambda pool: pool.pages_read + pool.segments_cleaned)
         if not reads:
-            return ResourceLoad("ssd reads", 0.0, 0.0, "reads")
-        size = sum(
-            pool.pages_read * pool.layout.page_bytes + pool.segments_cleaned * segment_bytes(pool.layout)
-            for pool in pools
+            return ResourceLoad("ssd reads", 0.0, 0.0, "reads"), writes
+        size = self._sum(
+            lambda pool: pool.pages_read * pool.layout.page_bytes + pool.segments_cleaned * segment_bytes(pool.layout)
         )
         by_count = reads / sum(drive.reads_per_s for drive in drives)
         by_bytes = size / sum(drive.read_bytes_per_s for drive in drives)
-        return ResourceLoad("ssd reads", max(by_count, by_bytes) + self.read_latency_s(), reads, "reads")
+        return ResourceLoad("ssd reads", max(by_count, by_bytes) + self.read_latency_s(), reads, "reads"), writes
 
     def read_latency_s(self) -> float:
         """Of the last page, which nothing hides, if there is one."""
-        pages = sum(pool.pages_read for pool in self.pools)
-        return min(1.0, pages) * max((drive.read_latency_us for drive in self.setup.host.storage), default=0.0) * 1e-6
-
-    def ssd_writes(self) -> ResourceLoad:
-        """Segments, which are large."""
-        size = written_bytes(self.pools)
-        speed = sum(drive.write_bytes_per_s for drive in self.setup.host.storage)
-        return ResourceLoad("ssd writes", size / speed if size else 0.0, size, "bytes")
+        pages = min(1.0, self._sum(lambda pool: pool.pages_read))
+        return pages * max((drive.read_latency_us for drive in self.setup.host.storage), default=0.0) * 1e-6
 
     # What all share
 
     def ddr(self) -> ResourceLoad:
         """Rows that the cores read and write, at random."""
         memory = self.setup.host.ddr
-        moved = sum(self._ddr_rows(pool) * pool.layout.row_bytes for pool in self.pools)
+        moved = self._sum(lambda pool: self._ddr_rows(pool) * pool.layout.row_bytes)
         speed = memory.row_bytes_per_s or memory.bytes_per_s
         return ResourceLoad("ddr", moved / speed if speed else 0.0, moved, "bytes")
 
@@ -340,13 +308,15 @@ class _Work(NamedTuple):
 
     def cores(self, seconds: Mapping[str, float]) -> tuple[ResourceLoad, ...]:
         """The work of all threads, over the cores, and how long threads wait for one; a dense part without accelerator
-        takes all of them.
+        takes all of them, but for starting its products.
 
         A thread finds its core taken for as long as an equal share of the others' work takes.
         """
         cores = self.setup.host.processor.cores
-        computing = seconds["batch"] + (seconds["lookups"] - self.sharing_s) * self.threads + self.sharing_s
-        computing += 0.0 if self.setup.hbm_bytes else self._model_core_s(seconds["model"])
+        computing = seconds["batch"] + (seconds["lookups"] - self._sharing_s) * self.threads + self._sharing_s
+        if not self.setup.hbm_bytes:
+            starts = 1e-9 * self._dense_ns()[0]
+            computing += starts + (seconds["model"] - starts) * cores
         ahead = seconds["cold rows"] + seconds["write-back"]
         waiting, waiting_ahead = (ahead / cores, computing / cores) if self.is_ahead else (0.0, 0.0)
         return (
@@ -361,7 +331,7 @@ class _RankWork(_Work):
     such ranks, fixed work, lookups, updates and exchanges in one."""
 
     def batch_s(self) -> float:
-        return self.hand_over_s
+        return 0.0
 
     def _lookups_s(self) -> float:
         from ..dist.placement import TableDemand
@@ -371,14 +341,13 @@ class _RankWork(_Work):
         setup, seconds, over_all = self.setup, 0.0, Sharding("row_wise", tuple(range(self.setup.hosts)))
         assert setup.rank_costs is not None
         for pool in self.pools:
-            group = group_of(over_all, pool.layout.dim)
+            group, demand = (
+                group_of(over_all, pool.layout.dim),
+                (pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
+            )
+            tables = pool.bags / (setup.workload.batch_samples / setup.hosts)
             amounts = amounts_of(
-                over_all,
-                pool.layout.dim,
-                TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
-                bags=pool.bags,
-                ranks=setup.hosts,
-                tables=pool.bags / (setup.workload.batch_samples / setup.hosts),
+                over_all, pool.layout.dim, TableDemand(*demand), bags=pool.bags, ranks=setup.hosts, tables=tables
             )
             seconds += setup.rank_costs.group_s(group, setup.rank_costs.work_s(group, amounts))
         return seconds
@@ -391,11 +360,12 @@ class _RankWork(_Work):
         if not self.setup.workload.dense_flops:
             return 0.0
         ahead = seconds["cold rows"] + seconds["write-back"] if self.is_ahead else 0.0
-        share = ahead / (ahead + seconds["batch"] + seconds["lookups"] + seconds["model"])
+        share = ahead / (ahead + seconds["lookups"] + seconds["model"])
         return 1e-6 * (costs.reduce_us + share * (costs.reduce_busy_us - costs.reduce_us))
 
     def _id_exchange_s(self, _sent_bytes: float) -> float:
         return 0.0
 
-    def _sending_for_ns(self, _pool: PoolLoad) -> float:
-        return 0.0
+    @property
+    def _sends_for(self) -> bool:
+        return False

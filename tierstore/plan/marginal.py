@@ -1,21 +1,15 @@
-"""What a prediction would be with a tenth more of one resource, all else staying; and over the memory for rows."""
+"""What a prediction would be with a tenth more of one resource, all else staying."""
 
-import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .demand import Demand
-from .host import Host
+from .host import times
 from .model import predict
 from .prediction import Setup
 
 _STEP: Final = 0.1
-_TENTH: Final = "+10 %"
-_STEPS_AN_OCTAVE: Final = 2
-_LEAST: Final = 1024
-"""The smallest budget is one of so many parts of all rows."""
 
 
 class Marginal(NamedTuple):
@@ -32,21 +26,6 @@ class Marginal(NamedTuple):
     usd: float | None
 
 
-class OfMemory(NamedTuple):
-    """The step with another budget of host memory."""
-
-    ddr_bytes: float
-    step_s: float
-    samples_per_s: float
-
-
-class _Change(NamedTuple):
-    resource: str
-    setup: Setup
-    usd: float | None = None
-    text: str = _TENTH
-
-
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     """Of a tenth more of each resource, and of a core more; the best first.
 
@@ -56,84 +35,40 @@ def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
     Raises: as ``predict``.
     """
     before = predict(setup, demand).samples_per_s
-    found = [
-        Marginal(
-            change.resource,
-            change.text,
-            predict(change.setup, demand).samples_per_s - before,
-            None if change.usd is None else change.usd * setup.num_hosts,
-        )
-        for change in _changes(setup)
-    ]
+    found = []
+    for resource, changed, usd in _changes(setup):
+        more = predict(changed, demand).samples_per_s - before
+        found.append(Marginal(resource, "+1" if resource == "cores" else "+10 %", more, usd * setup.num_hosts or None))
     return tuple(sorted(found, key=lambda each: -each.samples_per_s))
 
 
-def _changes(setup: Setup) -> Iterator[_Change]:
+def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
+    """(resource, setup with more of it, US dollars a host or 0)."""
+    host, ddr, processor = setup.host, setup.host.ddr, setup.host.processor
     for resource, field in (("ddr", "ddr_bytes"), ("page cache", "page_cache_bytes")):
         if size := _STEP * getattr(setup, field):
-            more: dict[str, Any] = {field: getattr(setup, field) + size, "host": _with_memory(setup.host, size)}
-            memory = setup.host.ddr
-            usd = memory.usd / memory.capacity_bytes * size if memory.usd else None
-            yield _Change(resource, replace(setup, **more), usd)
-    host = setup.host
-    drives_usd = _STEP * sum(drive.usd for drive in host.storage) or None
-    for way, names in (("reads", ("reads_per_s", "read_bytes_per_s")), ("writes", ("write_bytes_per_s",))):
-        drives = tuple(_scaled(drive, *names) for drive in host.storage)
-        yield _Change(f"ssd {way}", replace(setup, host=replace(host, storage=drives)), drives_usd)
-    faster = {"ddr bandwidth": replace(host, ddr=_scaled(host.ddr, "bytes_per_s", "row_bytes_per_s"))}
+            larger = replace(host, ddr=replace(ddr, capacity_bytes=ddr.capacity_bytes + size))
+            yield resource, replace(_more(setup, field), host=larger), ddr.usd * size / ddr.capacity_bytes
+    drives_usd = _STEP * sum(drive.usd for drive in host.storage)
+    yield "ssd reads", _more(setup, "host.storage.reads_per_s", "host.storage.read_bytes_per_s"), drives_usd
+    yield "ssd writes", _more(setup, "host.storage.write_bytes_per_s"), drives_usd
+    yield "ddr bandwidth", _more(setup, "host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s"), 0.0
     if setup.hosts > 1:
-        faster["network"] = replace(host, network=_scaled(host.network, "bytes_per_s"))
-    if not setup.hbm_bytes:
-        faster["flops"] = replace(host, processor=_scaled(host.processor, "flops"))
-    yield from (_Change(resource, replace(setup, host=changed)) for resource, changed in faster.items())
+        yield "network", _more(setup, "host.network.bytes_per_s"), 0.0
     if setup.hbm_bytes:
-        yield from _of_gpu(setup)
-    yield _more_cores(setup)
+        hbm = "host.accelerators.hbm"
+        yield "hbm", _more(setup, "hbm_bytes", f"{hbm}.capacity_bytes"), 0.0
+        yield "hbm bandwidth", _more(setup, f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s"), 0.0
+        yield "pcie", _more(setup, "host.accelerators.pcie.bytes_per_s"), 0.0
+    yield "flops", _more(setup, "host.accelerators.flops" if setup.hbm_bytes else "host.processor.flops"), 0.0
+    # A core, with its share of the flops; lookups use it if they used all there were.
+    cores = processor.cores
+    grown = replace(processor, cores=cores + 1, flops=processor.flops * (cores + 1) / cores)
+    threads = setup.threads + (setup.threads >= cores)
+    yield "cores", replace(setup, host=replace(host, processor=grown), threads=threads), processor.usd / cores
 
 
-def _of_gpu(setup: Setup) -> Iterator[_Change]:
-    gpu, size = setup.gpu, _STEP * setup.hbm_bytes
-
-    def having(changed: Any) -> Setup:
-        return replace(setup, host=replace(setup.host, accelerators=(changed,)))
-
-    larger = having(replace(gpu, hbm=replace(gpu.hbm, capacity_bytes=gpu.hbm.capacity_bytes + size)))
-    yield _Change("hbm", replace(larger, hbm_bytes=setup.hbm_bytes + size))
-    yield _Change("hbm bandwidth", having(replace(gpu, hbm=_scaled(gpu.hbm, "bytes_per_s", "row_bytes_per_s"))))
-    yield _Change("pcie", having(replace(gpu, pcie=_scaled(gpu.pcie, "bytes_per_s"))))
-    yield _Change("flops", having(_scaled(gpu, "flops")))
-
-
-def _scaled(part: Any, *names: str) -> Any:
-    return replace(part, **{name: getattr(part, name) * (1 + _STEP) for name in names})
-
-
-def _more_cores(setup: Setup) -> _Change:
-    """One, with its share of the flops; lookups use it if they used all there were."""
-    processor = setup.host.processor
-    cores = processor.cores + 1
-    grown = replace(processor, cores=cores, flops=processor.flops * cores / processor.cores)
-    threads = setup.threads + (setup.threads >= processor.cores)
-    usd = processor.usd / processor.cores if processor.usd else None
-    return _Change("cores", replace(setup, host=replace(setup.host, processor=grown), threads=threads), usd, "+1")
-
-
-def of_memory(setup: Setup, demand: Demand) -> tuple[OfMemory, ...]:
-    """Over the budget of host memory, the setup's own among them, from a thousandth of a host's rows to all of them and
-    more; beyond what the host has, as if it had more. Too little for a store to begin with is left out."""
-    now, whole = setup.ddr_bytes, setup.workload.table_bytes / setup.hosts
-    low, high = min(now, whole / _LEAST), max(2 * now, 1.5 * whole)
-    first = math.floor(_STEPS_AN_OCTAVE * math.log2(low / now))
-    last = math.ceil(_STEPS_AN_OCTAVE * math.log2(high / now))
-    found = []
-    for power in range(first, last + 1):
-        size = now * 2 ** (power / _STEPS_AN_OCTAVE)
-        own = replace(setup, ddr_bytes=size, host=_with_memory(setup.host, max(0.0, size - now)))
-        with contextlib.suppress(ValueError):
-            prediction = predict(own, demand)
-            found.append(OfMemory(size, prediction.step_s, prediction.samples_per_s))
-    return tuple(found)
-
-
-def _with_memory(host: Host, more_bytes: float) -> Host:
-    return replace(host, ddr=replace(host.ddr, capacity_bytes=host.ddr.capacity_bytes + more_bytes))
+def _more(setup: Setup, *paths: str) -> Setup:
+    """With a tenth more of some fields of fields."""
+    found: Setup = times(setup, 1 + _STEP, *paths)
+    return found

@@ -96,8 +96,7 @@ def misfit(setup: Setup, demand: Demand) -> str:
     files = [file_of(pool.layout, -(-pool.num_rows // setup.hosts), setup.workload) for pool in demand.pools]
     wide = max((file.place_bytes for file in files), default=0)
     maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
-    kept = setup.gradient_bytes if setup.is_deferred else 0.0
-    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps + kept
+    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
     stored = sum(file.bytes for file in files)

@@ -68,9 +68,6 @@ class TraceSection(Checked):
     """[trace]: which rows are asked for. Without one the tables' exponents say it."""
 
     path: str = option("", "a trace, of tierstore trace or a recording")
-    sampling_rate: float = option(
-        1.0, "share of its rows that are looked at; 0.01 is enough for long traces", low=1e-9, high=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +106,6 @@ class SetupSection(Checked):
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
     rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
-    is_deferred: bool = option(False, "of training: store.optimizer() collects gradients, its step() applies them")
     wire: Literal["fp32", "fp16", "bf16", "int8"] = option(
         "fp32", "of rows and gradients between hosts: fp32, fp16, bf16 or int8"
     )

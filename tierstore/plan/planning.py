@@ -4,83 +4,68 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..settings.sections import ConfigError
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size, parse_size
 from .accesses import Accesses, read_accesses
-from .assumptions import Assumption, Fleet, assumed_words, assumptions_of, fleet_of
+from .assumptions import Assumption, Instead, assumed_words, assumptions_of
 from .curves import curve
 from .demand import Demand
-from .gain import Gain, Prices, gain_of
 from .host import Host, with_accelerators
-from .marginal import marginal_values, of_memory
+from .marginal import marginal_values
 from .model import predict
 from .parts import host_names, load_host
 from .plan_file import PlanFile, SetupSection
 from .prediction import Prediction, Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
-from .result import (
-    Alternative,
-    PlanResult,
-    ShownCurve,
-    marks_of,
-    price_parts_of,
-    sources_of,
-    warnings_of,
-)
-from .search import SearchResult, SearchSpace, search, with_memory
+from .result import PlanResult, ShownCurve, marks_of, sources_of, warnings_of
+from .search import Attempt, SearchResult, search, with_memory
 from .tiers import pool_loads
 from .workload import Workload, specified
 
-_STAGES: Final = ("accesses", "setup", "assumptions", "all rows in memory", "what would change it")
 _Part = TypeVar("_Part")
-_SEARCHED: Final = ("ddr", "hosts", "policy")
+_SEARCHED = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
 
 
-class Progress(Protocol):
-    """Told of what is done."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
-
-
-def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
+def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = None) -> PlanResult:
     """Predict the setup that the file gives, or find the cheapest that meets its target; and show what it hangs on.
 
     Deterministic.
+
+    Args:
+        progress: called with a stage, the stages done and their number.
 
     Raises:
         ValueError: something that the file names is not there or cannot be, or no setup meets the target; says what is
             wrong and what is nearest.
     """
-
-    def tell(done: int) -> None:
-        if progress is not None:
-            progress(_STAGES[min(done, len(_STAGES) - 1)], done, len(_STAGES))
-
-    tell(0)
+    tell = progress or (lambda _stage, _done, _total: None)
+    tell("accesses", 0, 4)
     question, workload = question_of(asked)
-    demand = question.demand(workload)
-    tell(1)
-    found = question.answer(workload, demand)
-    best, demands = found.best, {workload.tables: demand}
+    demands = {workload.tables: question.demand(workload)}
 
     def answer(other: Workload, own: Question = question) -> Prediction:
         if other.tables not in demands:
             demands[other.tables] = question.demand(other)
         return own.answer(other, demands[other.tables]).best
 
-    tell(2)
+    tell("setup", 1, 4)
+    found = question.answer(workload, demands[workload.tables])
+    best, setup = found.best, found.best.setup
+    tell("assumptions", 2, 4)
     assumptions = assumptions_of(workload, answer)
-    tell(3)
-    gain = _gain(question, workload, best, assumptions, answer)
-    tell(4)
-    setup = best.setup
-    demand = demand.laid_out(setup.workload)
-    curves = _curves(setup, demand)
+    tell("all rows in memory", 3, 4)
+    in_memory, in_memory_if_off = None, tuple[Assumption, ...]()
+    if not asked.is_fixed and asked.target.has_rate and not asked.search.in_memory:
+        all_rows = question._replace(asked=replace(asked, search=replace(asked.search, in_memory=True)))
+        in_memory = Instead.of(lambda: answer(workload, all_rows))
+        in_memory_if_off = assumptions_of(workload, lambda other: answer(other, all_rows))
+    demand = demands[workload.tables].laid_out(setup.workload)
+    curves, most = _curves(setup, demand), asked.search.runners_up
     result = PlanResult(
         assumptions=assumptions,
         asked=asked,
@@ -88,12 +73,14 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         hosts=tuple(host.name for host in question.hosts),
         searched=not asked.is_fixed,
         num_setups=found.num_setups,
-        gain=gain,
+        in_memory=in_memory,
+        in_memory_if_off=in_memory_if_off,
         curves=curves,
         marginals=marginal_values(setup, demand),
-        memory=of_memory(setup, demand),
-        alternatives=_alternatives(found, asked.search.runners_up),
-        price_parts=price_parts_of(setup),
+        alternatives=(
+            *(Attempt(each.setup, each) for each in found.runners_up[:most]),
+            *found.failures[:most],
+        ),
         marks=marks_of(asked, best),
         warnings=(
             *warnings_of(asked, best),
@@ -102,31 +89,8 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         ),
         sources=sources_of(asked, setup, question.accesses),
     )
-    tell(len(_STAGES))
+    tell("done", 4, 4)
     return result
-
-
-def _gain(
-    question: "Question",
-    workload: Workload,
-    best: Prediction,
-    assumptions: tuple[Assumption, ...],
-    answer: Callable[[Workload, "Question"], Prediction],
-) -> Gain | None:
-    """Of a fleet that was searched for at a rate, and may be a tiered one."""
-    asked = question.asked
-    if asked.is_fixed or not asked.target.has_rate or asked.search.in_memory:
-        return None
-
-    def cheapest(workload: Workload, *, in_memory: bool, prices: Prices | None = None) -> tuple[Fleet | None, str]:
-        hosts, pricing = prices or (question.hosts, asked.pricing)
-        changed = replace(asked, pricing=pricing, search=replace(asked.search, in_memory=in_memory))
-        try:
-            return fleet_of(answer(workload, question._replace(asked=changed, hosts=hosts))), ""
-        except ValueError as error:
-            return None, str(error)
-
-    return gain_of(workload, fleet_of(best), assumptions, Prices(question.hosts, asked.pricing), cheapest)
 
 
 class Question(NamedTuple):
@@ -138,11 +102,11 @@ class Question(NamedTuple):
     accesses: Accesses | None
 
     def demand(self, workload: Workload) -> Demand:
-        policy, rate = self.asked.setup.policy, self.asked.trace.sampling_rate
+        policy = self.asked.setup.policy
         if self.accesses is None:
             return Demand.analytic(workload, policy)
-        made = partial(curve, prefetch_depth=_ahead(self.asked.setup.prefetch_depth, workload))
-        return Demand.from_accesses(workload, self.accesses, policy, sampling_rate=rate, make_curve=made)
+        depth = self.asked.setup.prefetch_depth if workload.is_training else 0  # serving fetches nothing ahead
+        return Demand.from_accesses(workload, self.accesses, policy, make_curve=partial(curve, prefetch_depth=depth))
 
     def answer(self, workload: Workload, demand: Demand) -> SearchResult:
         """What the given setup does, which is then the only one; or the cheapest that meets the target.
@@ -155,7 +119,8 @@ class Question(NamedTuple):
             setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
             prediction = predict(setup, demand, query_sizes=self.sizes, queries_per_s=queries_per_s, pricing=pricing)
             return SearchResult(prediction, (), (), 1)
-        target, space = asked.target, _space_of(asked, workload)
+        target, hosts = asked.target, (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
+        space = replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=hosts)
         try:
             target.require()
         except ValueError as error:
@@ -185,14 +150,6 @@ def question_of(asked: PlanFile) -> tuple[Question, Workload]:
     return Question(asked, hosts, sizes, accesses), workload
 
 
-def _alternatives(found: SearchResult, most: int) -> tuple[Alternative, ...]:
-    """Those that meet the target, and as many that fail."""
-    return (
-        *(Alternative(each.setup, each, "") for each in found.runners_up[:most]),
-        *(Alternative(each.setup, each.prediction, each.reason) for each in found.failures[:most]),
-    )
-
-
 def _unused(asked: PlanFile) -> list[str]:
     """What the file says and the search does not heed."""
     given, default = asked.setup, SetupSection()
@@ -208,11 +165,6 @@ def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
         name = policy if len(demand.pools) == 1 else f"{policy}, {len(pool.tables)} tables of {pool.layout.dim}"
         shown.append(ShownCurve(name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows))))
     return tuple(shown)
-
-
-def _ahead(prefetch_depth: int, workload: Workload) -> int:
-    """Batches brought in ahead: serving knows of none."""
-    return prefetch_depth if workload.is_training else 0
 
 
 # What the file names
@@ -260,25 +212,19 @@ def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
     if not section.name and not section.file:
         raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
     own = load_host(section.name) if section.name else load_host(Path(section.file))
-    return _counted(own, asked), *map(load_host, section.others)
-
-
-def _counted(host: Host, asked: PlanFile) -> Host:
-    section = asked.host
     if section.ssds >= 0:
-        host = replace(host, storage=_repeated(host.storage, section.ssds, "ssds", host.name))
+        own = replace(own, storage=_repeated(own.storage, section.ssds, "ssds", own.name))
     if section.accelerators >= 0:
-        wanted = _repeated(host.accelerators, section.accelerators, "accelerators", host.name)
-        host = with_accelerators(host, wanted)
+        own = with_accelerators(own, _repeated(own.accelerators, section.accelerators, "accelerators", own.name))
     if section.memory != "":
-        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(host.ddr.capacity_bytes))
-        if not size_bytes or not host.ddr.capacity_bytes:
+        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
+        if not size_bytes or not own.ddr.capacity_bytes:
             raise ConfigError(
-                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(host.name)} has "
-                f'{format_size(int(host.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
+                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(own.name)} has "
+                f'{format_size(int(own.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
             )
-        host = with_memory(host, size_bytes)
-    return host
+        own = with_memory(own, size_bytes)
+    return own, *map(load_host, section.others)
 
 
 def _repeated(parts: tuple[_Part, ...], count: int, key: str, name: str) -> tuple[_Part, ...]:
@@ -296,10 +242,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     from ..dist.placement import RankCosts
 
     section = asked.setup
-    memory, hbm = (
-        int(host.ddr.capacity_bytes),
-        int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0)),
-    )
+    memory = int(host.ddr.capacity_bytes)
+    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
 
     def size(value: int | str, key: str, of_bytes: int) -> int:
         given = 0 if value == "" else value
@@ -319,7 +263,6 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
         workers=section.workers,
         replicas=max(1, section.replicas),
         batch_samples_max=section.batch_samples_max,
-        is_deferred=section.is_deferred,
         wire=section.wire,
         rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
     )
@@ -336,13 +279,5 @@ def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
         return None
     try:
         return parse_query_sizes(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def _space_of(asked: PlanFile, workload: Workload) -> SearchSpace:
-    """What may vary: as the section says; rows stay of their type, and hosts as many as the setup has, if it says."""
-    hosts = (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
-    return replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=hosts)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error}") from None

@@ -7,7 +7,7 @@ from ..cache import POLICIES
 from ..config import require_choice
 from ..dist.wire import Precision
 from ..settings.options import option
-from .host import Accelerator, Checked, Host, shared_by
+from .host import Accelerator, Checked, Host, shared_by, times
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -75,13 +75,11 @@ class Setup(Checked):
     policy: str = "lru"
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead", low=0)
     threads: int = option(1, "of the store", low=1)
+    cleaning: float = option(1.0, "of a store's cleaning after long training; a new store does less, or none", low=0)
     rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1)
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
     replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
-    steps: int = option(0, "trained since all rows lay in order on SSD; 0: for long, so that cleaning is steady", low=0)
-    is_deferred: bool = False
-    """Of training: backward collects gradients, and ``step`` of ``store.optimizer()`` applies them."""
     wire: Precision = "fp32"
     """Of rows and gradients between hosts."""
     rank_costs: "RankCosts | None" = None
@@ -111,25 +109,14 @@ class Setup(Checked):
                 f"rank_costs are of {costs.world_size} ranks, {ranks} on a host, and hosts is {self.hosts}; measure "
                 "them again with tierstore shard measure"
             )
-        return replace(
-            self,
-            host=shared_by(self.host, ranks),
-            hosts=self.hosts * ranks,
-            ddr_bytes=self.ddr_bytes / ranks,
-            page_cache_bytes=self.page_cache_bytes / ranks,
-            threads=1,  # of lookups, which were measured as they are
-        )
+        own: Setup = times(self, 1 / ranks, "ddr_bytes", "page_cache_bytes")
+        threads = 1  # of lookups, which were measured as they are
+        return replace(own, host=shared_by(self.host, ranks), hosts=self.hosts * ranks, threads=threads)
 
     @property
     def gpu(self) -> Accelerator:
         """The one that has rows: a store uses one."""
         return self.host.accelerators[0]
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Of a host's pooled rows, and of their gradient."""
-        columns = sum(table.embedding_dim for table in self.workload.tables)
-        return self.workload.batch_samples / self.hosts * columns * FLOAT_BYTES
 
     @property
     def num_hosts(self) -> int:

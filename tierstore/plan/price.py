@@ -14,19 +14,12 @@ _DAYS_A_MONTH: Final = 365.25 / 12
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing(Checked):
-    """Assumptions of money and time.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    """Assumptions of money and time."""
 
     usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
     pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
     years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
     hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
-    spread: float = option(
-        0.0, "by which prices may be off, as 0.2: then the range of what tiers save is over them too", low=0, high=0.99
-    )
     warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
 
 

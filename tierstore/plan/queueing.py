@@ -30,9 +30,6 @@ class Queue:
         sizes: samples of a query, each entry as likely as any other.
         executors: of one queue.
         batch_samples: most samples of a batch of several queries; 1: every query is a batch of its own.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
     """
 
     base_s: float
@@ -40,16 +37,6 @@ class Queue:
     sizes: tuple[float, ...] = (1.0,)
     executors: int = 1
     batch_samples: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("base_s", "sample_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: expected seconds, 0 or more")
-        if not self.sizes or not all(math.isfinite(size) and size > 0 for size in self.sizes):
-            raise ValueError(f"sizes={self.sizes!r}: expected samples of a query, each more than 0")
-        if self.executors < 1:
-            raise ValueError(f"executors={self.executors!r}: expected 1 or more")
 
     @property
     def rate_max(self) -> float:

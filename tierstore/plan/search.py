@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final, NamedTuple
 
 from ..cache import POLICIES as STORE_POLICIES
@@ -12,7 +13,7 @@ from ..settings.options import option
 from ..system.sizes import format_size
 from .assumptions import describe_setup
 from .demand import Demand
-from .host import Checked, Host, with_accelerators
+from .host import Checked, Host, times, with_accelerators
 from .model import predict, queue_of
 from .prediction import Latency, Prediction, Setup, in_words, rate
 from .price import Pricing, years_of_life
@@ -31,6 +32,8 @@ _MEMORY_SHARES: Final = tuple(eighths / 8 for eighths in range(1, 9))
 _ROW_SHARES: Final = (0.5, 0.8)
 _HOSTS: Final = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
 _WORKERS: Final = (1, 2, 4, 8)
+_TRAINED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16")
+_SERVED_DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "float16", "int8", "int4")
 _USED_SHARE: Final = 0.9
 """Of memory: for rows and page cache together; the rest is the system's."""
 _HBM_SHARE: Final = 0.8
@@ -39,11 +42,7 @@ _HBM_SHARE: Final = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Target(Checked):
-    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    """What is asked, of all hosts; 0: nothing. With a rate the cheapest setup is looked for, else the fastest."""
 
     samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
     queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
@@ -77,9 +76,6 @@ class SearchSpace(Checked):
     """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
 
     Without ``dtypes`` a plan file's rows keep theirs; ``search`` itself looks at all that the work allows.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
     """
 
     hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
@@ -203,9 +199,9 @@ def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: in
 
 def with_memory(host: Host, memory_bytes: float) -> Host:
     """The host with so much memory, whose watts and price follow."""
-    memory, share = host.ddr, memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
-    scaled = replace(memory, capacity_bytes=memory_bytes, watts=share * memory.watts, usd=share * memory.usd)
-    return replace(host, ddr=scaled)
+    share = memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
+    found: Host = times(host, share, "ddr.watts", "ddr.usd")
+    return replace(found, ddr=replace(found.ddr, capacity_bytes=memory_bytes))
 
 
 class _Finder(NamedTuple):
@@ -218,34 +214,23 @@ class _Finder(NamedTuple):
     query_sizes: Sequence[float] | None
 
     def grid(self, workload: Workload, host: Host) -> Iterator[Setup]:
-        """All but the count of hosts."""
-        space = self.space
-        for dtype in space.dtypes or _dtypes(workload):
-            own = replace(workload, dtype=dtype)
-            for drives in _asked(space.drives, _counts(len(host.storage))):
-                for accelerators in self._gpus(own, host):
-                    for share in space.memory_shares or _MEMORY_SHARES:
-                        memory_bytes = share * host.ddr.capacity_bytes
-                        parts = with_parts(host, memory_bytes=memory_bytes, drives=drives, accelerators=accelerators)
-                        yield from self._budgets(own, parts)
-
-    def _gpus(self, workload: Workload, host: Host) -> list[int]:
-        """Counts that tierstore uses: to train, on one host."""
-        has_one = host.accelerators and workload.is_training and self.space.counts[0] == 1
-        return [count for count in self.space.accelerators or (0, 1) if count <= bool(has_one)]
-
-    def _budgets(self, workload: Workload, host: Host) -> Iterator[Setup]:
+        """All but the count of hosts. A GPU is to train on one host."""
         space, cores = self.space, host.processor.cores
-        hbm = _HBM_SHARE * sum(each.hbm.capacity_bytes for each in host.accelerators)
+        may_use_gpu = host.accelerators and workload.is_training and space.counts[0] == 1
+        gpus = [count for count in space.accelerators or (0, 1) if count <= bool(may_use_gpu)]
         workers = (1,) if workload.is_training else [each for each in space.workers or _WORKERS if each <= cores]
-        for rows in space.row_shares or _ROW_SHARES:
-            for count in workers:
+        drives = [count for count in space.drives or _counts(len(host.storage)) if count <= len(host.storage)]
+        dtypes = space.dtypes or (_TRAINED_DTYPES if workload.is_training else _SERVED_DTYPES)
+        for dtype, ssds, accelerators, share in product(dtypes, drives, gpus, space.memory_shares or _MEMORY_SHARES):
+            memory = share * host.ddr.capacity_bytes
+            parts = with_parts(host, memory_bytes=memory, drives=ssds, accelerators=accelerators)
+            for rows, count in product(space.row_shares or _ROW_SHARES, workers):
                 yield Setup(
-                    workload=workload,
-                    host=host,
-                    ddr_bytes=rows * host.ddr.capacity_bytes,
-                    hbm_bytes=hbm,
-                    page_cache_bytes=(_USED_SHARE - rows) * host.ddr.capacity_bytes,
+                    workload=replace(workload, dtype=dtype),
+                    host=parts,
+                    ddr_bytes=rows * memory,
+                    hbm_bytes=_HBM_SHARE * sum(each.hbm.capacity_bytes for each in parts.accelerators),
+                    page_cache_bytes=(_USED_SHARE - rows) * memory,
                     policy=self.demand.policy if self.demand.policy in STORE_POLICIES else "lru",
                     threads=max(1, cores // count),
                     workers=count,
@@ -258,11 +243,12 @@ class _Finder(NamedTuple):
         """
         if grid[0].workload.is_training or not self.target.has_rate:
             return [(setup, 0.0) for setup in grid]
-        return sorted(((setup, self._least_usd(setup)) for setup in grid), key=lambda each: each[1])
 
-    def _least_usd(self, setup: Setup) -> float:
-        groups = [each.prediction for each in self._groups(setup) if each.prediction is not None]
-        return min((self._fewest(each) * each.price.usd_a_month for each in groups), default=0.0)
+        def least_usd(setup: Setup) -> float:
+            groups = [each.prediction for each in self._groups(setup) if each.prediction is not None]
+            return min((self._fewest(each) * each.price.usd_a_month for each in groups), default=0.0)
+
+        return sorted(((setup, least_usd(setup)) for setup in grid), key=lambda each: each[1])
 
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
@@ -274,36 +260,40 @@ class _Finder(NamedTuple):
     def best_count(self, setup: Setup) -> Attempt:
         """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
         if setup.workload.is_training:
-            counts = (1,) if setup.hbm_bytes else self.space.counts
-            return self._best(replace(setup, hosts=count) for count in counts)
+            return self._best(replace(setup, hosts=count) for count in ((1,) if setup.hbm_bytes else self.space.counts))
         return self._nearest([self._replicated(group) for group in self._groups(setup)])
 
     def _replicated(self, group: Attempt) -> Attempt:
+        """Replicas that can carry the rate, as few as meet the target."""
         if group.prediction is None:
             return group
         hosts, counts = group.setup.hosts, self.space.hosts or range(1, _HOSTS[-1] + 1)
         replicas = [count // hosts for count in counts if count % hosts == 0]
         if self.target.has_rate:
-            return self._least_replicas(group.prediction, replicas)
+            last = len(replicas) - 1
+            first = min(bisect_left(replicas, self._fewest(group.prediction)), last)
+            enough = bisect_left(
+                replicas, True, first, last, key=lambda count: not self._lacks_hosts(group.setup, count)
+            )
+            replicas = replicas[enough : enough + 1]
         return self._best(replace(group.setup, replicas=count) for count in replicas)
+
+    def _lacks_hosts(self, setup: Setup, replicas: int) -> bool:
+        return self._try(replace(setup, replicas=replicas)).is_rate
 
     def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
         tried = []
         for setup in setups:
             tried.append(self._try(setup))
-            if self.target.has_rate and not tried[-1].reason:
-                return tried[-1]
+            if self.target.has_rate and not (tried[-1].reason and tried[-1].is_rate):
+                return tried[-1] if not tried[-1].reason else self._nearest(tried)
         return self._nearest(tried)
 
     def _nearest(self, tried: Sequence[Attempt]) -> Attempt:
         """The best that meets the target, or what is nearest to it."""
-        met = [each for each in tried if not each.reason]
-        return min(met, key=self._rank_of) if met else min(tried, key=lambda each: each.shortfall)
-
-    def _rank_of(self, met: Attempt) -> tuple[float, ...]:
-        assert met.prediction is not None
-        return self.rank(met.prediction)
+        met = [(self.rank(each.prediction), each) for each in tried if each.prediction is not None and not each.reason]
+        return min(met, key=lambda each: each[0])[1] if met else min(tried, key=lambda each: each.shortfall)
 
     def _groups(self, setup: Setup) -> list[Attempt]:
         """The fewest hosts that can hold the rows, whatever the target, and the fewest that can in memory; or why the
@@ -329,26 +319,6 @@ class _Finder(NamedTuple):
             return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
         return max(1, math.ceil(target.samples_per_s / group.samples_per_s))
 
-    def _least_replicas(self, group: Prediction, counts: Sequence[int]) -> Attempt:
-        """The least of the counts that meets the target: found by doubling what is added, and then by bisection."""
-        last = len(counts) - 1
-        place = min(bisect_left(counts, self._fewest(group)), last)
-        low, step = place - 1, 1
-        best = self._try(replace(group.setup, replicas=counts[place]))
-        while best.reason:
-            if place == last or not best.is_rate:
-                return best
-            low, place, step = place, min(place + step, last), 2 * step
-            best = self._try(replace(group.setup, replicas=counts[place]))
-        while place - low > 1:
-            middle = (low + place) // 2
-            tried = self._try(replace(group.setup, replicas=counts[middle]))
-            if tried.reason:
-                low = middle
-            else:
-                best, place = tried, middle
-        return best
-
     def _queue(self, prediction: Prediction) -> Queue:
         return queue_of(prediction, self.demand, self.query_sizes)
 
@@ -357,9 +327,11 @@ class _Finder(NamedTuple):
             setup, self.demand, query_sizes=self.query_sizes, queries_per_s=queries_per_s, pricing=self.pricing
         )
         if self.space.in_memory and not found.is_in_memory:
-            whole = format_size(setup.workload.table_bytes / setup.hosts)
+            whole, there = setup.workload.table_bytes / setup.hosts, setup.ddr_bytes / setup.workers
+            hbm = f" and {format_size(setup.hbm_bytes)} of its GPU" if setup.hbm_bytes else ""
             raise ValueError(
-                f"memory: {whole} of rows of a host are wanted in it, there are {_for_rows(setup)} for rows"
+                f"memory: {format_size(whole)} of rows of a host are wanted in it, there are {format_size(there)}{hbm} "
+                "for rows"
             )
         return found
 
@@ -379,7 +351,7 @@ class _Finder(NamedTuple):
         return Attempt(setup, found, worst.text, worst.factor, any(lack.is_rate for lack in lacking))
 
     def _lacks(self, found: Prediction) -> Iterator["Lack"]:
-        """What ``lacks`` tells, how many queries are answered at most, and the life of drives."""
+        """What ``lacks`` finds, how many queries are answered at most, and the life of drives."""
         latency = found.latency
         if latency is not None and math.isinf(latency.p99_s):
             most = found.setup.replicas * self._queue(found).rate_max
@@ -387,13 +359,14 @@ class _Finder(NamedTuple):
             yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
         yield from lacks(self.target, found)
         life = years_of_life(found, self.pricing)
-        yield Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
+        # More hosts write less each.
+        yield Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months", is_rate=True)
 
 
 class Lack(NamedTuple):
     """Attributes:
     factor: how many times what there is would do.
-    is_rate: more hosts would help.
+    is_rate: more hosts may help.
     """
 
     factor: float
@@ -426,31 +399,17 @@ def _over_bound(target: Target, latency: Latency, which: str, *, is_rate: bool) 
 
 
 def _unfit(setup: Setup, error: ValueError) -> Attempt:
-    return Attempt(setup, None, f"does not fit: {error}", math.inf)
+    return Attempt(setup, None, f"does not fit: {error}", math.inf, is_rate=True)
 
 
-def _for_rows(setup: Setup) -> str:
-    hbm = f" and {format_size(setup.hbm_bytes)} of its GPU" if setup.hbm_bytes else ""
-    return f"{format_size(setup.ddr_bytes / setup.workers)}{hbm}"
-
-
-def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:
-    return ("float32", "float16") if workload.is_training else ("float32", "float16", "int8", "int4")
-
-
-def _counts(most: int) -> tuple[int, ...]:
+def _counts(most: int) -> list[int]:
     """1, 2, 4, ... and all."""
-    return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
-
-
-def _asked(counts: tuple[int, ...], default: tuple[int, ...]) -> list[int]:
-    """Those of the counts that there are, where the default ends in all."""
-    return [count for count in counts or default if count <= max(default, default=0)]
+    return sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
 
 
 def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
     """Of those built of the same parts the first, without those that one before is better than or as good as in price,
-    power and speed; as many as are told."""
+    power and speed; as many as are shown."""
     chosen: list[Prediction] = []
     for each in ranked:
         if not any(_parts(other) == _parts(each) or _is_no_worse(other, each) for other in chosen):
@@ -459,14 +418,15 @@ def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _is_no_worse(one: Prediction, other: Prediction) -> bool:
+    """Of the same dtype, and less of everything is better."""
     is_alike = one.setup.workload.dtype == other.setup.workload.dtype
     return is_alike and all(own <= its for own, its in zip(_merits(one), _merits(other), strict=True))
 
 
 def _merits(found: Prediction) -> tuple[float, ...]:
-    """Less is better."""
-    speed = -found.samples_per_s if found.latency is None else found.latency.p99_s
-    return found.price.usd_a_month, found.price.usd, found.price.watts, speed
+    price, latency = found.price, found.latency
+    slowness = -found.samples_per_s if latency is None else latency.p99_s
+    return price.usd_a_month, price.usd, price.watts, slowness
 
 
 def _parts(found: Prediction) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Lines over steps as SVG, which any browser draws without a script."""
+"""Lines over steps, or rows, as SVG, which any browser draws without a script."""
 
 import html
 import math
@@ -57,7 +57,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [unit * index for index in range(first, max(math.ceil(high / unit), first + 1) + 1)]
 
 
-def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = None) -> str:
+def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = None, over: str = "step") -> str:
     """One picture.
 
     Args:
@@ -65,6 +65,7 @@ def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = No
         title: for readers of screens.
         unit: of the values; stands at their axis.
         low: where the axis begins; by default near the least value.
+        over: what is counted along the other axis.
     """
     every = [step for line in lines for step in line.steps]
     values = [step.value for step in every]
@@ -81,10 +82,10 @@ def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = No
             for tick in y_ticks
         ),
         *(f'<text class="x" x="{x.place(tick)}" y="{_HEIGHT - _BOTTOM + 18}">{tick:,.0f}</text>' for tick in x_ticks),
-        f'<text class="x" x="{(x.begin + x.end) / 2}" y="{_HEIGHT - 4}">step</text>',
+        f'<text class="x" x="{(x.begin + x.end) / 2}" y="{_HEIGHT - 4}">{over}</text>',
         f'<text class="x" transform="translate(12 {(y.begin + y.end) / 2}) rotate(-90)">{html.escape(unit)}</text>',
         *(_polyline(line, x, y) for line in lines),
-        *_hovers(lines, x, y, unit),
+        *_hovers(lines, x, y, unit, over),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -96,18 +97,21 @@ def _polyline(line: Line, x: _Axis, y: _Axis) -> str:
     return f'<polyline class="{line.tone}" points="{points}"/>'
 
 
-def _hovers(lines: Sequence[Line], x: _Axis, y: _Axis, unit: str) -> list[str]:
+def _hovers(lines: Sequence[Line], x: _Axis, y: _Axis, unit: str, over: str) -> list[str]:
     """Strips that tell the values of their steps when pointed at."""
     told: dict[tuple[int, int], list[str]] = {}
     for line in lines:
         for each in line.steps:
             told.setdefault(each[:2], []).append(f"{line.name}: {each.value:,.4g} {unit}")
-    return [
-        f'<rect class="hover" x="{x.place(first - 1)}" y="{y.end}" width="{x.place(last) - x.place(first - 1):.1f}" '
-        f'height="{y.begin - y.end}"><title>{html.escape(chr(10).join([_steps(first, last), *texts]))}</title></rect>'
-        for (first, last), texts in told.items()
-    ]
+    strips = []
+    for (first, last), texts in told.items():
+        place, text = x.place(first - 1), html.escape("\n".join([_steps(first, last, over), *texts]))
+        strips.append(
+            f'<rect class="hover" x="{place}" y="{y.end}" width="{x.place(last) - place:.1f}" '
+            f'height="{y.begin - y.end}"><title>{text}</title></rect>'
+        )
+    return strips
 
 
-def _steps(first: int, last: int) -> str:
-    return f"step {last:,}" if first == last else f"steps {first:,} - {last:,}"
+def _steps(first: int, last: int, over: str) -> str:
+    return f"{over} {last:,}" if first == last else f"{over}s {first:,} - {last:,}"

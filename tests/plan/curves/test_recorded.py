@@ -8,7 +8,6 @@ import pytest
 from bench.data import criteo_batches
 from bench.planning.recorded import recorded_accesses, recorded_errors
 from bench.workload import ids_of
-from tierstore.plan import once_a_batch
 from tierstore.plan.curves import by_table, curve
 
 
@@ -38,14 +37,6 @@ def test_first_uses_are_all_that_a_cache_of_all_rows_misses() -> None:
         assert found.miss_ratio(2 * num_rows) == pytest.approx(num_rows / 100_000, rel=0.05)
     for name, exact in by_table(whole, "lru").items():
         assert by_table(sampled, "lru")[name].num_accesses == exact.num_accesses
-
-
-def test_a_recording_of_all_rows_is_the_trace() -> None:
-    keys = ids_of(np.random.default_rng(4), 500, 4000, 1.0)
-    found = recorded_accesses(list(keys.reshape(-1, 100)), 1.0)
-    assert found.keys.tolist() == keys.tolist()
-    assert (found.all_lookups, found.all_batches) == (None, 40)
-    assert once_a_batch(found).sampling_rate == 1
 
 
 def test_each_of_criteos_lookups(criteo_path: Path) -> None:

@@ -14,7 +14,7 @@ from bench.planning.validation import trace_of
 from tierstore.cache import Admission
 from tierstore.cache.reference import ReferenceCache
 from tierstore.plan import Accesses, accesses_of, once_a_batch
-from tierstore.plan.curves import by_table, curve
+from tierstore.plan.curves import curve
 from tierstore.pool import HELD_SHARE
 
 POLICIES = ("lru", "lfu", "tinylfu")
@@ -91,47 +91,6 @@ def test_a_batch_that_does_not_fit_is_looked_up_part_by_part(
 ) -> None:
     accesses = once_a_batch(of_batches(batches))
     assert misses(accesses, policy, capacity, depth) == slow_misses(accesses, policy, capacity, depth)
-
-
-def test_tinylfu_of_batches_turns_its_window_as_its_twin() -> None:
-    """Caches above the size of its sample, which switch between recency and frequency."""
-    generator = np.random.default_rng(1)
-    skewed, moving = generator.zipf(1.2, 30_000) % 3000, np.arange(30_000) // 8 + generator.integers(0, 600, 30_000)
-    keys = np.concatenate([skewed, moving, skewed]).astype(np.int64)
-    ends = np.cumsum(generator.integers(1, 400, 1000))
-    accesses = once_a_batch(Accesses(keys, np.concatenate([[0], ends[ends < len(keys)], [len(keys)]]), ("all",)))
-    for capacity, depth in ((400, 0), (900, 0), (1500, 2)):
-        assert misses(accesses, "tinylfu", capacity, depth) == slow_misses(accesses, "tinylfu", capacity, depth)
-
-
-def test_newcomers_of_a_batch_do_not_evict_each_other() -> None:
-    """Batches of two new rows and two of the batch before: without pins the new ones would take turns in one slot."""
-    batches = [[2 * time, 2 * time + 1, 2 * time + 2, 2 * time + 3] for time in range(50)]
-    accesses = of_batches(batches)
-    assert misses(accesses, "lfu", 4) == slow_misses(accesses, "lfu", 4) == 102
-    one_by_one = accesses._replace(starts=np.arange(len(accesses.keys) + 1))
-    assert misses(one_by_one, "lfu", 4) > 102
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_lookups_miss_as_rows_once_a_batch_do(policy: str) -> None:
-    """Only what misses are a share of is another."""
-    generator = np.random.default_rng(2)
-    lookups = of_batches((generator.zipf(1.3, (40, 60)) % 200).tolist())
-    sizes = [60, 90, 150]
-    each, once = curve(lookups, policy, sizes=sizes), curve(once_a_batch(lookups), policy, sizes=sizes)
-    if policy != "lru":  # to which each lookup is a use
-        np.testing.assert_allclose(each.miss_ratios * each.num_accesses, once.miss_ratios * once.num_accesses)
-    assert (each.miss_ratios < once.miss_ratios).all()
-
-
-def test_tables_have_the_batches_of_the_whole() -> None:
-    generator = np.random.default_rng(3)
-    batches = [(generator.zipf(1.2, 80) % 300 | (generator.integers(0, 2, 80) << 40)).tolist() for _ in range(30)]
-    accesses = once_a_batch(of_batches(batches))._replace(tables=("a", "b"))
-    for index, found in enumerate(by_table(accesses, "lfu", sizes=[50]).values()):
-        own = once_a_batch(of_batches([[key for key in batch if key >> 40 == index] for batch in batches]))
-        assert found.miss_ratios[0] * found.num_accesses == pytest.approx(slow_misses(own, "lfu", 50))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -68,12 +68,6 @@ def said(assumption: str) -> float | None:
     return product
 
 
-def test_words_are_understood() -> None:
-    assert said("80 % of 4,800 MT/s x 8 bytes") == pytest.approx(30.72e9)
-    assert said("50 % of 2 cores x 2.5 GHz x 4 (why)") == pytest.approx(10e9)
-    assert said("typical") is None
-
-
 @pytest.mark.parametrize("part", [part for part in EVERY if part.kind != "costs"], ids=name_of)
 def test_figures_follow_from_their_words(part: Part) -> None:
     checked = {}
@@ -90,24 +84,6 @@ def test_a_part_is_found_by_its_name() -> None:
     assert load_part("accelerators", "h100-sxm").values()["watts"] == 700
     assert [part.kind for part in parts("links")] == ["links"] * 3
     assert {part.kind for part in EVERY} == set(FIGURES)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "message"),
-    [
-        ("acelerators", "h100-sxm", "no kind of part 'acelerators'; did you mean 'accelerators'"),
-        ("accelerators", "h100-sxn", "no part of kind 'accelerators' named 'h100-sxn'; did you mean 'h100-sxm'"),
-        ("networks", "", "no part of kind 'networks' named ''; there are ethernet-10gb, ethernet-25gb"),
-    ],
-)
-def test_unknown_names_are_told_the_nearest(kind: str, name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_part(kind, name)
-
-
-def test_unknown_kinds_are_told_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'storage'"):
-        parts("storages")
 
 
 def test_the_list_names_every_part_and_host() -> None:

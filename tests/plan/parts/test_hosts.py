@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from tierstore.plan.host import parts_of, with_accelerators
+from tierstore.plan.host import parts_of
 from tierstore.plan.parts import host_names, load_host, load_part, read_host, write_host
 from tierstore.plan.search import with_parts
 
@@ -20,7 +20,7 @@ memory = { part = "ddr5-4800-64gb", count = 24, channels = 12 }
 storage = [{ part = "samsung-pm9a3-7680gb", count = 2 }, { part = "intel-p5800x-1600gb" }]
 accelerators = [{ part = "l4", count = 3, link = "pcie3-x16", flops = 5e13 }]
 network = { part = "ethernet-25gb", count = 2 }
-costs = { part = "epyc-2-cores", admit_ns = 25 }
+costs = { part = "epyc-2-cores", id_ns = 25 }
 watts = 150
 usd = 4000.5
 """
@@ -56,10 +56,9 @@ def test_hosts_that_ship(name: str, tmp_path: Path) -> None:
     assert host.name == name
     assert host.ddr.row_bytes_per_s < host.ddr.bytes_per_s
     assert host.costs != SoftwareCosts()
-    for suffix in (".json", ".toml"):
-        path = tmp_path / f"{name}{suffix}"
-        write_host(host, path)
-        assert read_host(path) == host == load_host(str(path)) == load_host(path)
+    path = tmp_path / f"{name}.json"
+    write_host(host, path)
+    assert read_host(path) == host == load_host(str(path)) == load_host(path)
 
 
 def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert host.accelerators[0].watts == 72
     assert host.accelerators[0].pcie == Link(part="pcie3-x16", **load_part("links", "pcie3-x16").values())
     assert host.network.bytes_per_s == 2 * load_part("networks", "ethernet-25gb").values()["bytes_per_s"]
-    assert host.costs == dataclasses.replace(load_host("workstation").costs, admit_ns=25)
+    assert host.costs == dataclasses.replace(load_host("workstation").costs, id_ns=25)
     assert (host.watts, host.usd) == (150, 4000.5)
     assert "24 x ddr5-4800-64gb" in host.source
     less = with_parts(host, memory_bytes=2.0**36, drives=2, accelerators=0)
@@ -94,16 +93,9 @@ def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert less.name == f"{host.name} without GPUs"
 
 
-def test_a_host_of_one_gpu_is_named_for_it_only_if_it_has_it() -> None:
-    host = load_host("node-1xh100")
-    assert with_accelerators(host, host.accelerators).name == "node-1xh100"
-    assert with_accelerators(host, ()).name == "node-1xh100 without its GPU"
-    assert parts_of(whole_host()) == ""
-
-
 def test_costs_may_be_those_of_a_measured_host(tmp_path: Path) -> None:
     write_host(whole_host(), tmp_path / "measured.json")
-    text = PARTS.replace('{ part = "epyc-2-cores", admit_ns = 25 }', '"measured.json"')
+    text = PARTS.replace('{ part = "epyc-2-cores", id_ns = 25 }', '"measured.json"')
     assert read_host(made(tmp_path, text)).costs == whole_host().costs
     for other, message in (
         ("host.toml", "host as tierstore plan measure writes it"),
@@ -114,23 +106,12 @@ def test_costs_may_be_those_of_a_measured_host(tmp_path: Path) -> None:
             read_host(path)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".toml"])
-def test_files_give_back_what_was_written(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"host{suffix}"
-    bare = dataclasses.replace(whole_host(), storage=(), accelerators=())
-    for host in (whole_host(), bare):
+def test_files_give_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    for host in (whole_host(), dataclasses.replace(whole_host(), storage=(), accelerators=())):
         write_host(host, path, force=True)
         assert read_host(path) == host
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
-    path = made(tmp_path, "precious", "host.json")
-    with pytest.raises(FileExistsError, match="--force"):
-        write_host(whole_host(), path)
-    assert path.read_text() == "precious"
-    with pytest.raises(ValueError, match=r"host.yaml: the name of a host's file ends in .json or .toml"):
-        write_host(whole_host(), tmp_path / "host.yaml")
 
 
 def changed(**changes: Any) -> str:
@@ -150,29 +131,16 @@ def changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not valid JSON"),
         ("{", "is not valid JSON"),
-        ("[" * 100_000, "nested too deeply|is not valid JSON"),
         ("[]", r"a host = \[\]: expected a table with name, processor"),
-        ("\ud800".encode("utf-8", "surrogatepass"), "is not valid JSON"),
         (b" " * (2 << 20), "more than"),
-        (changed(ddr__bytes_per_z=1), 'ddr: unknown key "bytes_per_z"; did you mean "bytes_per_s"'),
-        (changed(nmae="x"), 'unknown key "nmae"; did you mean "name"'),
         (changed(processor__flops=None), 'processor: key "flops" is missing'),
-        (changed(costs=None), 'key "costs" is missing'),
         (
             changed(costs__write_ns=9),
             'costs: unknown key "write_ns".*an older tierstore wrote the file, run tierstore plan measure again',
         ),
-        (changed(storage__1__writes_per_s=9), r'storage\[1\]: unknown key "writes_per_s".*older tierstore'),
         (changed(storage__1__reads_per_s="fast"), r"storage\[1\].reads_per_s = 'fast': expected a number"),
         (changed(storage__0__reads_per_s=0), r"storage\[0\]: reads_per_s=0.0: expected a number from 1 to"),
-        (changed(storage={}), "storage = {}: expected a list"),
-        (changed(accelerators__0__hbm=3), r"accelerators\[0\].hbm = 3: expected a table"),
-        (changed(processor__cores=1.5), "processor.cores = 1.5: expected an integer"),
-        (changed(watts=True), "watts = True: expected a number"),
-        (changed(watts=float("nan")), "watts=nan: expected a number"),
-        (changed(source=3), "source = 3: expected a string"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str | bytes, message: str, tmp_path: Path) -> None:
@@ -192,24 +160,9 @@ def test_what_is_wrong_with_a_file_is_said(text: str | bytes, message: str, tmp_
             "host: there is no part .* 'epyc-9355'; did you mean 'epyc-9354'",
         ),
         ("count = 24", "count = 0", "host.memory: count=0: expected a whole number from 1 to 4,096"),
-        ("count = 24", "count = 2.5", "host.memory.count = 2.5"),
-        ("usd = 2500", "usdd = 2500", 'host.processor: unknown key "usdd"; did you mean "usd"'),
-        ("usd = 2500", "usd = true", "host.processor.usd = True: expected a number"),
-        ("usd = 2500", "usd = -1", "host: usd=-2: expected a number from 0|host: .*usd"),
         ("usd = 2500", "cores = 0.25", "host: cores=0.5: expected a whole number"),
-        ("usd = 2500", "link = 'x'", 'host.processor: unknown key "link"'),
         ('part = "l4", ', "", r'host.accelerators\[0\]: key "part" is missing'),
         ('"pcie3-x16"', '"pcie6-x16"', r"no part of kind 'links' named 'pcie6-x16'; did you mean"),
-        (
-            '[{ part = "l4", count = 3, link = "pcie3-x16", flops = 5e13 }]',
-            "4",
-            "host.accelerators = 4: expected a list",
-        ),
-        ('{ part = "ethernet-25gb", count = 2 }', '"ethernet"', "host.network = .ethernet.: expected a table"),
-        ('network = { part = "ethernet-25gb", count = 2 }\n', "", 'host: key "network" is missing'),
-        ("watts = 150", "wats = 150", 'host: unknown key "wats"; did you mean "watts"'),
-        ("[host]", "[hosts]", 'unknown key "hosts"'),
-        ("[host]", "[host", "is not valid TOML"),
     ],
 )
 def test_what_is_wrong_with_parts_is_said(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -218,13 +171,3 @@ def test_what_is_wrong_with_parts_is_said(old: str, new: str, message: str, tmp_
     with pytest.raises(ValueError, match=message) as caught:
         read_host(path)
     assert str(caught.value).startswith(f"{path}: ")
-
-
-def test_unknown_hosts_are_told_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no host named 'node-1xh10'; did you mean 'node-1xh100'"):
-        load_host("node-1xh10")
-    with pytest.raises(ValueError, match=r"none.json: cannot be read: No such file"):
-        load_host(str(tmp_path / "none.json"))
-    (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
-        load_host(tmp_path / "folder.toml")

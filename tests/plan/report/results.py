@@ -7,12 +7,12 @@ import numpy as np
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
-from tierstore.plan.assumptions import Assumption, Fleet, WhatIf
-from tierstore.plan.gain import Gain, Span
-from tierstore.plan.marginal import Marginal, OfMemory
+from tierstore.plan.assumptions import Assumption, Instead
+from tierstore.plan.marginal import Marginal
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Lane, Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
-from tierstore.plan.result import Alternative, PlanResult, PricePart, ShownCurve
+from tierstore.plan.result import PlanResult, ShownCurve
+from tierstore.plan.search import Attempt
 
 __all__ = ["HOSTILE", "made_curve", "made_result", "served_result"]
 
@@ -51,14 +51,10 @@ def _prediction(setup: Setup) -> Prediction:
     )
 
 
-def _assumption(name: str) -> Assumption:
-    what_if = (
-        WhatIf(0.5, 0.525, None, f"no setup of {name}"),
-        WhatIf(2.0, 2.1, Fleet(f"3 x {name}", 3, 3900.0, 145.5, 570.0, 51_000.0, None, "model")),
-    )
-    return Assumption(
-        "exponent", 1.05, f"skew: Zipf's law of exponent 1.05, in {name}", "exponent, or a trace", what_if
-    )
+def _other(found: Prediction, hosts: int, price: Price, rate: float) -> Instead:
+    """Of so many hosts, bound by the model."""
+    setup = replace(found.setup, hosts=hosts)
+    return Instead(replace(found, setup=setup, price=price, samples_per_s=rate, bottleneck="model"))
 
 
 def made_result(name: str = "shop", **changes: Any) -> PlanResult:
@@ -73,17 +69,27 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
     )
     prediction = _prediction(setup)
     found = PlanResult(
-        assumptions=(_assumption(name),),
+        assumptions=(
+            Assumption(
+                "exponent",
+                1.05,
+                f"skew: Zipf's law of exponent 1.05, in {name}",
+                (Instead(None, f"no setup of {name}"), _other(prediction, 3, Price(570.0, 3900.0, 145.5), 51_000.0)),
+            ),
+        ),
         asked=PlanFile(target=TargetSection(samples_per_s=50_000.0)),
         prediction=prediction,
         hosts=(name,),
         searched=True,
         num_setups=120,
-        gain=Gain(
-            Fleet(f"2 x {name}", 2, 4800.0, 97.0, 380.0, 51_000.0, None, "model"),
-            "",
-            Span(0.0, 48.5, 60.0),
-            Span(190.0, 190.0, 190.0),
+        in_memory=_other(prediction, 2, Price(380.0, 4800.0, 97.0), 51_000.0),
+        in_memory_if_off=(
+            Assumption(
+                "exponent",
+                1.05,
+                "",
+                tuple(_other(prediction, 4, Price(760.0, 9600.0, usd), 51_000.0) for usd in (90.0, 160.5)),
+            ),
         ),
         curves=(ShownCurve(f"lru of {name}", made_curve(), 125_000.0),),
         marginals=(
@@ -91,17 +97,10 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
             Marginal("ddr", "+10 %", 1_280.0, 0.5),
             Marginal("flops", "+10 %", 0.0, None),
         ),
-        memory=tuple(OfMemory(2.0**power, 2.0 ** (12 - power), 2.0 ** (power - 4)) for power in range(18, 26)),
         alternatives=(
-            Alternative(setup, replace(prediction, price=Price(250.0, 2600.0, 97.0), samples_per_s=90e3), ""),
-            Alternative(setup, replace(prediction, samples_per_s=20e3), f"too slow by 2.5 on {name}"),
-            Alternative(replace(setup, ddr_bytes=2.0**40), None, "does not fit: memory"),
-        ),
-        price_parts=(
-            PricePart("processors", 1, 500.0, 100.0),
-            PricePart("memory", 1, 100.0, 20.0),
-            PricePart("SSD", 2, 400.0, 20.0),
-            PricePart("board, case, power supply", 1, 300.0, 50.0),
+            Attempt(setup, replace(prediction, price=Price(250.0, 2600.0, 97.0), samples_per_s=90e3)),
+            Attempt(setup, replace(prediction, samples_per_s=20e3), f"too slow by 2.5 on {name}"),
+            Attempt(replace(setup, ddr_bytes=2.0**40), None, "does not fit: memory"),
         ),
         marks=("its drives are written 2 times a day",),
         warnings=("the target is missed: 7 of 9",),
@@ -122,8 +121,8 @@ def served_result() -> PlanResult:
         assumptions=(),
         asked=asked,
         prediction=prediction,
-        gain=None,
-        memory=(),
+        in_memory=None,
+        in_memory_if_off=(),
         alternatives=(),
         marks=(),
         warnings=(),

@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,29 @@ from playwright.sync_api import Browser
 from tests.chromium import WatchedPage
 from tests.plan.report.results import HOSTILE, made_result, served_result
 from tierstore.plan.report import page_of
-from tierstore.plan.report.page import Axes, Line, Point, svg
+from tierstore.plan.report.sections import sections_of
 
 WAIT_MS = 60_000
 
 
 @pytest.mark.parametrize("width", [1280, 360])
 @pytest.mark.parametrize("name", ["shop", HOSTILE])
-def test_the_page_has_its_answer_and_no_error_network_or_sideways_scroll(
+def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     browser: Browser, tmp_path: Path, width: int, name: str
 ) -> None:
-    path = tmp_path / "plan.html"
-    path.write_text(page_of(made_result(name)), encoding="utf-8")
+    path, result = tmp_path / "plan.html", made_result(name)
+    path.write_text(page_of(result), encoding="utf-8")
     watched = WatchedPage(browser, wait_ms=WAIT_MS, viewport={"width": width, "height": 800})
     page = watched.page
     page.goto(path.as_uri())
     assert page.title().startswith(name[:8])
-    assert page.locator(".tile b").all_text_contents() == [
-        *("64,000", "4.00 ms", "50.00 %", "SSD reads", "$1,300", "$48.50", "190 W", "0.500"),
-    ]
-    assert page.locator(".warnings li").all_text_contents() == list(made_result().warnings)
-    bars = page.locator(".bar").evaluate_all("bars => bars.map(bar => bar.style.width)")
-    assert bars == ["100%", "75%", "50%", "25%"]
-    assert page.locator("svg polyline").count() == page.locator("svg circle").count() == 2
-    verdicts = page.locator(".wide tbody td:last-child").all_text_contents()
-    assert [verdicts[0], verdicts[1], verdicts[3]] == ["this plan", "reaches it", "does not fit: memory"]
+    for number, each in enumerate(sections_of(result)):
+        shown = page.locator("section").nth(number)
+        assert shown.locator("h2").text_content() == each.title
+        assert shown.locator("p").all_text_contents() == list(each.lines)
+        cells = [cell for row in each.table for cell in row]
+        assert shown.locator("th, td").all_text_contents() == cells
+    assert page.locator("svg polyline").count() == 2
     assert page.locator("img, script").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     assert [url.partition(":")[0] for url in watched.urls] == ["file"]
@@ -56,36 +55,20 @@ class Links(HTMLParser):
 
 @pytest.mark.parametrize("result", [made_result(), served_result()], ids=["training", "serving"])
 def test_the_page_is_one_file_that_asks_for_nothing(result: Any) -> None:
-    text = page_of(result)
-    links = Links()
+    text, links = page_of(result), Links()
     links.feed(text)
     assert not links.found
     assert "default-src 'none'" in text
     assert len(text) < 50_000
 
 
-def test_what_was_assumed_stands_above_the_answer_and_what_tiers_save_below() -> None:
-    text = page_of(made_result())
-    places = [
-        text.index(each)
-        for each in (
-            "3 x shop: 51,000 samples/s; bound by dense model",
-            'aria-label="The answer"',
-            "this plan saves $48.50",
-        )
-    ]
-    assert places == sorted(places)
-    assert "; its drives are written 2 times a day." in text
-    assert not re.search("Assumed, as|Beside all rows", page_of(served_result()))
-
-
-def test_lines_go_from_the_lowest_size_to_the_highest_by_their_logarithm() -> None:
-    axes = Axes("x", "y", 10.0, str, str, 100.0)
-    drawn = svg([Line("a", [Point(1.0, 0.0), Point(10.0, 50.0), Point(100.0, 100.0)], Point(10.0, 50.0))], axes)
-    (points,) = re.findall('points="(.*?)"', drawn)
-    (left, bottom), middle, (right, top) = (tuple(map(float, point.split(","))) for point in points.split())
-    assert middle == ((left + right) / 2, (bottom + top) / 2)
-    assert f'cx="{middle[0]}" cy="{middle[1]}"' in drawn
-    assert left < right
-    assert top < bottom
-    assert re.findall('class="x" x="[0-9.]+" y="[0-9.]+">([0-9.]+)<', drawn) == ["1.0", "10.0", "100.0"]
+def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
+    result = made_result()
+    (shown,), drawn = result.curves, page_of(result)
+    strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
+    told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
+    assert len(told) == 120
+    assert told[-1][0] == shown.curve.sizes[-1]
+    for (before, _), (end, value) in pairwise(told):
+        assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
+    assert "row 125,000\nthis plan: 0 %\nthis plan: 50 %" in drawn

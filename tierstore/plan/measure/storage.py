@@ -1,18 +1,16 @@
-"""The SSD under a folder, past the page cache: reads by how many are under way, and writes that last.
-
-Reads and writes are many at a time: one thread for each, in its own system call. They are also the limit that the
-device sets, which tierstore's own reads are measured against.
-"""
+"""The SSD under a folder: reads past the page cache by how many are in flight, and writes that last."""
 
 import ctypes
+import functools
 import mmap
 import os
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,8 +22,6 @@ from ..host import Storage
 from .machine import rate_of
 
 READ_BYTES: Final = 4096
-_PAGE_WORDS: Final = 512
-"""A word in each 4 KiB that is written says where it lies, so that no device stores two pages as one."""
 _DEPTHS: Final = (1, 4, 16, 64)
 _LARGE_BYTES: Final = 1 << 20
 _LARGE_DEPTH: Final = 8
@@ -38,18 +34,13 @@ _IN_MEMORY: Final = ("tmpfs", "ramfs", "rootfs")
 if JIT_ENABLED:
     from numba.core import types
 
-    _CALL: Final[Any] = types.intp(types.intc, types.uintp, types.uintp, types.int64)
-    _pread: Any = types.ExternalFunction("pread", _CALL)
-    _pwrite: Any = types.ExternalFunction("pwrite", _CALL)
+    _pread: Any = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 else:
     _prototype = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64)
-    _libc_pread, _libc_pwrite = (_prototype((name, ctypes.CDLL(None))) for name in ("pread", "pwrite"))
+    _libc_pread = _prototype(("pread", ctypes.CDLL(None)))
 
     def _pread(*arguments: Any) -> Any:
         return _libc_pread(*map(int, arguments))
-
-    def _pwrite(*arguments: Any) -> Any:
-        return _libc_pwrite(*map(int, arguments))
 
 
 @kernel
@@ -62,133 +53,77 @@ def _read_each(descriptor: int, address: int, size_bytes: int, offsets: Int64s) 
     return whole
 
 
-@kernel
-def _write_each(descriptor: int, address: int, words: Int64s, offsets: Int64s) -> int:
-    """Write ``words``, which lie at ``address``, at each offset; how many went whole."""
-    whole = 0
-    size_bytes = words.shape[0] * 8
-    for index in range(offsets.shape[0]):
-        for word in range(0, words.shape[0], _PAGE_WORDS):
-            words[word] = offsets[index] + word * 8
-        if _pwrite(np.int32(descriptor), np.uintp(address), np.uintp(size_bytes), offsets[index]) == size_bytes:
-            whole += 1
-    return whole
+class DirectReader(NamedTuple):
+    """Random direct reads of one file, several in flight, each in a thread of its own."""
 
-
-class DirectReader:
-    """Random direct reads of one file, ``depth`` at a time.
-
-    Args:
-        block_bytes: of each read; a multiple of 4,096.
-
-    Raises:
-        OSError: the file system knows no direct reads.
-    """
-
-    _mode = os.O_RDONLY
-
-    def __init__(self, path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> None:
-        self.block_bytes = block_bytes
-        self._path = path
-        self._depth = depth
-        self._blocks = path.stat().st_size // block_bytes
-        self._descriptor = self._open()
-        # Anonymous maps begin on a page, as direct reads want it.
-        self.buffer = mmap.mmap(-1, depth * block_bytes)
-        first = np.frombuffer(self.buffer, np.uint8).ctypes.data
-        self._addresses = range(first, first + depth * block_bytes, block_bytes)
-        self._threads = ThreadPoolExecutor(depth, "direct-read")
-        try:
-            self.read(np.zeros(depth, np.int64))
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, self._mode | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{self._path} cannot be read directly ({error.strerror}); use --dir on another file system",
-            ) from error
+    path: Path
+    block_bytes: int
+    descriptor: int
+    buffer: mmap.mmap
+    """A block of each thread: the last one that it read."""
+    addresses: Sequence[int]
+    threads: ThreadPoolExecutor
 
     def random_offsets(self, generator: np.random.Generator, count: int) -> Int64s:
         """int64 [count]: of blocks at random."""
-        return generator.integers(0, self._blocks, count) * self.block_bytes
+        return generator.integers(0, self.path.stat().st_size // self.block_bytes, count) * self.block_bytes
 
     def read(self, offsets: Int64s) -> None:
         """Read a block at each offset and return when all have come."""
-        depth = self._depth
-        parts = np.array_split(offsets, depth)
-        each = self._threads.map(
-            _read_each, [self._descriptor] * depth, self._addresses, [self.block_bytes] * depth, parts
-        )
-        self._require_whole(sum(each), offsets, "reads")
-
-    def _require_whole(self, whole: int, offsets: Int64s, what: str) -> None:
+        parts = np.array_split(offsets, len(self.addresses))
+        read = functools.partial(_read_each, self.descriptor)
+        whole = sum(self.threads.map(read, self.addresses, [self.block_bytes] * len(parts), parts))
         if whole != len(offsets):
-            raise OSError(f"{self._path}: {len(offsets) - whole} of {len(offsets)} direct {what} failed")
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._descriptor)
+            raise OSError(f"{self.path}: {len(offsets) - whole} of {len(offsets)} direct reads failed")
 
 
-class DirectWriter(DirectReader):
-    """The same, and writes over what the file holds: bytes that no device can make fewer."""
+@contextmanager
+def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> Iterator[DirectReader]:
+    """A reader of blocks, closed at the end.
 
-    _mode = os.O_RDWR
+    Args:
+        depth: reads in flight.
+        block_bytes: of each read; a multiple of 4,096.
 
-    def __init__(self, path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> None:
-        super().__init__(path, depth, block_bytes=block_bytes)
-        words = np.frombuffer(self.buffer, np.int64)
-        words[:] = np.random.default_rng(depth).integers(0, 1 << 62, len(words))
-        self._blocks_of_words = np.split(words, depth)
-
-    def write(self, offsets: Int64s) -> None:
-        """Write a block at each offset and return when the device has taken all; ``sync`` makes them last."""
-        depth = self._depth
-        parts = np.array_split(offsets, depth)
-        each = self._threads.map(_write_each, [self._descriptor] * depth, self._addresses, self._blocks_of_words, parts)
-        self._require_whole(sum(each), offsets, "writes")
-
-    def sync(self) -> None:
-        """Wait until what was written is where a power cut leaves it."""
-        os.fsync(self._descriptor)
-
-
-def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> "closing[DirectReader]":
-    """A reader, closed at the end."""
-    return closing(DirectReader(path, depth, block_bytes=block_bytes))
+    Raises:
+        OSError: the file system has no direct reads.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        text = f"{path} cannot be read directly ({error.strerror}); use --dir on another file system"
+        raise OSError(error.errno, text) from error
+    try:
+        buffer = mmap.mmap(-1, depth * block_bytes)  # anonymous maps begin on a page, as direct reads want it
+        first = np.frombuffer(buffer, np.uint8).ctypes.data
+        addresses = range(first, first + depth * block_bytes, block_bytes)
+        with ThreadPoolExecutor(depth, "direct-read") as threads:
+            reader = DirectReader(path, block_bytes, descriptor, buffer, addresses, threads)
+            reader.read(np.zeros(depth, np.int64))
+            yield reader
+    finally:
+        os.close(descriptor)
 
 
 def require_device(folder: Path) -> None:
     """ValueError if ``folder`` is none, or is on a file system that lives in memory."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; make it first, on the disk to be measured")
-    kind = _file_system(folder)
-    if kind in _IN_MEMORY:
-        raise ValueError(f"{folder} is on {kind}, which lives in memory; use --dir on the disk to be measured")
-
-
-def _file_system(folder: Path) -> str:
-    """Its type, as mount knows it; "" if that is not told."""
     number = folder.stat().st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
+    device, kind = f"{os.major(number)}:{os.minor(number)}", ""
     for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
         fields, _, rest = line.partition(" - ")
         if fields.split()[2] == device:
-            return rest.split()[0]
-    return ""
+            kind = rest.split()[0]
+    if kind in _IN_MEMORY:
+        raise ValueError(f"{folder} is on {kind}, which lives in memory; use --dir on the disk to be measured")
 
 
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
     """Write a file in ``folder``, read it, and remove it.
 
-    Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file,
-    counted until the system says that they are where a power cut leaves them. What a drive does after minutes of
-    writing is not seen.
+    Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file, each
+    part synced. What a drive does after minutes of writing is not seen.
 
     Args:
         seconds: to spend on it, about, without writing the file.
@@ -206,7 +141,7 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
         )
     path = folder / "blocks"
     try:
-        large_writes = _write_file(path, size_bytes)
+        written = _write_file(path, size_bytes // _LARGE_BYTES)
         each = seconds / (len(_DEPTHS) + 1)
         rates = [_reads_per_s(path, READ_BYTES, depth, each) for depth in _DEPTHS]
         large_reads = _reads_per_s(path, _LARGE_BYTES, _LARGE_DEPTH, each)
@@ -217,25 +152,20 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
         read_latency_us=1e6 * _DEPTHS[0] / rates[0],
         reads_per_s=max(rates),
         read_bytes_per_s=large_reads * _LARGE_BYTES,
-        write_bytes_per_s=large_writes * _LARGE_BYTES,
+        write_bytes_per_s=written,
     )
 
 
-def _write_file(path: Path, size_bytes: int) -> float:
-    """Make the file; how many of its MiB were written a second: the median over its parts."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    rates = []
-    with closing(DirectWriter(path, _LARGE_DEPTH, block_bytes=_LARGE_BYTES)) as writer:
-        for part in np.array_split(np.arange(0, size_bytes, _LARGE_BYTES), _FILE_PARTS):
+def _write_file(path: Path, blocks: int) -> float:
+    """Make a file of random blocks of 1 MiB; bytes written a second, synced: the median over its parts."""
+    rates, generator = [], np.random.default_rng(0)
+    with path.open("xb", buffering=0) as file:
+        for part in np.array_split(np.arange(blocks), _FILE_PARTS):
+            content = generator.bytes(len(part) * _LARGE_BYTES)
             began = time.perf_counter()
-            writer.write(part)
-            writer.sync()
-            rates.append(len(part) / (time.perf_counter() - began))
+            file.write(content)
+            os.fsync(file.fileno())
+            rates.append(len(content) / (time.perf_counter() - began))
     return statistics.median(rates)
 
 

@@ -2,8 +2,9 @@
 what ``tierstore plan parts`` prints of them."""
 
 import functools
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -129,67 +130,37 @@ def example_hosts() -> dict[str, dict[str, Any]]:
     return tomllib.loads((DATA / "hosts.toml").read_text(encoding="utf-8"))
 
 
-_TITLES: Final = {
-    "processors": "Processors, a socket",
-    "memory": "Memory, a DIMM in a channel of its own",
-    "accelerators": "Accelerators",
-    "links": "Links to an accelerator, one direction",
-    "storage": "SSDs",
-    "networks": "Network ports, one direction",
-    "costs": "tierstore's own work, on one core",
-}
-_UNITS: Final = {
-    "cores": ("cores", 1.0, ""),
-    "flops": ("matrix products", 1e-12, " TFLOP/s"),
-    "bytes_per_s": ("in order", 1e-9, " GB/s"),
-    "row_bytes_per_s": ("rows at random", 1e-9, " GB/s"),
-    "latency_us": ("after", 1.0, " us"),
-    "read_latency_us": ("one read", 1.0, " us"),
-    "reads_per_s": ("reads", 1e-3, "k/s"),
-    "read_bytes_per_s": ("read", 1e-9, " GB/s"),
-    "write_bytes_per_s": ("written", 1e-9, " GB/s"),
-    "drive_writes_a_day": ("drive writes a day", 1.0, ""),
-    "watts": ("", 1.0, " W"),
-    "usd": ("", 1.0, " USD"),
-}
-_PER_LINE: Final = 5
+def shown(name: str, value: float) -> str:
+    """A figure as people read it; its name says the unit."""
+    return format_size(value) if name == "capacity_bytes" else f"{value:,.4g}"
 
 
 def describe_parts(*, sources: bool = False) -> str:
-    """All parts and the hosts made of them, for people. A ``*`` marks a figure in which something is assumed.
+    """All parts and the hosts made of them, for people, each figure under its key in a host's file. A ``*`` marks a
+    figure in which something is assumed.
 
     Args:
         sources: say with each figure where it comes from.
     """
-    lines = []
-    for kind, title in _TITLES.items():
-        lines.append(f"{title} ({kind})")
-        for part in parts(kind):
-            lines += [f"  {part.name:24} {part.title}", *(_with_sources(part) if sources else _in_short(part))]
+    lines, indent = [], " " * 27
+    for kind, named in _catalog().items():
+        lines.append(kind)
+        for part in named.values():
+            lines.append(f"  {part.name:24} {part.title}")
+            each = {
+                f"{name} {shown(name, figure.value)}{'*' if figure.assumption else ''}": figure
+                for name, figure in part.figures.items()
+            }
+            if sources:
+                lines += [f"      {text}: {_why(figure)}" for text, figure in each.items()]
+            else:
+                lines += textwrap.wrap(", ".join(each), 100, initial_indent=indent, subsequent_indent=indent)
         lines.append("")
-    lines += ["Hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
+    lines += ["hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
     return "\n".join(
         [*lines, "* something is assumed in it. All prices are assumptions: put yours in a file of your own."]
     )
 
 
-def _in_short(part: Part) -> Iterator[str]:
-    shown = [_shown(part, name) for name in part.figures]
-    for first in range(0, len(shown), _PER_LINE):
-        yield " " * 27 + ", ".join(shown[first : first + _PER_LINE])
-
-
-def _with_sources(part: Part) -> Iterator[str]:
-    for name, figure in part.figures.items():
-        why = "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
-        yield f"      {_shown(part, name)}: {why}"
-
-
-def _shown(part: Part, name: str) -> str:
-    figure = part.figures[name]
-    mark = "*" if figure.assumption else ""
-    if name == "capacity_bytes":
-        return f"{format_size(figure.value)}{mark}"
-    what, scale, unit = _UNITS.get(name, (name, 1.0, ""))
-    value = figure.value * scale
-    return f"{what} {value:,.0f}{unit}{mark}".strip() if value >= 1000 else f"{what} {value:.4g}{unit}{mark}".strip()
+def _why(figure: Figure) -> str:
+    return "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)

@@ -9,7 +9,7 @@
     storage = [{ part = "samsung-pm9a3-7680gb", count = 4 }]
     accelerators = [{ part = "l4", link = "pcie4-x16" }]
     network = { part = "ethernet-25gb" }
-    costs = "host.json"                               # or { part = "epyc-2-cores", admit_ns = 25 }
+    costs = "host.json"                               # or { part = "epyc-2-cores", id_ns = 25 }
     watts = 150
     usd = 4000
 
@@ -27,10 +27,10 @@ from types import GenericAlias
 from typing import Any, Final, TypeVar, cast
 
 from ...settings.options import check_ranges, option
-from ...settings.sections import ConfigError, converted, toml_value
-from ...system.output import require_new, write_text
-from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from ..json_file import plain
+from ...settings.sections import ConfigError, converted
+from ...system.output import require_new
+from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage, folded_costs
+from ..json_file import write_json
 from .catalog import FIGURES, example_hosts, load_part, read_figure, require_name
 
 _Kind = TypeVar("_Kind")
@@ -81,7 +81,7 @@ def read_host(path: str | os.PathLike[str]) -> Host:
     with _naming(str(path)):
         document = _document(path)
         if not isinstance(document, Mapping) or set(document) != {"host"}:
-            return _whole(Host, document, "a host")
+            return _whole(Host, _current(document), "a host")
         return _composed(document["host"], path.parent)
 
 
@@ -181,7 +181,13 @@ def _costs(said: Any, folder: Path) -> SoftwareCosts:
         document = _document(folder / said)
         if not isinstance(document, Mapping) or "costs" not in document:
             raise ValueError("expected a host as tierstore plan measure writes it, with 'costs'")
-        return _whole(SoftwareCosts, document["costs"], "costs")
+        return _whole(SoftwareCosts, _current(document)["costs"], "costs")
+
+
+def _current(document: Any) -> Any:
+    """A host's file of this version or an earlier one."""
+    costs = document.get("costs") if isinstance(document, Mapping) else None
+    return {**document, "costs": folded_costs(costs)} if isinstance(costs, Mapping) else document
 
 
 # Files
@@ -207,7 +213,8 @@ def _whole(kind: type[_Kind], document: Any, what: str) -> _Kind:
 
 
 def _document(path: Path) -> Any:
-    _require_suffix(path)
+    if path.suffix not in (".json", ".toml"):
+        raise ValueError("the name of a host's file ends in .json or .toml")
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -223,41 +230,18 @@ def _document(path: Path) -> Any:
         raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
 
 
-def _require_suffix(path: Path) -> None:
-    """ValueError unless it says which of the two languages it is."""
-    if path.suffix not in (".json", ".toml"):
-        raise ValueError("the name of a host's file ends in .json or .toml")
+def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write all figures of a host as JSON; the file is there whole or not at all.
+
+    Raises:
+        ValueError: the name does not end in .json. FileExistsError: there is such a file, and ``force`` is not given.
+    """
+    require_writable(Path(path), force=force)
+    write_json(host, path, force=force)
 
 
 def require_writable(path: Path, *, force: bool) -> None:
     """Raise what ``write_host`` would, before there is anything to write."""
-    with _naming(str(path)):
-        _require_suffix(path)
+    if path.suffix != ".json":
+        raise ValueError(f"{path}: the name of a host's file that is written ends in .json")
     require_new(path, force=force)
-
-
-def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write all figures of a host, in JSON or TOML by the end of the name; the file is there whole or not at all.
-
-    Raises:
-        ValueError: the name ends in neither. FileExistsError: there is such a file, and ``force`` is not given.
-    """
-    path = Path(path)
-    with _naming(str(path)):
-        _require_suffix(path)
-    document = plain(host)
-    text = json.dumps(document, indent=1) + "\n" if path.suffix == ".json" else "\n".join(_toml(document, "")) + "\n"
-    write_text(path, text, force=force)
-
-
-def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Lines of a table: plain values first, as what follows a header belongs to it."""
-    inner = {key: value for key, value in table.items() if isinstance(value, (dict, list)) and value}
-    for key, value in table.items():
-        if key not in inner:
-            yield f"{key} = {toml_value(value)}"
-    for key, value in inner.items():
-        name = f"{prefix}{key}"
-        for each in [value] if isinstance(value, dict) else value:
-            yield from ("", f"[{name}]" if isinstance(value, dict) else f"[[{name}]]")
-            yield from _toml(each, f"{name}.")

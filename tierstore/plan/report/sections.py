@@ -1,0 +1,254 @@
+"""What a report says, section by section: the terminal and the page show the same."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+from ...system.sizes import format_size
+from ..assumptions import FACTORS, Instead, describe_setup, machines_of
+from ..plan_file import PlanFile
+from ..prediction import Prediction, in_words, some
+from ..result import PlanResult
+from ..workload import Workload
+from .words import count, duration, money, named, quantity, resource, share, significant, watts
+
+_RULE: Final = (
+    "Bars run side by side, the parts of one bar one after another; so the longest bar is the time taken, and its "
+    "longest part is the bottleneck."
+)
+_BAR: Final = 20
+_SHOWN: Final = 20
+_NEGLIGIBLE: Final = 1e-4
+"""Of the samples a second: a gain of less is nothing."""
+
+
+class Section(NamedTuple):
+    """A table of texts, its columns first, and sentences below it; not escaped yet."""
+
+    title: str
+    lines: Sequence[str] = ()
+    table: Sequence[Sequence[str]] = ()
+    is_text_last: bool = False
+    """The table's last column is text."""
+
+
+def sections_of(result: PlanResult) -> list[Section]:
+    """Those that have something."""
+    setup, target = result.prediction.setup, _targets(result.asked)
+    step = "step" if setup.workload.is_training else "query"
+    found = [
+        Section("Asked", [_asked(setup.workload, ", ".join(result.hosts)), *([f"target: {target}"] if target else [])]),
+        Section("Assumed, as nobody said it", list(_assumed(result))),
+        Section("Answer", [_answer(result)]),
+        Section("Warnings", [f"! {text}" for text in result.warnings]),
+        Section(f"Tiers of a host, in one {step}", (), _tiers(result)),
+        Section(f"Time of a {step}", [_RULE], _loads(result), is_text_last=True),
+        Section("Compared with all rows in memory", _in_memory(result)),
+        _marginals(result),
+        Section("Next best, and what fails", list(_alternatives(result))),
+        _price(result),
+        Section("Drives", _wear(result)),
+        Section("Figures come from", [f"- {text}" for text in result.sources]),
+        Section("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
+    ]
+    return [
+        each._replace(lines=list(map(named, each.lines)), table=[list(map(named, row)) for row in each.table])
+        for each in found
+        if each.lines or each.table
+    ]
+
+
+# Asked, assumed, answered
+
+
+def _asked(workload: Workload, hosts: str) -> str:
+    rows = sum(table.num_embeddings for table in workload.tables)
+    use = f"training with {workload.optimizer}" if workload.is_training else "serving"
+    tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
+    unit = "step" if workload.is_training else "query"
+    return (
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {unit}; on {hosts}"
+    )
+
+
+def _targets(asked: PlanFile) -> str:
+    target = asked.target
+    parts = [f"{count(target.samples_per_s)} samples/s"] if target.samples_per_s else []
+    parts += [f"{count(target.queries_per_s)} queries/s"] if target.queries_per_s else []
+    bounds = (("99 %", target.p99_ms), ("95 %", target.p95_ms))
+    parts += [f"{part} of queries within {significant(value)} ms" for part, value in bounds if value]
+    parts += [f"at most {money(target.usd)}"] if target.usd else []
+    parts += [f"at most {money(target.usd_a_month)} a month"] if target.usd_a_month else []
+    parts += [f"at most {watts(target.watts)}"] if target.watts else []
+    return ", ".join(parts)
+
+
+def _assumed(result: PlanResult) -> Iterator[str]:
+    """Each with what the answer becomes if it is off, and how to say it."""
+    for each in result.assumptions:
+        instead = (
+            "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace"
+        )
+        yield f"- {each.text}; or give {instead}"
+        for factor, found in zip(FACTORS, each.what_if, strict=True):
+            yield f"  - if it is {factor:g} times that, {_if_off(result, found)}"
+
+
+def _if_off(result: PlanResult, found: Instead) -> str:
+    other = found.prediction
+    if other is None:
+        return found.reason
+    latency, machines, price = other.latency, machines_of(other.setup), other.price
+    speed = f"{count(other.samples_per_s)} samples/s" if latency is None else f"99 % within {duration(latency.p99_s)}"
+    bound = f"bound by {in_words(other.bottleneck)}"
+    if machines == machines_of(result.prediction.setup):
+        return f"the same machines: {speed}; {bound}"
+    return f"{machines}: {speed}; {bound}; {money(price.usd)} to buy, {money(price.usd_a_month)} a month"
+
+
+def _speed(prediction: Prediction) -> str:
+    """Samples a second; of serving what its queries wait."""
+    latency = prediction.latency
+    if latency is None:
+        return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
+    if math.isinf(latency.p99_s):
+        return f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
+    return (
+        f"{count(latency.queries_per_s)} queries/s, half of them within {duration(latency.p50_s)}, "
+        f"99 % within {duration(latency.p99_s)}"
+    )
+
+
+def _answer(result: PlanResult) -> str:
+    found = result.prediction
+    return (
+        f"{describe_setup(found.setup)}: {_speed(found)}; bound by {in_words(found.bottleneck)}; "
+        f"{money(found.price.usd)} to buy, {money(found.price.usd_a_month)} a month, {watts(found.price.watts)}"
+        + "".join(f"; {text}" for text in result.marks)
+    )
+
+
+# What supports it
+
+
+def _tiers(result: PlanResult) -> list[tuple[str, ...]]:
+    """SSD has every row, so it has no hit rate; the page cache is a line of its own where it has some."""
+    rows: list[tuple[str, ...]] = [("tier", "capacity", "rows", "lookups", "hit rate")]
+    for tier in result.prediction.tiers:
+        size, lookups = format_size(tier.capacity_bytes), tier.lookups
+        if tier.tier != "ssd":
+            rows.append((tier.tier.upper(), size, count(tier.rows), count(lookups), share(tier.hit_rate, 2)))
+            continue
+        if lookups and tier.hit_rate:
+            cache = format_size(result.prediction.setup.page_cache_bytes)
+            rows.append(("page cache", cache, "-", count(lookups), share(tier.hit_rate, 2)))
+            lookups *= 1 - tier.hit_rate
+        rows.append(("SSD", size, count(tier.rows), count(lookups), "-"))
+    return rows
+
+
+def _loads(result: PlanResult) -> list[tuple[str, ...]]:
+    """Lanes that take time, the longest first, each with its resources, the longest first; and bars."""
+    loads = {load.resource: load for load in result.prediction.loads}
+    rows: list[tuple[str, ...]] = [("resource", "time", "work", "")]
+    longest = result.prediction.lanes[0].seconds if result.prediction.lanes else 0.0
+
+    def bar(seconds: float, mark: str) -> str:
+        return mark * round(_BAR * seconds / longest)
+
+    for index, lane in enumerate(result.prediction.lanes):
+        busy = [loads[name] for name in lane.resources if name in loads and loads[name].seconds]
+        busy.sort(key=lambda load: -load.seconds)
+        is_sum = len(busy) > 1
+        if is_sum:
+            rows.append((in_words(lane.name), duration(lane.seconds), "", bar(lane.seconds, "#")))
+        for rank, load in enumerate(busy):
+            work = "" if load.unit == "seconds" else quantity(load.amount, load.unit)  # of waits there is none
+            name = ("  " if is_sum else "") + in_words(load.resource)
+            drawn = bar(load.seconds, "-" if is_sum else "#")
+            is_bottleneck = index == rank == 0
+            rows.append((name, duration(load.seconds), work, drawn + (" <- bottleneck" if is_bottleneck else "")))
+    return rows if len(rows) > 1 else []
+
+
+def _in_memory(result: PlanResult) -> list[str]:
+    """What the answer saves compared with the cheapest fleet that has every row in memory; none where that is not
+    asked."""
+    own, found = result.prediction.price, result.in_memory
+    if found is None:
+        return []
+    if found.prediction is None:
+        return [f"all rows in DDR or HBM: {found.reason}"]
+    memory, price = found.prediction, found.prediction.price
+    fleet = f"{machines_of(memory.setup)}: {money(price.usd_a_month)} a month, {watts(price.watts)}"
+    month, power = price.usd_a_month - own.usd_a_month, price.watts - own.watts
+    shares = share(month / (price.usd_a_month or 1.0), 0), share(power / (price.watts or 1.0), 0)
+    return [
+        f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}",
+        f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})",
+        *_saved_if_off(result),
+    ]
+
+
+def _saved_if_off(result: PlanResult) -> list[str]:
+    """The least and the most that is saved with one assumption off, of those that both fleets can meet."""
+    pairs = [
+        (memory.prediction.price, tiers.prediction.price)
+        for assumed, own in zip(result.in_memory_if_off, result.assumptions, strict=True)
+        for memory, tiers in zip(assumed.what_if, own.what_if, strict=True)
+        if memory.prediction and tiers.prediction
+    ]
+    if not pairs:
+        return []
+    month = [memory.usd_a_month - tiers.usd_a_month for memory, tiers in pairs]
+    power = [memory.watts - tiers.watts for memory, tiers in pairs]
+    return [
+        f"if an assumption is off by two: {money(min(month))} to {money(max(month))} a month, {watts(min(power))} to "
+        f"{watts(max(power))}"
+    ]
+
+
+def _marginals(result: PlanResult) -> Section:
+    """Those that bring something, the most first; of the others the names."""
+    now, rows, rest = result.prediction.samples_per_s, [], []
+    for gain in result.marginals:
+        more = gain.samples_per_s
+        if more <= _NEGLIGIBLE * now:
+            rest.append(resource(gain.resource))
+            continue
+        usd = "-" if gain.usd is None else money(gain.usd)
+        rows.append((resource(gain.resource), gain.change, f"+{count(more)}", f"+{share(more / now, 2)}", usd))
+    head = [("resource", "change", "samples/s", "of now", "USD")] if rows else []
+    lines = [f"nothing: {', '.join(rest)}"] if rest else []
+    return Section("What more of one resource would bring", lines, [*head, *rows])
+
+
+def _alternatives(result: PlanResult) -> Iterator[str]:
+    for each in result.alternatives[:_SHOWN]:
+        found = each.prediction
+        known = "" if found is None else f": {_speed(found)}; {money(found.price.usd_a_month)} a month"
+        reason = f"; fails: {each.reason}" if each.reason else ""
+        yield f"- {describe_setup(each.setup)}{known}{reason}"
+
+
+def _price(result: PlanResult) -> Section:
+    """Parts of all hosts; they add up."""
+    found, price, pricing = result.prediction.setup, result.prediction.price, result.asked.pricing
+    host, rows = found.host, [("part", "count", "USD", "power")]
+    parts: list[tuple[str, Any]] = [("processors", host.processor), ("memory", host.ddr)]
+    parts += [("GPU", gpu) for gpu in host.accelerators] + [("SSD", drive) for drive in host.storage]
+    for (name, part), alike in groupby([*parts, ("board, case, power supply", host)]):
+        number = found.num_hosts * len(list(alike))
+        rows.append((name, f"{number:,}", money(number * part.usd), watts(number * part.watts)))
+    rows.append(("all", "", money(price.usd), watts(price.watts)))
+    terms = f"bought over {pricing.years:g} years, with power at ${pricing.usd_per_kwh:g} a kWh"
+    return Section("Price", [f"{money(price.usd_a_month)} a month, {terms}"], rows)
+
+
+def _wear(result: PlanResult) -> list[str]:
+    drives, written = result.prediction.setup.host.storage, result.prediction.drive_writes_a_day
+    if not drives or not written:
+        return []
+    rated = min(drive.drive_writes_a_day for drive in drives)
+    return [f"each is written {significant(written)} times a day; it is rated for {significant(rated)}"]
