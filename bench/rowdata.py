@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.io import LmdbColdTier
-from tierstore.rows import KEY_ROW_BITS, RowLayout
+from tierstore.layout import KEY_ROW_BITS, RowLayout
 
 __all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import tierstore
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import LmdbColdTier
-from tierstore.rows import KEY_ROW_BITS
+from tierstore.layout import KEY_ROW_BITS
 from tierstore.store.manifest import Manifest
 
 FILES: Final = ("rows.lmdb", "manifest.json", "rows.anchor", "writer.lock", "rows.lmdb-lock")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tierstore.io import LmdbColdTier
 from tierstore.io.indexes import Stored, read_indexes, stored_segments
 from tierstore.io.segments import KEYS
-from tierstore.rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from tierstore.layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from tierstore.store.manifest import Manifest
 
 __all__ = ["StoredKeys", "offset_of", "segment_offset", "segments_of"]

@@ -55,9 +55,9 @@ def test_a_module_that_was_deleted_does_not_come_back(backend, tmp_path):
         with contextlib.redirect_stdout(io.StringIO()):
             name = backend.build_wheel(str(tmp_path))
         built.append(set(zipfile.ZipFile(tmp_path / name).namelist()))
-        Path("tierstore/rows.py").unlink(missing_ok=True)
+        Path("tierstore/layout.py").unlink(missing_ok=True)
         (tmp_path / name).unlink()
-    assert built[0] - built[1] == {"tierstore/rows.py"}
+    assert built[0] - built[1] == {"tierstore/layout.py"}
     assert {"tierstore/py.typed", "tierstore/train/page.html", "tierstore/plan/parts/data/hosts.toml"} < built[1]
     assert {name.split("/")[0] for name in built[1]} == {"tierstore", "tierstore-0.1.0.dist-info"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tierstore import init
-from tierstore.rows import KEY_ROW_BITS
+from tierstore.layout import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel
 MASK = 2**64 - 1

@@ -12,12 +12,12 @@ import tierstore
 from bench.data import ROOT
 from tests.conformance.cold_tier import WIDE, keys_of, write_rows
 from tests.io.support import open_tier
-from tierstore import config, rows
+from tierstore import config, layout
 from tierstore.cache import host
 from tierstore.dist.plan import MAX_RANKS, Plan
 from tierstore.hbm import cache as device_cache
 from tierstore.io import btree, records
-from tierstore.rows import RowLayout
+from tierstore.layout import RowLayout
 from tierstore.store import lineage, manifest
 from tierstore.updates.header import MAX_PAYLOAD_BYTES
 
@@ -38,16 +38,16 @@ def _documented() -> dict[str, str]:
 
 def test_the_page_has_the_numbers_of_the_code() -> None:
     said = _documented()
-    most = rows.MAX_PAGES_PER_BLOCK * _PAGE - rows.BLOCK_HEADER_WORDS * rows.WORD_BYTES
+    most = layout.MAX_PAGES_PER_BLOCK * _PAGE - layout.BLOCK_HEADER_WORDS * layout.WORD_BYTES
     expected = {
-        "rows of a table": _power(rows.MAX_ROWS),
+        "rows of a table": _power(layout.MAX_ROWS),
         "columns": _power(config._MAX_DIM),
-        "bytes of a stored row, with its key and checksum": f"{most:,}: {rows.MAX_PAGES_PER_BLOCK} pages of 4 KiB",
+        "bytes of a stored row, with its key and checksum": f"{most:,}: {layout.MAX_PAGES_PER_BLOCK} pages of 4 KiB",
         "characters of a name": str(config._MAX_NAME),
-        "tables": _power(rows.MAX_TABLES),
+        "tables": _power(layout.MAX_TABLES),
         "bytes of the manifest": f"{manifest._MAX_BYTES // _MIB} MiB",
         "pages of the file": f"{_power(btree.MAX_PAGES)}: {btree.MAX_PAGES * _PAGE // 2**40} TiB",
-        "pages of a segment": str(rows.SEGMENT_PAGES),
+        "pages of a segment": str(layout.SEGMENT_PAGES),
         "versions kept": f"{config.MAX_KEPT_VERSIONS:,}",
         "number of a version": _power(records.MAX_VERSION, 1),
         "bytes of a commit's `extra` and tensors": f"{-(-records.MAX_PAYLOAD_BYTES // 2**40)} TiB; "
@@ -68,7 +68,7 @@ def _table(**changes: Any) -> tierstore.TableConfig:
 
 def _wide() -> int:
     """Columns of the widest row."""
-    return (rows.MAX_PAGES_PER_BLOCK * _PAGE // 8 - rows.BLOCK_HEADER_WORDS - rows.PAIR_WORDS) * 2
+    return (layout.MAX_PAGES_PER_BLOCK * _PAGE // 8 - layout.BLOCK_HEADER_WORDS - layout.PAIR_WORDS) * 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import tierstore
 from tierstore.io.btree import Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.rows import KEY_ROW_BITS, RowLayout
+from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.manifest import Manifest
 from tierstore.store.version import TableState, pack

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
 from . import optim
-from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
+from .layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from .system.excerpt import excerpt
 from .system.hints import hinting
 

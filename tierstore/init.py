@@ -15,7 +15,7 @@ from .kernels.arrays import Int32s, Int64s, Weights
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
 from .kernels.simd import store
-from .rows import KEY_ROW_BITS, ROW_MASK
+from .layout import KEY_ROW_BITS, ROW_MASK
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
@@ -54,20 +54,21 @@ class Initializer:
     def _first_column(self) -> int:
         return 0
 
-    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None:
+    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None:
         """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``.
 
         Args:
             keys: int64 [n], row keys (table index and row).
             slots: int32 [n].
             weights: float32 or uint16 [capacity, >= dim]; columns from ``dim`` on become 0.
-            half: ``floats.half_code`` of the dtype.
+            dtype_code: ``floats.code_of_dtype`` of the dtype.
         """
         first, second, seed = self._parameters()
         if self.place is not None:
             keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
         fill_rows(
-            self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim, half
+            self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim,
+            dtype_code,
         )  # fmt: skip
 
     @property
@@ -184,7 +185,7 @@ def _value(code: int, first: float, second: float, row_bits: np.uint64, column: 
 @kernel
 def fill_rows(
     code: int, first: float, second: float, seed: np.uint64, first_column: int, keys: Int64s, slots: Int32s,
-    weights: Weights, dim: int, half: int,
+    weights: Weights, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
     """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
     seed_bits = mix64(seed)
@@ -192,5 +193,5 @@ def fill_rows(
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
         slot = slots[i]
         for column in range(dim):
-            store(weights, slot, column, _value(code, first, second, row_bits, first_column + column), half, 1)
+            store(weights, slot, column, _value(code, first, second, row_bits, first_column + column), dtype_code, 1)
         weights[slot, dim:] = 0

@@ -19,8 +19,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import tierstore
 from tierstore.hbm import build, lanes
 from tierstore.hbm.lanes import Lane, Mark
+from tierstore.layout import KEY_ROW_BITS, RowLayout
 from tierstore.models import DLRM
-from tierstore.rows import KEY_ROW_BITS, RowLayout
 from tierstore.store.budget import hbm_bytes_of
 
 from .ids import Zipf

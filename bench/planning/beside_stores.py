@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 import tierstore
 from tierstore.errors import BudgetError
+from tierstore.layout import RowLayout
 from tierstore.plan import accesses_of, once_a_batch
 from tierstore.plan.curves import curve
-from tierstore.rows import RowLayout
 from tierstore.store.budget import divide
 
 from ..data import ROOT, find_criteo

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.layout import KEY_ROW_BITS
 from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.curves import curve
-from tierstore.rows import KEY_ROW_BITS
 from tierstore.trace.recorded import Recorded
 from tierstore.trace.sampling import is_sampled
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tierstore.cache import Admission, AdmitStatus, FullCache, RowCache
 from tierstore.cache.reference import ReferenceCache
-from tierstore.rows import KEY_ROW_BITS
+from tierstore.layout import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel
 TABLES = {4: range(5), 1: range(10, 13), 7: range(1, 5)}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ClosedError
 from tierstore.io.base import ColdTier
-from tierstore.rows import KEY_ROW_BITS, RowLayout
+from tierstore.layout import KEY_ROW_BITS, RowLayout
 
 Int64s = NDArray[np.int64]
 

@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def half(self) -> int:
-        return floats.half_code(str(self.weights.dtype).removeprefix("torch."))
+        return floats.code_of_dtype(str(self.weights.dtype).removeprefix("torch."))
 
     @property
     def lengths(self) -> Any:
@@ -136,7 +136,7 @@ def numba_pool(batch: Batch, mode: int, *, scaled: bool) -> tuple[Any, Any]:
     arg_max = np.full((num_bags, batch.dim), -1, np.int32) if mode == kernels.MAX else NO_ARG_MAX
     kernels.pool_rows(
         0, num_bags, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
-        batch.scale if scaled else NO_FLOATS, mode, storage(batch.weights), batch.dim, batch.half,
+        batch.scale if scaled else NO_FLOATS, mode, storage(batch.weights), batch.dim, batch.dtype_code,
         batch.columns, batch.samples, out, arg_max,
     )  # fmt: skip
     return out, arg_max if mode == kernels.MAX else None
@@ -147,7 +147,7 @@ def numba_dot(batch: Batch) -> Any:
     out = np.empty(len(batch.inverse), np.float32)
     kernels.dot_rows(
         0, len(batch.bag_starts) - 1, 0, len(batch.inverse), batch.wide_starts, batch.slots[batch.inverse],
-        storage(batch.weights), batch.dim, batch.half, batch.columns, batch.samples, batch.grad_out, out,
+        storage(batch.weights), batch.dim, batch.dtype_code, batch.columns, batch.samples, batch.grad_out, out,
     )  # fmt: skip
     return out
 
@@ -170,7 +170,7 @@ def numba_update(
     bags = PoolBags([SimpleNamespace(index=0)], bounds, batch.wide_starts, batch.columns, batch.samples, scale)
     pool: Any = SimpleNamespace(
         weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
-        half=batch.half,
+        half=batch.dtype_code,
     )  # fmt: skip
     # Row by row, since here rows of any two tables may follow each other.
     in_order = list(dict.fromkeys(batch.inverse.tolist()))

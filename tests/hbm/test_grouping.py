@@ -15,7 +15,7 @@ from torch import Tensor
 from tierstore.hbm import grouping, grouping_triton, grouping_twin
 from tierstore.hbm.batch import Groups
 from tierstore.hbm.books import mixed, sets_of
-from tierstore.rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
+from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1

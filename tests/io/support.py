@@ -11,14 +11,14 @@ import lmdb
 import numpy as np
 import pytest
 
-from tierstore.io import recovery, slots
+from tierstore.io import known_segments, recovery
 from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import _libc
 from tierstore.io.pins import Pins
 from tierstore.io.segments import Geometry, geometry
-from tierstore.rows import BLOCK_HEADER_WORDS
+from tierstore.layout import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
 
@@ -54,7 +54,7 @@ def widen_places(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*arguments: Any) -> Geometry:
         return geometry(*arguments)._replace(place_bits=29)
 
-    monkeypatch.setattr(slots, "geometry", wide)
+    monkeypatch.setattr(known_segments, "geometry", wide)
 
 
 class RowPlace(NamedTuple):

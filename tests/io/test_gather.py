@@ -24,7 +24,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read
 from tierstore.io.segments import SegmentStatus
 from tierstore.kernels.jit import JIT_ENABLED, kernel
-from tierstore.rows import PAIR_WORDS, RowLayout
+from tierstore.layout import PAIR_WORDS, RowLayout
 
 pytestmark = pytest.mark.kernel
 

@@ -14,7 +14,7 @@ from tierstore.errors import ClosedError, StoreLockedError, TierstoreError
 from tierstore.io import oldest_reader, pins
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
-from tierstore.io.oldest_reader import Floor
+from tierstore.io.oldest_reader import OldestReader
 from tierstore.io.pins import Pins
 from tierstore.io.snapshot import Snapshot
 
@@ -95,7 +95,7 @@ def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(
     assert os.listdir("/proc/self/fd") == before
 
 
-def put(lowest: Floor, number: int) -> None:
+def put(lowest: OldestReader, number: int) -> None:
     with lowest.transaction() as txn:
         txn.put(number.to_bytes(16, "big"), bytes(20_000))
         txn.delete((number - 1).to_bytes(16, "big"))
@@ -104,7 +104,7 @@ def put(lowest: Floor, number: int) -> None:
 def test_lmdb_reuses_no_page_of_the_oldest_tree_that_is_locked(stack: ExitStack, rows: Path) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     asking, reader = opened(stack, rows), opened(stack, rows)
-    lowest = stack.enter_context(closing(Floor(environment, rows, asking)))
+    lowest = stack.enter_context(closing(OldestReader(environment, rows, asking)))
 
     def grown(times: int) -> int:
         before = environment.info()["last_pgno"]
@@ -126,7 +126,7 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
 ) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
-    lowest = stack.enter_context(closing(Floor(environment, rows, asking)))
+    lowest = stack.enter_context(closing(OldestReader(environment, rows, asking)))
     first = environment.info()["last_txnid"]
     asked, hold = [], file_map.pins.hold
 
@@ -153,5 +153,5 @@ def test_a_table_of_readers_of_another_shape_is_refused(
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
     monkeypatch.setattr(oldest_reader, "_READER_BYTES", 4096)
     with pytest.raises(TierstoreError, match=r"install the release of lmdb"):
-        Floor(environment, rows, opened(stack, rows))
+        OldestReader(environment, rows, opened(stack, rows))
     assert "0" not in [line.split()[-1] for line in environment.readers().splitlines()]

@@ -19,7 +19,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
 from tierstore.io.row_map import RowMap
 from tierstore.io.segments import KEYS
-from tierstore.rows import PAGE_HEADER_WORDS
+from tierstore.layout import PAGE_HEADER_WORDS
 
 PAGE = 4096
 _NUM_ROWS = 2000

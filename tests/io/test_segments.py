@@ -22,7 +22,7 @@ from tierstore.io.segments import (
     unpack_block_word,
 )
 from tierstore.kernels.jit import kernel
-from tierstore.rows import RowLayout
+from tierstore.layout import RowLayout
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.conformance.cold_tier import commit, keys_of, write_rows
 from tests.io.support import open_tier
-from tierstore import rows
-from tierstore.io import anchor, log, slots
+from tierstore import layout as layouts
+from tierstore.io import anchor, known_segments, log
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.rows import RowLayout
+from tierstore.layout import RowLayout
 
 _SCALE = 8
 """Segments, and all that is counted in their pages, are so many times smaller: 64 MB hold the tree of 500 MB."""
@@ -46,13 +46,13 @@ class _Counter:
 def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
     """Two rows a segment."""
     for module, name in (
-        (rows, "SEGMENT_PAGES"),
+        (layouts, "SEGMENT_PAGES"),
         (anchor, "GROWTH_BYTES"),
         (log, "_DELETED_PAGES"),
         (log, "_CLEANED_PAGES"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // _SCALE)
-    monkeypatch.setattr(slots, "SMALL_PAGES", 0)
+    monkeypatch.setattr(known_segments, "SMALL_PAGES", 0)
     layout = RowLayout(dim=480)
     assert layout.rows_per_segment == 2
     return layout

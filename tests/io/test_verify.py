@@ -20,7 +20,7 @@ from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.rows import MAX_ROWS, RowLayout
+from tierstore.layout import MAX_ROWS, RowLayout
 
 pytestmark = pytest.mark.kernel
 

@@ -83,9 +83,9 @@ def random_bits(seed: int, step: int, table_index: int, rows: Any, dim: int) -> 
 
 
 @kernel
-def round_all(values: Any, random: Any, out: Any, half: int) -> None:
+def round_all(values: Any, random: Any, out: Any, dtype_code: int) -> None:
     for i in range(values.shape[0]):
-        out[i] = stochastic_bits(values[i], half, random[i])
+        out[i] = stochastic_bits(values[i], dtype_code, random[i])
 
 
 def by_kernel(values: Any, random: Any, dtype: str) -> Any:

@@ -18,9 +18,9 @@ from tierstore.dist.reshard import reshard
 from tierstore.errors import TableError
 from tierstore.init import Uniform
 from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.salvage import salvage
-from tierstore.rows import KEY_ROW_BITS
 from tierstore.updates.apply import apply_update
 from tierstore.updates.delta import write_update
 

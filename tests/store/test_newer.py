@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
-from tierstore.io.newer import NewerCommit
+from tierstore.io.follower import NewerCommit
 from tierstore.store import Store
 
 SECONDS = 60.0

@@ -207,7 +207,7 @@ class SlotStates(Protocol):
 class Placement(Protocol):
     """Which rows are resident, in which slot, and which are evicted.
 
-    Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
+    Slots are int32, keys int64 (``layout.KEY_ROW_BITS``).
     """
 
     @property

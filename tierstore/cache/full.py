@@ -14,7 +14,7 @@ from ..config import require_int
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
-from ..rows import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, Admission, AdmitStatus, CacheCounters, Listing, Pinned
 from .books import NUM_TALLIES, Tally
 from .flags import DIRTY, FLAGS, LOADING, RESIDENT, UNCLEAN

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s
-from ..rows import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS, ROW_MASK
 
 TABLE_BYTES: Final = 5 * 8
 """Host memory for each table of a store."""

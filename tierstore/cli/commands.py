@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from .. import optim
 from ..config import Pooling, Rounding
 from ..errors import TableError
-from ..rows import FloatName
+from ..layout import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
 from ..system.sizes import format_count, format_size

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from .ranks import Ranks
 from .table import ShardedTable
 from .wire import Precision

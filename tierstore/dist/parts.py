@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TierstoreError
-from ..exchange.rows import Rows
+from ..exchange.rows import RowValues
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Part, parts_in
@@ -125,10 +125,10 @@ class Parts(NamedTuple):
         return self.store.commit_id(self.number)
 
 
-def of_columns(rows: Rows, config: TableConfig, shard: Shard) -> Rows:
+def of_columns(rows: RowValues, config: TableConfig, shard: Shard) -> RowValues:
     """What a shard has of whole rows."""
     weights: Any = np.ascontiguousarray(rows.weights[:, shard.first_column : shard.first_column + shard.num_columns])
-    return Rows(weights, np.ascontiguousarray(rows.state[:, state_columns(config, shard)]))
+    return RowValues(weights, np.ascontiguousarray(rows.state[:, state_columns(config, shard)]))
 
 
 def state_columns(config: TableConfig, shard: Shard) -> Int64s:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats
+from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.lookup import make_lookup
-from ..rows import KEY_ROW_BITS
 from .lookup import Sent, ShardedLookup
 from .owners import Owners
 from .ranks import Ranks

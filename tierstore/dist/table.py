@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from ..config import TableConfig
+from ..layout import RowLayout
 from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..rows import RowLayout
 from ..store import Store, Table
 from .plan import Shard, Sharding
 

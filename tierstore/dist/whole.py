@@ -14,8 +14,8 @@ from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
 from ..io.changes import CHUNK_BYTES, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..pool.converting import RowSource
-from ..rows import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..store.lineage import Ancestor, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened

@@ -7,9 +7,9 @@ import numpy as np
 
 from ..config import TableConfig
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..kernels.floats import half_code
+from ..kernels.floats import code_of_dtype
+from ..layout import ROW_MASK, RowLayout
 from ..pool.converting import RowSource
-from ..rows import ROW_MASK, RowLayout
 from .plan import Shard
 
 
@@ -88,7 +88,7 @@ class Found(NamedTuple):
         """Of rows that another rank wrote its columns of: this one's had the bits that they began with."""
         layout, config = piece.layout, piece.config
         weights: Any = self.weights.view(layout.numpy_dtype)
-        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, half_code(layout.dtype))
+        config.init.fill(keys[places], places.astype(np.int32), weights, layout.dim, code_of_dtype(layout.dtype))
         self.state.view(np.float32)[places, : layout.state_dim] = config.optimizer.initial_state
 
 

@@ -12,9 +12,9 @@ import torch
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
 from ..kernels.arrays import Floats
+from ..layout import DtypeName
 from ..optim import Optimizer
 from ..pool.tier import raw_weights
-from ..rows import DtypeName
 from ..store import Store, Table, open_store
 from ..store.target import kept_if_committed
 from ..store.version import TableState

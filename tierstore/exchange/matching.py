@@ -11,8 +11,8 @@ import torch
 from ..config import TableConfig
 from ..errors import TableError
 from ..io import MAX_PAGE_BYTES
+from ..layout import QuantizedName
 from ..optim import Optimizer
-from ..rows import QuantizedName
 from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
 from .keys import STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of

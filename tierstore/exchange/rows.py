@@ -7,7 +7,7 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.arrays import Bools, Floats, Int64s, Weights
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from ..store import Table
 
 CHUNK_BYTES: Final = 8 * 2**20
@@ -16,7 +16,7 @@ _BOOKKEEPING_BYTES: Final = 64
 """Keys, slots and unique numbers of a row on its way through the cache."""
 
 
-class Rows(NamedTuple):
+class RowValues(NamedTuple):
     """Neighbouring rows."""
 
     weights: Weights
@@ -36,7 +36,7 @@ def _keys(table: Table, start: int, stop: int) -> Int64s:
     return np.arange(start, stop, dtype=np.int64) | (table.index << KEY_ROW_BITS)
 
 
-def read_rows(table: Table, start: int, stop: int) -> Rows:
+def read_rows(table: Table, start: int, stop: int) -> RowValues:
     """Rows ``[start, stop)``, bits unchanged; rows never written have their first values. ChecksumError: a row on SSD
     is damaged. ClosedError."""
     table.store.require_open()
@@ -49,7 +49,7 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
         with pool.arena.lock:
             kernels.copy_rows_out(lease.position_slots, pool.arena.weights, layout.stored_columns, weights[part])
             kernels.copy_rows_out(lease.position_slots, pool.arena.state, layout.state_dim, state[part])
-    return Rows(weights, state)
+    return RowValues(weights, state)
 
 
 def write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:

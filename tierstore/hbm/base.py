@@ -22,10 +22,10 @@ from ..cache import CacheCounters
 from ..config import TableConfig
 from ..errors import ClosedError, TableError
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
+from ..layout import KEY_ROW_BITS
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
 from ..pool.bags import Numbering
-from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import rows_twin
 from .batch import Bags, DeviceIds, Groups

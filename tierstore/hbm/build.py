@@ -8,10 +8,10 @@ import torch
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..kernels import MODES
+from ..layout import QuantizedName, RowLayout
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
-from ..rows import QuantizedName, RowLayout
 from ..system.sizes import format_size
 from .base import DeviceRows, rows_of
 from .cache import PolicyName

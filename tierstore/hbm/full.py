@@ -25,8 +25,8 @@ from torch import Tensor
 from ..cache import CacheCounters
 from ..cache.numbering import RowNumbering
 from ..kernels.arrays import Int32s, Int64s
+from ..layout import RowLayout
 from ..pool import Pool
-from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups

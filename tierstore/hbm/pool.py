@@ -40,8 +40,8 @@ from ..cache import CacheCounters
 from ..cache.flags import DIRTY, LOADING
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
+from ..layout import RowLayout
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
-from ..rows import RowLayout
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups

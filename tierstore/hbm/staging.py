@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Int64s, Words
-from ..rows import RowLayout
+from ..layout import RowLayout
 from .lanes import Lane, Mark
 
 _NUM_BUFFERS: Final = 3

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
+from ..layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 
 
 class ColdCounters(NamedTuple):
@@ -76,7 +76,7 @@ class NewerVersion(Protocol):
 
 
 class ColdTier(Protocol):
-    """Rows are addressed by key (``rows.KEY_ROW_BITS``). Thread-safe: any number of readers beside one writer."""
+    """Rows are addressed by key (``layout.KEY_ROW_BITS``). Thread-safe: any number of readers beside one writer."""
 
     @property
     def page_bytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Int64s, Words
-from ..rows import MAX_ROWS, ROW_MASK
+from ..layout import MAX_ROWS, ROW_MASK
 from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot

@@ -22,7 +22,7 @@ from ..kernels.arrays import Int64s, Words
 from .indexes import byte_ranges
 from .known_segments import Segments
 from .mapped import queue_parts
-from .reads import RowReader, Rows
+from .reads import KeyedRows, RowReader
 from .row_map import RowMap
 from .snapshot import Snapshot
 
@@ -58,7 +58,7 @@ class Cleaner:
         self._random = np.random.default_rng(0)
         self._spoiled: set[int] = set()
 
-    def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Rows | None:
+    def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> KeyedRows | None:
         """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none.
 
         If they fill several segments, the last, part of one, waits for another turn: where segments are of one size,
@@ -82,7 +82,7 @@ class Cleaner:
             return False
         return True
 
-    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> Rows | None:
+    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> KeyedRows | None:
         """The live rows of segments; None if there are none. DamagedError if one cannot be read."""
         keys, epochs = rows.live_rows(snapshot, segments.layout, victims)
         if not len(keys):

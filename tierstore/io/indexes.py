@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
-from ..rows import PAGE_HEADER_WORDS
+from ..layout import PAGE_HEADER_WORDS
 from ..system.oserrors import RESTORE
 from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import mix_key

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int32s, Int64s, Words
-from ..rows import RowLayout
+from ..layout import RowLayout
 from .indexes import STORED, Stored
 from .segments import geometry, index_lengths
 

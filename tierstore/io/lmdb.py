@@ -15,18 +15,18 @@ import numpy as np
 
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .changes import Changes
 from .cleaning import DEFAULT_SLACK
+from .follower import CommitFollower, NewerCommit
 from .gather import gather_error
 from .log import Written
-from .newer import Follower, NewerCommit
 from .old_readers import describe_holders
 from .opened import OpenFile
 from .places import new_places
-from .reads import RowReader, Rows
+from .reads import KeyedRows, RowReader
 from .records import MAX_VERSION
 from .row_map import RowPlaces
 from .snapshot import Snapshot
@@ -84,7 +84,7 @@ class LmdbColdTier:
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
             self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(verify=True)
-            self._follower = Follower(self._file, self._read_from) if readonly and follow else None
+            self._follower = CommitFollower(self._file, self._read_from) if readonly and follow else None
             self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
             stack.pop_all()
 
@@ -177,7 +177,7 @@ class LmdbColdTier:
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version, up to {MAX_VERSION}")
-            written = writer.append(layout, Rows(keys, slots, weights, state, np.array([epoch], np.uint64)))
+            written = writer.append(layout, KeyedRows(keys, slots, weights, state, np.array([epoch], np.uint64)))
             self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
     def _require_writer(self) -> Writer:
@@ -229,7 +229,7 @@ class LmdbColdTier:
             return read_payload(self._file.snapshot, self._file.record)
 
     def find_newer(self) -> NewerCommit | None:
-        """See ``ColdTier.find_newer``; None if it was opened not to ``follow``. Errors as of ``Follower.find``."""
+        """See ``ColdTier.find_newer``; None if it was opened not to ``follow``. Errors: ``CommitFollower.find``."""
         self._file.require_open()
         return None if self._follower is None else self._follower.find()
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
-from ..rows import PAGE_HEADER_WORDS
+from ..layout import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
@@ -23,7 +23,7 @@ from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
 from .known_segments import Segments
 from .mapped import queue_parts
 from .opened import OpenFile
-from .reads import RowReader, Rows
+from .reads import KeyedRows, RowReader
 from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
 from .row_map import RowMap
 from .segments import build_segment, page_header_status
@@ -93,7 +93,7 @@ class Log:
             self._record = before._replace(next_number=self._record.next_number)
             raise
 
-    def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: Rows) -> Stored:
+    def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: KeyedRows) -> Stored:
         """Put rows, in their order, as segments; ``_find_pages`` tells where they are once they are committed."""
         layout, geo, first = segments.layout, segments.geo, self._record.next_number
         per_segment = geo.rows_per_segment
@@ -133,7 +133,7 @@ class Log:
             hash=(record.hash + sign * numbers_hash(stored)) % 2**64,
         )
 
-    def append(self, rows: RowMap, segments: Segments, new: Rows | None, kept: tuple[int, ...]) -> Written:
+    def append(self, rows: RowMap, segments: Segments, new: KeyedRows | None, kept: tuple[int, ...]) -> Written:
         """Append rows of one layout and one epoch, and clean a little.
 
         Args:

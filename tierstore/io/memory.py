@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ClosedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from ..layout import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 
 

@@ -29,7 +29,7 @@ _READER: Final = struct.Struct("=Qi")
 _READER_BYTES: Final = 64
 
 
-class Floor:
+class OldestReader:
     """The oldest tree of which LMDB must reuse no page, for the one writer, which asks before each transaction.
 
     Args:

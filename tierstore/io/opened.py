@@ -8,7 +8,7 @@ from typing import Final
 
 from ..errors import ClosedError, StoreNotFoundError, TierstoreError
 from ..kernels.arrays import Int64s
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..system.durable import directory_locked, sync_directory
 from ..system.forks import disown_in_forks
 from ..system.oserrors import RESTORE, translate_os_error

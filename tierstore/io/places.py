@@ -10,7 +10,7 @@ from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from ..rows import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..system.sizes import format_size
 from .known_segments import SegmentArrays
 from .mapped import prefetch_word, zeros

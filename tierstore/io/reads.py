@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .guard import Guard
 from .row_map import RowMap, RowPlaces
@@ -16,7 +16,7 @@ from .snapshot import Snapshot
 _LIST_STEP: Final = 1 << 20
 
 
-class Rows(NamedTuple):
+class KeyedRows(NamedTuple):
     """Rows of one layout: as they are stored, or to be appended.
 
     Attributes:
@@ -54,7 +54,7 @@ class RowReader:
         """The same without looking at checksums, for a benchmark of what they cost."""
         return RowReader(verify=False)
 
-    def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> Rows:
+    def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> KeyedRows:
         """Rows of one layout that were written; at least one.
 
         Raises:
@@ -67,7 +67,7 @@ class RowReader:
         if result[0] != SegmentStatus.DONE:
             raise gather_error(snapshot.path, result, keys)
         assert present.all(), "a row of the map was not read"
-        return Rows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
+        return KeyedRows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
 
     def gather(
         self, snapshot: Snapshot, rows: RowPlaces, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
@@ -138,7 +138,7 @@ def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0)
         yield part[np.isin(part, known[first:stop], assume_unique=True, invert=True)]
 
 
-def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[Rows]:
+def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[KeyedRows]:
     """Stored rows of one layout, in the order of their keys, ``size`` at a time; the last batch is what is left.
 
     Raises:

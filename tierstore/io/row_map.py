@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
-from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
+from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
 from .known_segments import Segments

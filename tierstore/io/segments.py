@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
+from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 

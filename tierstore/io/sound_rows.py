@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
+from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK
 from .checksum import row_checksum
 from .indexes import Stored, look_at_indexes
 from .known_segments import Segments

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from ..errors import DamagedError, FormatError, TierstoreError
-from ..rows import PAGE_HEADER_WORDS
+from ..layout import PAGE_HEADER_WORDS
 from ..system.plainfile import read_plain_file
 from .anchor import ANCHOR_NAME, Anchor, is_of_this_boot, newest_slot
 from .btree import DAMAGED, META_KEY, META_READ_BYTES, SEGMENTS_KEY, Meta, list_tree, new_walk, sound_metas

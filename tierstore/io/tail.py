@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_kernel as kernel
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
 from .known_segments import Segments
 from .places import Places, TableArrays, can_be_stored, is_dropped, is_known, place_type

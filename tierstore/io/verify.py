@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
+from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
 from .base import VerifyReport
 from .checksum import two_row_checksums
 from .indexes import (

@@ -14,7 +14,7 @@ from typing import Final
 import lmdb
 
 from ..errors import DiskFullError, TierstoreError
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
 from . import records
@@ -24,9 +24,9 @@ from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .log import Log, Written
 from .old_readers import OldReaders
-from .oldest_reader import Floor
+from .oldest_reader import OldestReader
 from .opened import OpenFile
-from .reads import Rows
+from .reads import KeyedRows
 from .records import CommitRecord, Head
 from .row_map import RowMap
 from .stored_records import read_head, read_record, stale_items
@@ -62,7 +62,7 @@ class Writer:
             self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
             file.map.require_in_place()
-            self._floor = Floor(self._environment, file.path, file.map.pins)
+            self._floor = OldestReader(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
             self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
             stack.callback(self._anchors.close)
@@ -114,7 +114,7 @@ class Writer:
             self._floor.set_map_length(self._file.map.length_bytes)
         self._mapped_bytes = self._file.map.length_bytes
 
-    def append(self, layout: RowLayout, new: Rows) -> Written:
+    def append(self, layout: RowLayout, new: KeyedRows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
         rows = self._rows()
         return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)

@@ -1,6 +1,6 @@
 """Weights of any storage type as float32, inside kernels.
 
-A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``half`` tells the two apart. Both
+A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``dtype_code`` tells the two apart. Both
 directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does. ``simd`` loads
 and stores elements of either.
 """
@@ -21,16 +21,16 @@ INT4: Final = 4
 _CODES: Final = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 
 
-def half_code(dtype: str) -> int:
-    """The ``half`` argument for a layout's dtype."""
+def code_of_dtype(dtype: str) -> int:
+    """The ``dtype_code`` argument for a layout's dtype."""
     return _CODES[dtype]
 
 
 @inline
-def bits_to_float(bits: np.uint16, half: int) -> np.float32:
+def bits_to_float(bits: np.uint16, dtype_code: int) -> np.float32:
     """float32 value of a uint16 bit pattern."""
     wide = np.uint32(bits)
-    if half == BFLOAT16:
+    if dtype_code == BFLOAT16:
         return np.uint32(wide << np.uint32(16)).view(np.float32)
     sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
     magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
@@ -42,12 +42,12 @@ def bits_to_float(bits: np.uint16, half: int) -> np.float32:
 
 
 @inline
-def float_to_bits(value: np.float32, half: int) -> np.uint16:
+def float_to_bits(value: np.float32, dtype_code: int) -> np.uint16:
     """uint16 bit pattern nearest to a float32 value."""
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if half == BFLOAT16:
+    if dtype_code == BFLOAT16:
         if magnitude > np.uint32(0x7F800000):
             return np.uint16(sign | np.uint32(0x7FC0))
         odd = np.uint32((magnitude >> np.uint32(16)) & np.uint32(1))

@@ -5,7 +5,7 @@ for ``q[c] * scale + bias``, rounded once, as ``torch.ops.quantized.embedding_ba
 ``bias`` first and ``q[c] * scale`` to that, the second rounded together with its product, as torch's pooled lookups do
 on a CPU with fused multiply-add; per-sample weights are multiplied into scale and bias. So sums have torch's bits.
 
-``half`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
+``dtype_code`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
 """
 
 from typing import Any, Final, Protocol
@@ -35,43 +35,43 @@ def _half_at(row: Bytes, place: int) -> np.float32:
 
 
 @inline
-def _scale_of(row: Bytes, dim: int, half: int) -> np.float32:
-    return float_at(row, dim) if half == floats.INT8 else _half_at(row, (dim + 1) // 2)
+def _scale_of(row: Bytes, dim: int, dtype_code: int) -> np.float32:
+    return float_at(row, dim) if dtype_code == floats.INT8 else _half_at(row, (dim + 1) // 2)
 
 
 @inline
-def _bias_of(row: Bytes, dim: int, half: int) -> np.float32:
-    return float_at(row, dim + 4) if half == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
+def _bias_of(row: Bytes, dim: int, dtype_code: int) -> np.float32:
+    return float_at(row, dim + 4) if dtype_code == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
 
 
 @inline
-def _level(row: Bytes, column: int, half: int) -> np.float32:
+def _level(row: Bytes, column: int, dtype_code: int) -> np.float32:
     """The 8 or 4 bits of a column."""
-    if half == floats.INT8:
+    if dtype_code == floats.INT8:
         return np.float32(row[column])
     return np.float32(np.uint8(row[column // 2] >> np.uint8(4 * (column % 2))) & np.uint8(15))
 
 
 @inline
-def _add_row(row: Bytes, factor: np.float32, dim: int, half: int, out: Floats, sample: int, target: Any) -> None:
+def _add_row(row: Bytes, factor: np.float32, dim: int, dtype_code: int, out: Floats, sample: int, target: Any) -> None:
     """``out[sample, target : target + dim] += factor * row``."""
-    scale, bias = factor * _scale_of(row, dim, half), factor * _bias_of(row, dim, half)
+    scale, bias = factor * _scale_of(row, dim, dtype_code), factor * _bias_of(row, dim, dtype_code)
     whole = dim - dim % WIDE
     for column in range(0, whole, WIDE):
-        levels = bytes16(row, column) if half == floats.INT8 else nibbles16(row, column // 2)
+        levels = bytes16(row, column) if dtype_code == floats.INT8 else nibbles16(row, column // 2)
         pooled = load(out, sample, target + column, floats.FLOAT32, WIDE)
         store(out, sample, target + column, fma16(levels, scale, pooled + bias), floats.FLOAT32, WIDE)
     for column in range(whole, dim):
         pooled = out[sample, target + column] + bias
-        out[sample, target + column] = fused_multiply_add(_level(row, column, half), scale, pooled)
+        out[sample, target + column] = fused_multiply_add(_level(row, column, dtype_code), scale, pooled)
 
 
 @inline
-def _keep_largest(row: Bytes, dim: int, half: int, position: int, pooled: Floats, best: Int32s) -> None:
+def _keep_largest(row: Bytes, dim: int, dtype_code: int, position: int, pooled: Floats, best: Int32s) -> None:
     """``pooled = max(pooled, row)``; ``best`` (int32 [dim], -1 at first) is where each maximum was found."""
-    scale, bias = _scale_of(row, dim, half), np.float32(0) + _bias_of(row, dim, half)
+    scale, bias = _scale_of(row, dim, dtype_code), np.float32(0) + _bias_of(row, dim, dtype_code)
     for column in range(dim):
-        value = fused_multiply_add(_level(row, column, half), scale, bias)
+        value = fused_multiply_add(_level(row, column, dtype_code), scale, bias)
         if best[column] < 0 or value > pooled[column]:
             pooled[column] = value
             best[column] = position
@@ -88,7 +88,7 @@ def _fetch_row(weights: Bytes, slot: int) -> None:
 @kernel
 def pool_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, scale: Floats, mode: int,
-    weights: Bytes, dim: int, half: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
+    weights: Bytes, dim: int, dtype_code: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """What ``kernels.pool_rows`` is for float rows, with the same arguments."""
     for bag in range(begin, end):
@@ -105,9 +105,9 @@ def pool_rows(
             row = weights[slots[position - first]]
             if mode != MAX:
                 factor = scale[position] if scale.shape[0] else np.float32(1)
-                _add_row(row, factor, dim, half, out, sample, column_first)
+                _add_row(row, factor, dim, dtype_code, out, sample, column_first)
             else:
-                _keep_largest(row, dim, half, position, pooled, arg_max[bag])
+                _keep_largest(row, dim, dtype_code, position, pooled, arg_max[bag])
         if mode == MEAN and low < high and high == bag_starts[bag + 1]:
             count = np.float32(high - bag_starts[bag])
             for column in range(dim):
@@ -116,8 +116,8 @@ def pool_rows(
 
 @counted_kernel
 def dot_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int, half: int,
-    columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int,
+    dtype_code: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
     """What ``kernels.dot_rows`` is for float rows, with the same arguments."""
     work = np.zeros((1, padded_width(dim)), np.float32)
@@ -128,18 +128,18 @@ def dot_rows(
         gradient = grad_out[bag % batch, column_first : column_first + dim]
         for position in range(low, high):
             products[:] = 0
-            _add_row(weights[slots[position - first]], np.float32(1), dim, half, work, 0, 0)
+            _add_row(weights[slots[position - first]], np.float32(1), dim, dtype_code, work, 0, 0)
             for column in range(dim):
                 products[column] *= gradient[column]
             grad_scale[position] = halving_sum(work, 0)
 
 
 @kernel
-def unpack_rows(slots: Int32s, weights: Weights, dim: int, half: int, out: Floats) -> None:
+def unpack_rows(slots: Int32s, weights: Weights, dim: int, dtype_code: int, out: Floats) -> None:
     """``out[i]`` (float32 [n, dim]) is row ``slots[i]``."""
     out[:] = 0
     for i in range(slots.shape[0]):
-        _add_row(weights[slots[i]], np.float32(1), dim, half, out, i, 0)
+        _add_row(weights[slots[i]], np.float32(1), dim, dtype_code, out, i, 0)
 
 
 @inline
@@ -193,7 +193,7 @@ def _pack_nibbles(values: Floats, low: np.float32, high: np.float32, dim: int, r
 
 
 @kernel
-def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, half: int) -> int:
+def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> int:
     """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0.
 
     Returns:
@@ -215,7 +215,7 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, half: i
             return i
         packed = (
             _pack_bytes(source, low, high, dim, row)
-            if half == floats.INT8
+            if dtype_code == floats.INT8
             else _pack_nibbles(source, low, high, dim, row)
         )
         if not packed:
@@ -226,10 +226,12 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, half: i
 class FirstValues(Protocol):
     """Gives the first values of rows, as ``init.Initializer`` does."""
 
-    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None: ...
+    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None: ...
 
 
-def fill_first_values(init: FirstValues, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None:
+def fill_first_values(
+    init: FirstValues, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int
+) -> None:
     """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized.
 
     Raises:
@@ -241,5 +243,5 @@ def fill_first_values(init: FirstValues, keys: Int64s, slots: Int32s, weights: W
         part = slice(start, start + _CHUNK_ROWS)
         count = len(keys[part])
         init.fill(keys[part], places[:count], values, dim, floats.FLOAT32)
-        if pack_rows(values[:count], slots[part], weights, dim, half) >= 0:
+        if pack_rows(values[:count], slots[part], weights, dim, dtype_code) >= 0:
             raise ValueError(f"first values of {init} are too large for the scale and bias of a quantized row")

@@ -43,22 +43,22 @@ def update_seed(seed: int, step: int) -> int:
 
 
 @inline
-def stochastic_bits(value: np.float32, half: int, random: np.uint64) -> np.uint16:
+def stochastic_bits(value: np.float32, dtype_code: int, random: np.uint64) -> np.uint16:
     """uint16 bit pattern of one of the two halfs next to a float32 value.
 
     The outer one is chosen if ``random / 2**64`` is below its probability. That is a multiple of 2**-16 in bfloat16, of
     2**-13 in float16 from 2**-14 on, and taken to within 2**-53 below: so many bits of ``random`` matter.
 
     Args:
-        half: ``floats.BFLOAT16`` or ``floats.FLOAT16``.
+        dtype_code: ``floats.BFLOAT16`` or ``floats.FLOAT16``.
         random: uint64.
     """
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude >= np.uint32(0x7F7F0000 if half == BFLOAT16 else 0x477FE000):  # the largest half
-        return floats.float_to_bits(value, half)
-    if half == BFLOAT16:
+    if magnitude >= np.uint32(0x7F7F0000 if dtype_code == BFLOAT16 else 0x477FE000):  # the largest half
+        return floats.float_to_bits(value, dtype_code)
+    if dtype_code == BFLOAT16:
         low = np.uint32(magnitude >> np.uint32(16))
         is_up = np.uint32(random >> np.uint64(48)) < np.uint32(magnitude & np.uint32(0xFFFF))
     elif magnitude >= np.uint32(0x38800000):
@@ -73,7 +73,7 @@ def stochastic_bits(value: np.float32, half: int, random: np.uint64) -> np.uint1
 
 
 @inline
-def store_row(values: Floats, row: Weights, dim: int, half: int, seed: np.uint64, key: int) -> None:
+def store_row(values: Floats, row: Weights, dim: int, dtype_code: int, seed: np.uint64, key: int) -> None:
     """Round the first ``dim`` columns of ``values`` (float32) into ``row`` (uint16).
 
     Args:
@@ -82,8 +82,8 @@ def store_row(values: Floats, row: Weights, dim: int, half: int, seed: np.uint64
     """
     if seed == np.uint64(NEAREST):
         for column in range(dim):
-            row[column] = floats.float_to_bits(values[column], half)
+            row[column] = floats.float_to_bits(values[column], dtype_code)
         return
     row_bits = mix64(np.uint64(seed ^ np.uint64(key)))
     for column in range(dim):
-        row[column] = stochastic_bits(values[column], half, mix64(np.uint64(row_bits + np.uint64(column))))
+        row[column] = stochastic_bits(values[column], dtype_code, mix64(np.uint64(row_bits + np.uint64(column))))

@@ -102,7 +102,7 @@ if JIT_ENABLED:
         size = ir.Constant(stride.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
         return builder.gep(start, [builder.add(builder.mul(row, stride), builder.mul(column, size))])
 
-    def _widen(builder: Any, halves: Any, half: Any, lanes: int) -> Any:
+    def _widen(builder: Any, halves: Any, dtype_code: Any, lanes: int) -> Any:
         """``floats.bits_to_float`` of each element."""
         words, float_words = _of(_INT32, lanes), _of(ir.FloatType(), lanes)
 
@@ -117,10 +117,10 @@ if JIT_ENABLED:
         scaled = builder.bitcast(builder.fmul(builder.bitcast(magnitude, float_words), bias), words)
         is_special = builder.icmp_unsigned(">=", magnitude, constant(0x0F800000))
         finite_or_not = builder.select(is_special, builder.add(magnitude, constant(0x70000000)), scaled)
-        is_brain = builder.icmp_signed("==", half, ir.Constant(half.type, floats.BFLOAT16))
+        is_brain = builder.icmp_signed("==", dtype_code, ir.Constant(dtype_code.type, floats.BFLOAT16))
         return builder.bitcast(builder.select(is_brain, brain, builder.or_(sign, finite_or_not)), float_words)
 
-    def _narrow(builder: Any, values: Any, half: Any, lanes: int) -> Any:
+    def _narrow(builder: Any, values: Any, dtype_code: Any, lanes: int) -> Any:
         """``floats.float_to_bits`` of each element."""
         words, floats_type = _of(_INT32, lanes), _of(ir.FloatType(), lanes)
 
@@ -145,11 +145,11 @@ if JIT_ENABLED:
         is_large = builder.icmp_unsigned(">=", magnitude, constant(0x47800000))
         float16 = builder.select(is_large, constant(0x7C00), float16)
         float16 = builder.select(is_nan, constant(0x7E00), float16)
-        is_brain = builder.icmp_signed("==", half, ir.Constant(half.type, floats.BFLOAT16))
+        is_brain = builder.icmp_signed("==", dtype_code, ir.Constant(dtype_code.type, floats.BFLOAT16))
         return builder.trunc(builder.or_(sign, builder.select(is_brain, brain, float16)), _of(ir.IntType(16), lanes))
 
     @intrinsic(prefer_literal=True)
-    def load(typing_context: Any, rows: Any, row: Any, column: Any, half: Any, lanes: Any) -> Any:  # noqa: ARG001
+    def load(typing_context: Any, rows: Any, row: Any, column: Any, dtype_code: Any, lanes: Any) -> Any:  # noqa: ARG001
         count = lanes.literal_value
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -162,7 +162,7 @@ if JIT_ENABLED:
         return _type_of(lanes)(rows, types.int64, types.int64, types.int64, lanes), generate
 
     @intrinsic(prefer_literal=True)
-    def store(typing_context: Any, rows: Any, row: Any, column: Any, value: Any, half: Any, lanes: Any) -> Any:  # noqa: ARG001
+    def store(typing_context: Any, rows: Any, row: Any, column: Any, value: Any, dtype_code: Any, lanes: Any) -> Any:  # noqa: ARG001
         count = lanes.literal_value
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -276,16 +276,16 @@ if JIT_ENABLED:
 else:
     root = np.sqrt
 
-    def load(rows: Weights, row: int, column: int, half: int, lanes: int) -> Any:
+    def load(rows: Weights, row: int, column: int, dtype_code: int, lanes: int) -> Any:
         values: Any = rows[row, column : column + lanes]
         if values.dtype != np.float32:
-            values = np.array([floats.bits_to_float(bits, half) for bits in values], np.float32)
+            values = np.array([floats.bits_to_float(bits, dtype_code) for bits in values], np.float32)
         assert len(values) == lanes
         return values[0] if lanes == 1 else values.copy()
 
-    def store(rows: Weights, row: int, column: int, value: Any, half: int, lanes: int) -> None:
+    def store(rows: Weights, row: int, column: int, value: Any, dtype_code: int, lanes: int) -> None:
         for lane, each in enumerate(np.broadcast_to(value, lanes)):
-            rows[row, column + lane] = each if rows.dtype == np.float32 else floats.float_to_bits(each, half)
+            rows[row, column + lane] = each if rows.dtype == np.float32 else floats.float_to_bits(each, dtype_code)
 
     def fill(value: np.float32, lanes: int) -> Any:
         return value if lanes == 1 else np.full(lanes, value, np.float32)

@@ -94,7 +94,7 @@ def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
 @template
 def _pool_columns(
     lanes: int, low: int, high: int, known: int, shift: int, fresh: bool, slots: Int32s, scale: Floats,
-    weights: Weights, half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
+    weights: Weights, dtype_code: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
     """The columns ``[column, column + lanes)`` of one bag, whose positions are ``[low, high)``; slots are known up to
     position ``known``."""
@@ -105,7 +105,7 @@ def _pool_columns(
             ahead = np.int64(item(slots, position + AHEAD + shift))
             for line in range(0, lanes, WIDE):
                 prefetch_line(weights, ahead, column + line)
-        row = load(weights, np.int64(item(slots, position + shift)), column, half, lanes)
+        row = load(weights, np.int64(item(slots, position + shift)), column, dtype_code, lanes)
         pooled = pooled + (item(scale, position) * row if is_scaled else row)
     store(out, sample, target, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)
 
@@ -113,7 +113,7 @@ def _pool_columns(
 @uncounted_kernel
 def pool_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, scale: Floats, mode: int,
-    weights: Weights, dim: int, half: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
+    weights: Weights, dim: int, dtype_code: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """Add the rows at positions ``[first, last)`` to the bags ``[begin, end)`` of ``out``.
 
@@ -136,7 +136,7 @@ def pool_rows(
         stop = min(end, (feature + 1) * batch)
         _pool_feature(
             bag, stop, bag - feature * batch, np.int64(columns[feature]), first, last, last, -first, bag_starts, slots,
-            scale, mode, weights, dim, half, out, arg_max,
+            scale, mode, weights, dim, dtype_code, out, arg_max,
         )  # fmt: skip
         bag = stop
 
@@ -144,7 +144,7 @@ def pool_rows(
 @inline
 def _pool_feature(
     begin: int, end: int, sample: int, target: Any, first: int, last: int, known: int, shift: int, bag_starts: Int64s,
-    slots: Int32s, scale: Floats, mode: int, weights: Weights, dim: int, half: int, out: Floats, arg_max: Int32s,
+    slots: Int32s, scale: Floats, mode: int, weights: Weights, dim: int, dtype_code: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
 
@@ -158,26 +158,26 @@ def _pool_feature(
             if fresh:
                 pooled[:] = np.float32(0)
                 arg_max[bag, :] = -1
-            _pool_max(low, high, shift, slots, weights, half, pooled, arg_max[bag])
+            _pool_max(low, high, shift, slots, weights, dtype_code, pooled, arg_max[bag])
         elif fresh or low < high:
             divisor = np.float32(0)
             if mode == MEAN and low < high and high == bag_starts[bag + 1]:
                 divisor = np.float32(high - bag_starts[bag])
             column = 0
             while column + 64 <= dim:
-                _pool_columns(64, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(64, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 64
             while column + 16 <= dim:
-                _pool_columns(16, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(16, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 16
             while column + 4 <= dim:
-                _pool_columns(4, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(4, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 4
             while column < dim:
-                _pool_columns(1, low, high, known, shift, fresh, slots, scale, weights, half, column, divisor,
+                _pool_columns(1, low, high, known, shift, fresh, slots, scale, weights, dtype_code, column, divisor,
                               out, sample, target + column)  # fmt: skip
                 column += 1
         sample += 1
@@ -186,7 +186,7 @@ def _pool_feature(
 @uncounted_kernel
 def look_up(
     begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
-    flags: Bytes, asked: int, wanted: int, scale: Floats, mode: int, weights: Weights, dim: int, half: int,
+    flags: Bytes, asked: int, wanted: int, scale: Floats, mode: int, weights: Weights, dim: int, dtype_code: int,
     columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s, scratch: Int32s,
 ) -> Any:  # fmt: skip
     """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
@@ -226,7 +226,7 @@ def look_up(
             known = goal
             _pool_feature(
                 bag, stop, bag - feature * batch, np.int64(columns[feature]), first, high, known, -origin, bag_starts,
-                known_slots, scale, mode, weights, dim, half, out, arg_max,
+                known_slots, scale, mode, weights, dim, dtype_code, out, arg_max,
             )  # fmt: skip
             first = high
             is_over = first >= bag_starts[stop]
@@ -290,13 +290,13 @@ def copy_offsets(offsets: Ids, num_ids: int, out: Ids) -> bool:
 
 @inline
 def _pool_max(
-    low: int, high: int, shift: int, slots: Int32s, weights: Weights, half: int, pooled: Floats, best: Int32s
+    low: int, high: int, shift: int, slots: Int32s, weights: Weights, dtype_code: int, pooled: Floats, best: Int32s
 ) -> None:
     """Maxima of one bag, and their positions."""
     for position in range(low, high):
         slot = np.int64(item(slots, position + shift))
         for column in range(pooled.shape[0]):
-            value = load(weights, slot, column, half, 1)
+            value = load(weights, slot, column, dtype_code, 1)
             if best[column] < 0 or value > pooled[column]:
                 pooled[column] = value
                 best[column] = position
@@ -335,7 +335,7 @@ def halving_sum(work: Floats, row: int) -> np.float32:
 @kernel
 def dot_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Weights, dim: int,
-    half: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
+    dtype_code: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
 
@@ -346,26 +346,26 @@ def dot_rows(
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
         sample, target = bag % batch, np.int64(columns[bag // batch])
         for position in range(low, high):
-            _multiply(weights, np.int64(slots[position - first]), dim, half, grad_out, sample, target, work)
+            _multiply(weights, np.int64(slots[position - first]), dim, dtype_code, grad_out, sample, target, work)
             grad_scale[position] = halving_sum(work, 0)
 
 
 @inline
 def _multiply(
-    weights: Weights, slot: Any, dim: int, half: int, grad_out: Floats, sample: int, target: Any, work: Floats
+    weights: Weights, slot: Any, dim: int, dtype_code: int, grad_out: Floats, sample: int, target: Any, work: Floats
 ) -> None:
     """The products of a row and a gradient, column by column, into ``work``."""
     column = 0
     while column + WIDE <= dim:
         gradient = load(grad_out, sample, target + column, FLOAT32, WIDE)
-        store(work, 0, column, load(weights, slot, column, half, WIDE) * gradient, FLOAT32, WIDE)
+        store(work, 0, column, load(weights, slot, column, dtype_code, WIDE) * gradient, FLOAT32, WIDE)
         column += WIDE
     while column + 4 <= dim:
         gradient = load(grad_out, sample, target + column, FLOAT32, 4)
-        store(work, 0, column, load(weights, slot, column, half, 4) * gradient, FLOAT32, 4)
+        store(work, 0, column, load(weights, slot, column, dtype_code, 4) * gradient, FLOAT32, 4)
         column += 4
     while column < dim:
-        work[0, column] = load(weights, slot, column, half, 1) * grad_out[sample, target + column]
+        work[0, column] = load(weights, slot, column, dtype_code, 1) * grad_out[sample, target + column]
         column += 1
 
 

@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
+from ..layout import KEY_ROW_BITS
 from ..optim.configs import Hyper
 from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Numbering
 from ..pool.residency import Batch, Distinct, IdsOfBags
-from ..rows import KEY_ROW_BITS
 from .tables import LookupTable
 
 

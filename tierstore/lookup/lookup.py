@@ -14,13 +14,13 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.arrays import Floats, Int64s
+from ..layout import ROW_MASK
 from ..pool import Pool
 from ..pool.arena import dot_part
 from ..pool.backward import Groups
 from ..pool.bags import NO_ARG_MAX, Pooling
 from ..pool.pins import Lease
 from ..pool.residency import Batch, Update
-from ..rows import ROW_MASK
 from ..system.signals import shielded
 from .hbm import HbmLookup
 from .joined import Joined, OverJoined

@@ -11,7 +11,7 @@ from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
 from ..hbm.batch import DeviceIds
 from ..hbm.lanes import refused_in_graph
 from ..kernels.arrays import Int64s
-from ..rows import ROW_MASK
+from ..layout import ROW_MASK
 from .joined import Features, Jagged, Joined
 
 _FETCHED: Final = ("bag_starts", "bags", "scale", "_ids", "_starts", "_stops", "_keys", "_slots", "_numbering")

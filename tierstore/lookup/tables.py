@@ -9,9 +9,9 @@ from torch import Tensor
 from ..config import TableConfig
 from ..errors import IdError
 from ..kernels.threads import Workers
+from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
 from ..pool import Pool
-from ..rows import KEY_ROW_BITS, ROW_MASK, RowLayout
 
 _T = TypeVar("_T")
 

@@ -15,8 +15,8 @@ from ..errors import TableError
 from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
 from ..init import Initializer, Normal
+from ..layout import MAX_ROWS
 from ..pool.tier import raw_weights
-from ..rows import MAX_ROWS
 from ..store import Store, Table
 from ..store.version import TableState
 from .embedding import TieredEmbedding

@@ -23,8 +23,8 @@ from ..config import TableConfig
 from ..errors import TierstoreError
 from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
+from ..layout import RowLayout
 from ..pool.tier import raw_weights
-from ..rows import RowLayout
 from ..store import Store, Table
 from ..store.version import TableState
 

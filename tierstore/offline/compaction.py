@@ -25,7 +25,7 @@ from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot
 from ..io.stored_records import read_head, read_payload, read_record
 from ..kernels.arrays import Int64s
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..store import open_store
 from ..store.manifest import Manifest
 from ..store.target import Steps, new_store, require_outside

@@ -17,7 +17,7 @@ import numpy as np
 from ..config import TableConfig
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from ..system.excerpt import excerpt
 from ..trace import Trace
 

@@ -20,8 +20,8 @@ from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
 from ..io.reads import by_key, stored_batches
 from ..kernels.arrays import Int64s, Words
+from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..pool.converting import converted
-from ..rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
 from ..store.manifest import Manifest

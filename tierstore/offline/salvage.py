@@ -27,7 +27,7 @@ from ..io.segments import Geometry
 from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
 from ..io.sound_tree import Remains, choose_tree
 from ..kernels.arrays import Bools
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
 from ..store.manifest import MANIFEST_NAME, Manifest

@@ -114,16 +114,16 @@ def mean_squares(gradients: Floats) -> Floats:
 
 
 @inline
-def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, half: int) -> None:
+def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, dtype_code: int) -> None:
     """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
     for column in range(dim):
-        work[_GRADIENT, column] += weight_decay * load(weights, slot, column, half, 1)
+        work[_GRADIENT, column] += weight_decay * load(weights, slot, column, dtype_code, 1)
 
 
 @template
 def _step_columns(
     lanes: int, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int,
-    column: int, state: Floats, state_row: int, dim: int, half: int,
+    column: int, state: Floats, state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
     """One step of the columns ``[column, column + lanes)`` of a row, and of their state."""
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
@@ -141,13 +141,13 @@ def _step_columns(
         store(state, state_row, column, first, FLOAT32, lanes)
         store(state, state_row, dim + column, second, FLOAT32, lanes)
         step = (hyper[5] * first) / (root(second) / hyper[6] + hyper[2])
-    store(weights, slot, column, kept * load(weights, slot, column, half, lanes) - step, half, lanes)
+    store(weights, slot, column, kept * load(weights, slot, column, dtype_code, lanes) - step, dtype_code, lanes)
 
 
 @inline
 def _update_row(
     code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats,
-    state_row: int, dim: int, half: int,
+    state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
     """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
 
@@ -157,7 +157,7 @@ def _update_row(
     """
     rate, kept = hyper[0], hyper[7]
     if hyper[1] != np.float32(0):
-        _decay(hyper[1], work, weights, slot, dim, half)
+        _decay(hyper[1], work, weights, slot, dim, dtype_code)
     if code == _ROWWISE_ADAGRAD:
         square = _mean_square(dim, work)
     if code in (_ROWWISE_ADAGRAD, _OF_COLUMNS):
@@ -166,26 +166,26 @@ def _update_row(
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
     column = 0
     while column + 16 <= dim:
-        _step_columns(16, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(16, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
         column += 16
     while column + 4 <= dim:
-        _step_columns(4, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(4, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
         column += 4
     while column < dim:
-        _step_columns(1, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, half)
+        _step_columns(1, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
         column += 1
 
 
 @inline
 def _update_and_round(
     code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats, dim: int,
-    half: int, seed: np.uint64, key: int,
+    dtype_code: int, seed: np.uint64, key: int,
 ) -> None:  # fmt: skip
     """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
     for column in range(dim):
-        work[_ROW, column] = load(weights, slot, column, half, 1)
+        work[_ROW, column] = load(weights, slot, column, dtype_code, 1)
     _update_row(code, hyper, work, square, work, _ROW, state, slot, dim, FLOAT32)
-    store_row(work[_ROW], weights[slot], dim, half, seed, key)
+    store_row(work[_ROW], weights[slot], dim, dtype_code, seed, key)
 
 
 @inline
@@ -225,7 +225,7 @@ def merge_and_update(
     begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Int64s, unique_firsts: Int64s,
     unique_slots: Int32s, counts: Int64s, starts: Int64s, sources: Int64s, factors: Floats, positions: Int32s,
     bags: Int32s, arg_max: Int32s, grad_out: Floats, codes: Int64s, hyper: Floats, weights: Weights, state: Floats,
-    dim: int, half: int, flags: Bytes, dirty: int, seeds: Words | None, keys: Any, work: Floats,
+    dim: int, dtype_code: int, flags: Bytes, dirty: int, seeds: Words | None, keys: Any, work: Floats,
 ) -> None:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
 
@@ -271,10 +271,10 @@ def merge_and_update(
             if codes[table] == _OF_COLUMNS:
                 square = _given_square(grad_out, sources[first + starts[place]], dim)
             if seeds is None:
-                _update_row(codes[table], hyper[table], work, square, weights, slot, state, slot, dim, half)
+                _update_row(codes[table], hyper[table], work, square, weights, slot, state, slot, dim, dtype_code)
             else:
                 _update_and_round(
-                    codes[table], hyper[table], work, square, weights, slot, state, dim, half, seeds[table],
+                    codes[table], hyper[table], work, square, weights, slot, state, dim, dtype_code, seeds[table],
                     keys[unique_firsts[table] + row],
                 )  # fmt: skip
             if flags.shape[0]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..kernels import unique_in_order
 from ..kernels.arrays import Int64s
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from ..trace import Trace, read_trace
 
 

@@ -100,7 +100,7 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
     """Rows; a share is of the distinct rows."""
     if text is None:
         return None
-    from ..rows import MAX_ROWS
+    from ..layout import MAX_ROWS
     from .accesses import numbered
 
     num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0

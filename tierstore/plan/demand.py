@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..cache import resolve_policy
-from ..rows import KEY_ROW_BITS, ROW_MASK, RowLayout
+from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from .accesses import Accesses, of_tables, once_a_batch

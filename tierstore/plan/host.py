@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, Final
 
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..settings.options import check_ranges, option
 from ..system.sizes import format_size
 from .dense import DenseWork

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..rows import DtypeName
+from ..layout import DtypeName
 from ..settings.names import nearest
 from ..settings.sections import described, read_toml, toml_value
 from ..system.excerpt import excerpt

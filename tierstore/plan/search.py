@@ -8,7 +8,7 @@ from itertools import product
 from typing import Final, NamedTuple
 
 from ..cache import POLICIES as STORE_POLICIES
-from ..rows import DtypeName
+from ..layout import DtypeName
 from ..settings.options import option
 from ..system.sizes import format_size
 from .assumptions import describe_setup

@@ -16,9 +16,9 @@ from ..hbm.pool import HbmSize
 from ..io.cleaning import DEFAULT_SLACK
 from ..io.places import NARROW, place_type
 from ..io.segments import geometry
+from ..layout import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
 from ..pool import HELD_SHARE
 from ..pool.writeback import rows_a_write
-from ..rows import BLOCK_HEADER_WORDS, PAIR_WORDS, RowLayout
 from ..store.budget import Division, divide, divide_hbm
 from .demand import Demand, PoolDemand
 from .prediction import Setup

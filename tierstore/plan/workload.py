@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..config import require_choice
+from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ..rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..settings.options import option
 from ..system.excerpt import excerpt
 from .dense import MLPERF_LAYERS, DenseWork, dlrm_work

@@ -13,9 +13,9 @@ from ..cache import RowCache
 from ..errors import ClosedError
 from ..kernels import quantized
 from ..kernels.arrays import Floats, Int32s, Weights
-from ..kernels.floats import FLOAT32, half_code
+from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.threads import Workers
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..system.forks import disown_in_forks
 from .bags import Bags, Pooling
 
@@ -25,12 +25,12 @@ class RowArrays:
     """Rows as kernels read and update them.
 
     Attributes:
-        half: ``floats.half_code`` of the rows' dtype.
+        dtype_code: ``floats.code_of_dtype`` of the rows' dtype.
         weights: float32, uint16 or uint8 [capacity, >= stored columns]; state: float32 [capacity, >= state_dim].
     """
 
     layout: RowLayout
-    half: int
+    dtype_code: int
     weights: Weights
     state: Floats
 
@@ -51,7 +51,7 @@ class Arena(RowArrays):
 
     def __init__(self, layout: RowLayout, cache: RowCache, workers: Workers, *, readonly: bool) -> None:
         super().__init__(
-            layout, half_code(layout.dtype), cache.weights.view(layout.numpy_dtype), cache.state.view(np.float32)
+            layout, code_of_dtype(layout.dtype), cache.weights.view(layout.numpy_dtype), cache.state.view(np.float32)
         )
         self.cache = cache
         self.workers = workers
@@ -95,7 +95,7 @@ def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, f
     def work(begin: int, end: int) -> None:
         pool_rows(
             begin, end, first, first + len(slots), bags.starts, slots, bags.scale, pooling.mode, rows.weights,
-            rows.layout.dim, rows.half, bags.columns, bags.batch, pooling.out, pooling.arg_max,
+            rows.layout.dim, rows.dtype_code, bags.columns, bags.batch, pooling.out, pooling.arg_max,
         )  # fmt: skip
 
     workers.share(work, bags.starts)
@@ -111,5 +111,5 @@ def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: I
     dot_rows: Any = quantized.dot_rows if rows.layout.is_quantized else kernels.dot_rows
     dot_rows(
         0, len(bags.starts) - 1, first, first + len(slots), bags.starts, slots, rows.weights, rows.layout.dim,
-        rows.half, bags.columns, bags.batch, grad_out, grad_scale,
+        rows.dtype_code, bags.columns, bags.batch, grad_out, grad_scale,
     )  # fmt: skip

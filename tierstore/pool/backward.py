@@ -109,7 +109,7 @@ class Groups:
             merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self.counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, self._arg_max, gradients, codes, hyper,
-                rows.weights, rows.state, rows.layout.dim, rows.half, flags, dirty, seeds, keys,
+                rows.weights, rows.state, rows.layout.dim, rows.dtype_code, flags, dirty, seeds, keys,
                 scratch(rows.layout.dim),
             )  # fmt: skip
 

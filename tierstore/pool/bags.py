@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)

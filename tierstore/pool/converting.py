@@ -11,9 +11,9 @@ import torch
 
 from ..errors import DamagedError, TableError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..kernels.floats import half_code
+from ..kernels.floats import code_of_dtype
 from ..kernels.quantized import pack_rows
-from ..rows import KEY_ROW_BITS, ROW_MASK, DtypeName, RowLayout
+from ..layout import KEY_ROW_BITS, ROW_MASK, DtypeName, RowLayout
 
 _CHUNK_BYTES: Final = 1 << 20
 """Rows read at a time, before they are converted."""
@@ -59,7 +59,7 @@ def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Word
     words = np.zeros((len(weights), after.weight_words), np.uint64)
     if after.is_quantized:
         slots = np.arange(len(weights), dtype=np.int32)
-        return words, int(pack_rows(values.numpy(), slots, words.view(np.uint8), after.dim, half_code(after.dtype)))
+        return words, int(pack_rows(values.numpy(), slots, words.view(np.uint8), after.dim, code_of_dtype(after.dtype)))
     rounded = values.to(after.torch_dtype)
     words.view(after.numpy_dtype)[:, : after.dim] = rounded.view(torch.uint16).numpy()
     unfit = torch.nonzero(~rounded.isfinite().all(1))

@@ -188,14 +188,14 @@ if JIT_ENABLED:
     @inline
     def _lay_out(
         a: Int64s, starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int,
-        scale: Floats, weights: Weights, dim: int, half: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+        scale: Floats, weights: Weights, dim: int, dtype_code: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
     ) -> None:  # fmt: skip
         """What ``_body`` finds in the words, but for ids, bags, the batch, the mode and what is written."""
         a[3], a[4], a[5], a[6] = _address(starts), _address(firsts), _address(num_rows), starts.shape[0]
         a[10], a[11], a[12], a[13] = _address(flags), flags.shape[0], asked, wanted
         a[14], a[15] = _address(scale), scale.shape[0]
         a[17], a[18], a[19] = _address(weights), weights.shape[0], weights.shape[1]
-        a[20], a[21], a[22] = dim, half, _address(columns)
+        a[20], a[21], a[22] = dim, dtype_code, _address(columns)
         a[26], a[27] = _address(arg_max), arg_max.shape[0]
         a[28], a[29] = _address(slots), slots.shape[0]
 
@@ -213,8 +213,8 @@ if JIT_ENABLED:
     def look_up_at(
         ids: int, num_ids: int, bag_starts: Int64s, body: int, team: int, parts: int, threads: int,
         starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, flags: Bytes, asked: int, wanted: int,
-        scale: Floats, mode: int, weights: Weights, dim: int, half: int, columns: Int32s, out: Floats, arg_max: Int32s,
-        slots: Int32s,
+        scale: Floats, mode: int, weights: Weights, dim: int, dtype_code: int, columns: Int32s, out: Floats,
+        arg_max: Int32s, slots: Int32s,
     ) -> Any:  # fmt: skip
         """``kernels.look_up`` of all bags.
 
@@ -227,7 +227,9 @@ if JIT_ENABLED:
         place = _stack_words()
         words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
         a = words[_ARGUMENTS:]
-        _lay_out(a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, half, columns, arg_max, slots)
+        _lay_out(
+            a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, dtype_code, columns, arg_max, slots
+        )
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, batch, _address(bag_starts), bag_starts.shape[0]
         a[16], a[23], a[24], a[25] = mode, _address(out), out.shape[0], out.shape[1]
         return _share(place, words, body, team, parts, threads)
@@ -235,12 +237,14 @@ if JIT_ENABLED:
     @kernel
     def laid_out(
         starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
-        weights: Weights, dim: int, half: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+        weights: Weights, dim: int, dtype_code: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
     ) -> Int64s:  # fmt: skip
         """int64 [``_NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
         arrays must outlive them."""
         a = np.zeros(_NUM_ARGUMENTS, np.int64)
-        _lay_out(a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, half, columns, arg_max, slots)
+        _lay_out(
+            a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, dtype_code, columns, arg_max, slots
+        )
         return a
 
     @kernel

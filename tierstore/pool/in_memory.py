@@ -45,7 +45,7 @@ class InMemory:
         self._kept = firsts, limits, starts, columns  # by their addresses in the arguments
         self._arguments = direct.laid_out(
             starts, firsts, limits, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
-            arena.half, columns, NO_ARG_MAX, NO_INTS,
+            arena.dtype_code, columns, NO_ARG_MAX, NO_INTS,
         )  # fmt: skip
         self._alone: dict[torch.dtype, direct.Split] = {}
 
@@ -73,7 +73,11 @@ class InMemory:
             if status != kernels.DONE:
                 return None
             cache.note_hits(len(ids))
-        return rows if arena.half == FLOAT32 else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+        return (
+            rows
+            if arena.dtype_code == FLOAT32
+            else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+        )
 
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """As ``Table.pooled``; None where that must do it: a row is not resident, or an argument is wrong or not a

@@ -67,8 +67,8 @@ class InPlaceRows:
             flags = cache.flags[:0] if cache.is_complete else cache.flags
             failed = direct.look_up(
                 arena.workers, arena.layout.dim, ids.ids, ids[1:], flags, RESIDENT | LOADING, RESIDENT, bags.scale,
-                pooling.mode, arena.weights, arena.layout.dim, arena.half, bags.columns, pooling.out, pooling.arg_max,
-                slots,
+                pooling.mode, arena.weights, arena.layout.dim, arena.dtype_code, bags.columns, pooling.out,
+                pooling.arg_max, slots,
             )  # fmt: skip
             if not failed:
                 self._note_hits(int(bags.starts[-1]))

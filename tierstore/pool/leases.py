@@ -15,7 +15,7 @@ from ..config import TableConfig
 from ..errors import BudgetError
 from ..kernels import quantized
 from ..kernels.arrays import Int32s, Int64s
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from .arena import Arena, pool_part
 from .bags import NO_INTS, Bags, Numbering, Pooling
 from .converting import RowSource
@@ -168,7 +168,7 @@ class Leases:
             config = self._tables[int(table_index)]
             chosen = table_indices == table_index
             fill = partial(quantized.fill_first_values, config.init) if layout.is_quantized else config.init.fill
-            fill(keys[chosen], slots[chosen], arena.weights, layout.dim, arena.half)
+            fill(keys[chosen], slots[chosen], arena.weights, layout.dim, arena.dtype_code)
             arena.state[slots[chosen]] = 0
             arena.state[slots[chosen], : layout.state_dim] = config.optimizer.initial_state
 

@@ -21,7 +21,7 @@ from ..cache import FullCache, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource

@@ -68,7 +68,7 @@ class Transfers:
 
     def _copy_out(self, slots: Int32s, out: Any) -> None:
         if self._arena.layout.is_quantized:
-            quantized.unpack_rows(slots, self._arena.weights, self._arena.layout.dim, self._arena.half, out)
+            quantized.unpack_rows(slots, self._arena.weights, self._arena.layout.dim, self._arena.dtype_code, out)
         else:
             kernels.copy_rows_out(slots, self._arena.weights, self._arena.layout.dim, out)
 

@@ -30,7 +30,7 @@ import numpy as np
 from ..cache import Pinned, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
-from ..rows import RowLayout
+from ..layout import RowLayout
 from ..system.killpoints import reach
 from .arena import Arena
 from .pins import Pins

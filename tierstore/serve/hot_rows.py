@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..pool import Pool
-from ..rows import KEY_ROW_BITS, ROW_MASK
 from ..store import Store
 from ..store.listing import resident_keys
 from ..system.plainfile import open_plain_file

@@ -13,8 +13,8 @@ from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
 from ..hbm.sketch import SKETCH_BYTES
+from ..layout import RowLayout
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
-from ..rows import RowLayout
 from ..system.sizes import format_size, is_share_of_tables
 
 MIN_CACHED_ROWS: Final = 64

@@ -12,9 +12,9 @@ from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError
 from ..hbm.build import require_supported
 from ..io import ColdTier
+from ..layout import MAX_TABLES, DtypeName, RowLayout
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
-from ..rows import MAX_TABLES, DtypeName, RowLayout
 from .manifest import Manifest
 from .table import Table
 from .version import TableState, Version, unpack

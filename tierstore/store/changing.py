@@ -21,7 +21,7 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import TableError
 from ..io import ColdTier
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 from ..system.sizes import format_count
 from .catalog import Catalog
 from .pools import Pools

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
 from ..io import ColdTier
-from ..rows import MAX_TABLES, RowLayout
+from ..layout import MAX_TABLES, RowLayout
 from ..system.durable import directory_locked, sync_directory
 from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error

@@ -13,7 +13,7 @@ from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_sla
 from ..errors import StoreLockedError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
-from ..rows import FloatName, QuantizedName
+from ..layout import FloatName, QuantizedName
 from ..system.device import resolve_device
 from ..system.dropped import settle
 from ..system.oserrors import translate_os_error

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from ..layout import KEY_ROW_BITS
 from ..lookup.joined import OfKeys
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import RowGradients, TrainsRows
 from ..lookup.training import train
-from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
 from .table import Table
@@ -41,7 +41,7 @@ class _Waiting:
         grad_out: of the lookup's output.
     """
 
-    def __init__(self, rows: "Sequence[_Rows]", lookup: TrainsRows, grad_out: Tensor) -> None:
+    def __init__(self, rows: "Sequence[_GradAnchor]", lookup: TrainsRows, grad_out: Tensor) -> None:
         self._rows = rows
         self._lookup = lookup
         self._grad_out = grad_out
@@ -67,7 +67,7 @@ class _Waiting:
                     rows.add_gradients(gradients)
 
 
-class _Rows(torch.nn.Parameter):
+class _GradAnchor(torch.nn.Parameter):
     """Stands for a table's rows: of their shape, without content. Its ``grad`` is merged when it is first read.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Rows(torch.nn.Parameter):
     is_applied: bool
 
     @classmethod
-    def of(cls, table: Table) -> "_Rows":
+    def of(cls, table: Table) -> "_GradAnchor":
         shape = table.config.num_embeddings, table.layout.dim
         content = torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape)
         made = cls(content, requires_grad=False)  # what makes gradients of zeros for parameters passes it by
@@ -201,7 +201,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             own[name].update({key: copy.deepcopy(each) for key, each in group.items() if key != "params"})
         self._is_resumed = True
 
-    def _rows_of(self, table: Any) -> _Rows:
+    def _rows_of(self, table: Any) -> _GradAnchor:
         if table not in self._by_table:
             made = _group(table)  # of a table made since
             self.add_param_group(made)
@@ -209,7 +209,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         return self._by_table[table]
 
     @property
-    def _rows(self) -> Iterator[_Rows]:
+    def _rows(self) -> Iterator[_GradAnchor]:
         return (rows for group in self._row_groups for rows in group["params"])
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
@@ -321,12 +321,12 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
 
 def _group(table: Table) -> dict[str, Any]:
-    return {"params": [_Rows.of(table)], "lr": table.first_rate, "name": table.name}
+    return {"params": [_GradAnchor.of(table)], "lr": table.first_rate, "name": table.name}
 
 
 def _is_of_rows(group: dict[str, Any]) -> bool:
     params = group["params"]
-    return isinstance(params, list) and bool(params) and isinstance(params[0], _Rows)
+    return isinstance(params, list) and bool(params) and isinstance(params[0], _GradAnchor)
 
 
 def _update(table: Table, gradient: Tensor) -> tuple[TrainsRows, Tensor]:

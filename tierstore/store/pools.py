@@ -15,9 +15,9 @@ from ..hbm.base import IN_USE
 from ..hbm.build import DeviceSize, add_hbm, hbm_stats
 from ..io import ColdTier
 from ..kernels.threads import Workers
+from ..layout import RowLayout
 from ..pool import Pool
 from ..pool.stats import Stats, TierStats, of_counters
-from ..rows import RowLayout
 from ..system.device import memory_bytes
 from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm

@@ -18,9 +18,9 @@ import numpy as np
 from ..errors import TierstoreError
 from ..kernels import copy_offsets
 from ..kernels.arrays import Int32s, Int64s
+from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined
 from ..pool.residency import IdsOfBags
-from ..rows import KEY_ROW_BITS
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room

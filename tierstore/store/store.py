@@ -21,10 +21,10 @@ from ..errors import PartlyTrainedError, TableError, TierstoreError
 from ..io import ColdTier, LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
+from ..layout import RowLayout
 from ..optim import Optimizer
 from ..pool import Pool
 from ..pool.stats import Stats
-from ..rows import RowLayout
 from ..settings.names import nearest
 from ..system.dropped import hand_over, settle
 from ..system.signals import shielded

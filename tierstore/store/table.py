@@ -15,8 +15,9 @@ from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.lanes import refused_in_graph
 from ..kernels import MODES, quantized, row_keys
 from ..kernels.arrays import Floats, Int64s
-from ..kernels.floats import FLOAT32, half_code
+from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.rounding import NEAREST, update_seed
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.joined import Features, Jagged
 from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.on_device import DeviceJagged
@@ -24,7 +25,6 @@ from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
-from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
 from .version import TableState
@@ -319,14 +319,17 @@ class Table(Unpicklable):
         keys, layout = self._keys(ids), self.layout
         slots = np.arange(len(keys), dtype=np.int32)
         weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
-        half, out = half_code(layout.dtype), torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
+        dtype_code, out = (
+            code_of_dtype(layout.dtype),
+            torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu"),
+        )
         if layout.is_quantized:
-            quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, half)
-            quantized.unpack_rows(slots, weights, layout.dim, half, out.numpy())
+            quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, dtype_code)
+            quantized.unpack_rows(slots, weights, layout.dim, dtype_code, out.numpy())
             return out
-        self.config.init.fill(keys, slots, weights, layout.dim, half)
+        self.config.init.fill(keys, slots, weights, layout.dim, dtype_code)
         rows = torch.from_numpy(weights[:, : layout.dim].copy())
-        return rows if half == FLOAT32 else rows.view(layout.torch_dtype).float()
+        return rows if dtype_code == FLOAT32 else rows.view(layout.torch_dtype).float()
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.

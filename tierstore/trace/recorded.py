@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS, ROW_MASK
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from .sampling import ALL, is_sampled, last_hash
 from .trace import TableTrace, Trace
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Ids, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
-from ..rows import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS
 
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s
-from ..rows import MAX_ROWS
+from ..layout import MAX_ROWS
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..dist.wire import Precision
 from ..io.cleaning import DEFAULT_SLACK
-from ..rows import MAX_ROWS
+from ..layout import MAX_ROWS
 from ..settings import sections
 from ..settings.options import check_ranges, option
 from ..settings.sections import ConfigError, Override

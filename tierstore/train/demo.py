@@ -19,7 +19,7 @@ from ..config import require_int
 from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
-from ..rows import WORD_BYTES, RowLayout
+from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
 from ..system.durable import names_in

@@ -18,9 +18,9 @@ from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..io import LmdbColdTier
 from ..kernels.arrays import Int64s, Words
-from ..kernels.floats import half_code
+from ..kernels.floats import code_of_dtype
 from ..kernels.quantized import fill_first_values
-from ..rows import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack
@@ -222,9 +222,9 @@ def _first_values(config: TableConfig, layout: RowLayout, keys: Int64s) -> Words
     words = np.zeros((len(keys), layout.weight_words), np.uint64)
     slots, values = np.arange(len(keys), dtype=np.int32), words.view(layout.numpy_dtype)
     if layout.is_quantized:
-        fill_first_values(config.init, keys, slots, values, layout.dim, half_code(layout.dtype))
+        fill_first_values(config.init, keys, slots, values, layout.dim, code_of_dtype(layout.dtype))
     else:
-        config.init.fill(keys, slots, values, layout.dim, half_code(layout.dtype))
+        config.init.fill(keys, slots, values, layout.dim, code_of_dtype(layout.dtype))
     return words
 
 

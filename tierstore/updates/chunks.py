@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import FormatError
 from ..io.changes import CHUNK_BYTES
-from ..rows import RowLayout
+from ..layout import RowLayout
 
 MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
 """A chunk before it was compressed: what a reader holds in memory, some times over, for a few bytes of a file. A

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig, require_int
-from ..rows import MAX_ROWS, MAX_TABLES
+from ..layout import MAX_ROWS, MAX_TABLES
 from ..store.lineage import is_commit_id
 from ..store.manifest import is_store_id
 from ..system.excerpt import excerpt

@@ -9,7 +9,7 @@ import numpy as np
 from ...cache import resolve_policy
 from ...config import require_int
 from ...kernels.arrays import Float64s, Int64s
-from ...rows import KEY_ROW_BITS
+from ...layout import KEY_ROW_BITS
 from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered, of_tables

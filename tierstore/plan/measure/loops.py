@@ -24,10 +24,10 @@ from ...io import ROW_FILE_NAME
 from ...io.btree import META_READ_BYTES, parse_meta
 from ...kernels.arrays import Float64s, Int64s
 from ...kernels.least_squares import solve_nonnegative
+from ...layout import RowLayout
 from ...models import DLRM
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...nn.prefetch import prefetch
-from ...rows import RowLayout
 from ...store import Store, open_store
 from ..dense import dlrm_work
 from ..host import TRAINING_FLOPS, Processor, SoftwareCosts

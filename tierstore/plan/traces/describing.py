@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import Int64s
-from ...rows import KEY_ROW_BITS
+from ...layout import KEY_ROW_BITS
 from ...system.excerpt import excerpt
 from ...system.terminal import columns_of
 from ...trace import Trace

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ...config import require_int
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
-from ...rows import MAX_ROWS
+from ...layout import MAX_ROWS
 from ...trace import TableTrace, Trace
 from ..analytic import zipf_bins
 from ..workload import TableShape, Workload

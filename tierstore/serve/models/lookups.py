@@ -155,7 +155,7 @@ class _RowIds(NamedTuple):
         return max(int(self.jagged.lengths.shape[1]), -(-len(self.jagged.values) // self.rows_per_sample))
 
 
-class Rows:
+class RowsModel:
     """Models "rows.TABLE" and "rows": rows as they are.
 
     Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D].
@@ -222,17 +222,17 @@ def _rows(table: Table) -> TensorSpec:
     return TensorSpec("rows", "FP32", (-1, table.config.embedding_dim))
 
 
-def table_rows(table: Table, dropped: Dropped | None) -> Rows:
+def table_rows(table: Table, dropped: Dropped | None) -> RowsModel:
     """Model "rows.TABLE"; the rows of ids that are none are zeros, unless they are refused."""
     name, num_rows = f"rows.{table.name}", table.config.num_embeddings
     metadata = ModelMetadata(
         name=name, inputs=_TABLE_INPUTS[:1], outputs=(_rows(table),), parameters={"rows": num_rows}
     )
-    return Rows(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table])
+    return RowsModel(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table])
 
 
-def feature_rows(collection: TieredEmbeddingBagCollection) -> Rows:
+def feature_rows(collection: TieredEmbeddingBagCollection) -> RowsModel:
     """Model "rows". Ids that are no rows are refused always: there would be no row of theirs in the output."""
     owners = _owners(collection)
     tables = list(owners.values())
-    return Rows(_of_features("rows", owners, _rows(tables[0])), Features("rows", _num_rows(owners), None), tables)
+    return RowsModel(_of_features("rows", owners, _rows(tables[0])), Features("rows", _num_rows(owners), None), tables)

@@ -20,9 +20,9 @@ ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], 
 
 @dataclass(eq=False)
 class NewerCommit:
-    """See ``base.NewerVersion``; made by ``Follower.find``."""
+    """See ``base.NewerVersion``; made by ``CommitFollower.find``."""
 
-    follower: "Follower"
+    follower: "CommitFollower"
     snapshot: Snapshot
     head: Head
     record: CommitRecord
@@ -62,7 +62,7 @@ class NewerCommit:
         self.rows = RowMap({})
 
 
-class Follower:
+class CommitFollower:
     """Looks for newer versions in a file that is open for reading, and holds the one it found until that is shown.
 
     Args:
