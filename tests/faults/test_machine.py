@@ -215,7 +215,9 @@ class Faults(RuleBasedStateMachine):
         self.attempt(lambda: self.work.commit_beside(steps))
         self.attempt(self.work.settle)
 
-    @precondition(lambda self: self.work.last is not None and (self.device.is_free or not self.device.fault))
+    @precondition(
+        lambda self: self.work.last and self.work.last.kept and (self.device.is_free or not self.device.fault)
+    )
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
         assert self.work.last is not None

@@ -53,7 +53,7 @@ class Batch:
         return self.bag_starts.astype(np.int64)
 
     @property
-    def half(self) -> int:
+    def dtype_code(self) -> int:
         return floats.code_of_dtype(str(self.weights.dtype).removeprefix("torch."))
 
     @property
@@ -170,7 +170,7 @@ def numba_update(
     bags = PoolBags([SimpleNamespace(index=0)], bounds, batch.wide_starts, batch.columns, batch.samples, scale)
     pool: Any = SimpleNamespace(
         weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
-        half=batch.dtype_code,
+        dtype_code=batch.dtype_code,
     )  # fmt: skip
     # Row by row, since here rows of any two tables may follow each other.
     in_order = list(dict.fromkeys(batch.inverse.tolist()))

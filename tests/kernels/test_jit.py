@@ -78,9 +78,19 @@ def test_a_kernel_that_cannot_be_kept_is_used(
     assert str(error.strerror) in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04no pickle", pickle.dumps(numba.__version__) + b"\x80\x04cut"])
-def test_a_damaged_index_of_kernels_is_written_anew(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OF_A_MODULE_THAT_WENT = b"ctierstore.gone\nkernel\n."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04no pickle",
+        *(pickle.dumps(numba.__version__) + end for end in (b"\x80\x04cut", OF_A_MODULE_THAT_WENT)),
+    ],
+)
+def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     jit._tell_once.cache_clear()
@@ -91,6 +101,7 @@ def test_a_damaged_index_of_kernels_is_written_anew(
         if not number:
             (index,) = tmp_path.rglob("*.nbi")
             index.write_bytes(content)
+    assert "cannot be kept" not in caplog.text
 
 
 def test_a_folder_of_kernels_that_goes_away_is_made_again_or_done_without(

@@ -248,7 +248,7 @@ def test_what_converts_weights_does_so_or_raises(store: tierstore.Store, number:
     before = module(features)
     for same in (model.float(), model.cpu(), model.to("cpu"), model.train(), model.share_memory()):
         assert torch.equal(same[0](features), before)
-    for change in (model.dtype_code, model.double, model.bfloat16, lambda: model.to(torch.float16)):
+    for change in (model.half, model.double, model.bfloat16, lambda: model.to(torch.float16)):
         with pytest.raises(TypeError, match=r"gives float32, not torch.*TableConfig\(dtype="):
             change()
     with pytest.raises(ValueError, match=r"looked up on cpu.*tierstore.open\(..., device='meta'\)"):

@@ -114,7 +114,7 @@ def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypa
     assert [line.split()[-4:] for line in lines if "hit rate of the HBM" in line] == (
         [["25.0", "%", "75.0", "%"]] if hbm else []
     )
-    assert [line.endswith(", beside 1MiB of HBM on cpu.") for line in lines if "memory budget" in line] == [bool(hbm)]
+    assert [line.endswith(", and 1MiB of HBM on cpu.") for line in lines if "memory budget" in line] == [bool(hbm)]
 
 
 def test_on_a_gpu_a_twentieth_of_what_is_touched_is_the_default():

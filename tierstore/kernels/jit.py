@@ -175,10 +175,11 @@ if JIT_ENABLED:
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
                 return super().load_overload(sig, target_context)
-            except Exception as error:
-                _tell_not_kept(self.cache_path, error)
-                with contextlib.suppress(Exception):
+            except Exception:
+                try:
                     self.flush()  # an index that cannot be read would never be written again
+                except Exception as error:
+                    _tell_not_kept(self.cache_path, error)
                 return None
 
         def save_overload(self, sig: Any, data: Any) -> None:

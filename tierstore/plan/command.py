@@ -124,7 +124,7 @@ def _measure(options: argparse.Namespace) -> int:
     from .measure import describe, measure
     from .parts.hosts import require_writable, write_host
 
-    path = Path(options.json)
+    path = Path(options.out)
     require_writable(path, force=options.force)  # better now than in a minute
     with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
 
@@ -215,7 +215,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
         (
             _arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
             _arg(
-                "--json",
+                "--out",
+                old="--json",
                 default="host.json",
                 metavar="PATH",
                 help="where the host goes (default: host.json)",
@@ -226,7 +227,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         ),
         "measure this machine",
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
-        "example:\n  tierstore plan measure --dir . --json host.json",
+        "example:\n  tierstore plan measure --dir . --out host.json",
     ),
     "parts": _part(
         _parts,

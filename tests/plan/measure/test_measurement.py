@@ -68,7 +68,7 @@ def test_the_command_shows_and_saves(
 ) -> None:
     monkeypatch.setattr("tierstore.plan.measure.measure", lambda *_, **__: SHOP_HOST)
     path = tmp_path / "host.json"
-    assert run("measure", "--dir", str(tmp_path), "--json", str(path)) == 0
+    assert run("measure", "--dir", str(tmp_path), "--out", str(path)) == 0
     assert read_host(path) == SHOP_HOST
     shown = capsys.readouterr().out
     assert f"Saved as {tmp_path / 'host.json'}" in shown
