@@ -4,7 +4,7 @@ A small model trains on two tables that do not fit in their memory budget: batch
 the background, old versions kept, gone back to and pruned. The process is killed with SIGKILL at random instants and at
 each named point of its write-back, commits and recovery. Each time the store is opened and every row, optimizer state
 and dense tensor of every kept version is compared with a run that nobody kills, all rows in memory; then the next
-process goes on from there. After a fifth of the kills the machine seems to have started anew.
+process goes on from there. After a fifth of the kills the machine seems to have started again.
 """
 
 import shutil

@@ -52,7 +52,7 @@ def measure_quality(config: dict[str, Any], folder: Path, dtypes: Sequence[str])
         found += [_converted(run, path, seed, dtype) for dtype in dtypes]
         again = found[-len(dtypes)].evaluation
         if again != trained:
-            raise RuntimeError(f"evaluated anew, the trained store gives {again}, not {trained}")
+            raise RuntimeError(f"evaluated again, the trained store gives {again}, not {trained}")
         for dtype in _TRAINED:
             for rounding in ("nearest", "stochastic"):
                 own = [f'embedding.dtype="{dtype}"', f'embedding.rounding="{rounding}"']

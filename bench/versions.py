@@ -55,7 +55,7 @@ def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Work
 def _measure(request: Run, task: str) -> dict[str, list[tuple[float, float]]]:
     """Seconds of (this version, the earlier one) by part, pair by pair.
 
-    Processes are made anew for each round: one may be faster than another of the same code, by where its memory lies.
+    Processes are made again for each round: one may be faster than another of the same code, by where its memory lies.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(request.config["rounds"]):
@@ -108,7 +108,7 @@ def run(request: Run) -> Report:
         figures=figures,
         goals=goals,
         notes=[
-            f"Two processes in turns, {config['rounds']} times made anew, {config['repetitions']} pairs each time; the "
+            f"Two processes in turns, {config['rounds']} times started, {config['repetitions']} pairs each time; the "
             "ratio is the median over all pairs. "
             f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
             f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "

@@ -373,7 +373,7 @@ def test_stores_tables_and_modules_are_not_pickled_or_copied(store: tierstore.St
     for each in (store, table, bag, collection, torch.nn.Sequential(bag)):
         copies = (copy.deepcopy,) if each in (store, table) else ()  # a module's copy is one over the same tables
         for use in (pickle.dumps, *copies, lambda each: torch.save(each, tmp_path / "file")):
-            with pytest.raises(TypeError, match="open the store anew"):
+            with pytest.raises(TypeError, match="open the store again"):
                 use(each)
     torch.save(bag.state_dict(), tmp_path / "file")
     assert pickle.loads(pickle.dumps(table.config)) == copy.deepcopy(table.config) == table.config

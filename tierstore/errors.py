@@ -12,7 +12,7 @@ that is no row of its table is an ``IdError``, a ``ValueError`` that is an ``Ind
     ├── BudgetError            the memory budget cannot hold what was asked
     ├── TableError             unknown table, or a table created again with another configuration
     ├── RankError              another rank of a sharded store failed, ended or hangs
-    ├── DiskFullError          the file system has no room left; nothing committed was lost
+    ├── DiskFullError          the file system has no space left; nothing committed was lost
     ├── PartlyTrainedError     a step failed when some of its rows were trained; nothing committed was lost
     └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read

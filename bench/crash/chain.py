@@ -24,7 +24,7 @@ __all__ = ["Chain", "Course", "Doom", "Tally", "point_dooms", "random_dooms"]
 _NEVER: Final = ("", 0)
 _REBOOT_SHARE: Final = 0.2
 _REBOOT_SHARES: Final = {"write-back": 0.5, "anchor": 0.8, "commit": 0.5, "rollback": 0.5}
-"""After kills at named points of these: what an anchor must hold shows when the machine starts anew."""
+"""After kills at named points of these: what an anchor must hold shows when the machine starts again."""
 _COUNTS: Final = {"write-back": 6, "commit": 2, "anchor": 3}
 """Up to which of its times a named point is killed at; 1 of the others."""
 _DOOMS: Final = {"anywhere": 0.5, "opening": 0.15, "committing": 0.25, "closing": 0.1}
@@ -45,7 +45,7 @@ class Course(NamedTuple):
 class Doom(NamedTuple):
     """How one process ends: at the ``point[1]``-th time a named point is reached, or by ``kill``.
 
-    ``reboot``: before the next process, the machine seems to have started anew.
+    ``reboot``: before the next process, the machine seems to have started again.
     """
 
     kill: Kill | None = None
@@ -61,7 +61,7 @@ class Tally(Counts):
         random_kills, point_kills: processes killed at random instants, and at named points (``points``: at each).
         struck: what the processes were at when a random kill struck.
         reopened: kills after which the store showed versions that it had to, each of them whole.
-        reboots: kills after which the machine seemed to have started anew.
+        reboots: kills after which the machine seemed to have started again.
         versions: versions compared.
         rows_differ: rows of them that were not as they must be.
         ended: runs that came to their end; final_bits_differ: bits of theirs that are not those of a run never killed.

@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 def inspect(directory: Path, states: Mapping[int, State], report: Report, *, boot: int, may_lack: bool) -> None:
     """Report as "shown" what the store is; run in a process of its own.
 
-    Where the machine has started anew, a store can be read only after it was opened for writing: then a copy is.
+    Where the machine has started again, a store can be read only after it was opened for writing: then a copy is.
 
     Args:
         may_lack: the process may have died before the store was whole.

@@ -51,7 +51,7 @@ class Settings:
 
 @contextlib.contextmanager
 def other_boot(number: int) -> Iterator[None]:
-    """As if the machine had started anew so many times."""
+    """As if the machine had started again so many times."""
     real = anchor.boot_id
     anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
     try:

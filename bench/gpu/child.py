@@ -1,6 +1,6 @@
 """One part of the GPU benchmark, in a process of its own: ``python -m bench.gpu.child NAME``, the rest on stdin.
 
-What was found is in the file that stdin names, written anew after each case.
+What was found is in the file that stdin names, written again after each case.
 """
 
 import importlib

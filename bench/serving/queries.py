@@ -42,7 +42,7 @@ class Ranking:
     def draw(
         self, generator: np.random.Generator, count: int, *, sizes_from: np.random.Generator | None = None
     ) -> list[Query]:
-        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each anew.
+        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each again.
 
         Args:
             sizes_from: draws the sizes alone, so that they can be drawn again.

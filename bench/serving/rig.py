@@ -105,7 +105,7 @@ class Rig:
         pattern: Sequence[int] = (),
     ) -> Stream:
         """Args:
-        pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn anew.
+        pattern: numbers that queries' times, but for the rate, and sizes follow from; their ids are drawn again.
         """
         times, sizes = np.random.default_rng(pattern).spawn(2) if pattern else (self.generator, self.generator)
         intended = poisson(times, rate, seconds)

@@ -27,7 +27,7 @@ def _rotating(ranks: Keys, num_rows: int, every: int) -> Keys:
 
 
 def _reshuffled(rng: np.random.Generator, ranks: Keys, num_rows: int, every: int) -> Keys:
-    """Every so many accesses all popularity is dealt anew."""
+    """Every so many accesses all popularity is dealt again."""
     parts = [rng.permutation(num_rows)[ranks[start : start + every]] for start in range(0, len(ranks), every)]
     return np.concatenate(parts)
 
@@ -83,7 +83,7 @@ def drifting(capacity: int, num: int, seed: int = 1) -> dict[str, Keys]:
     for every in (1, 10, 100, 1000):
         patterns[f"ranks rotate every {every} accesses"] = _rotating(ranks, num_rows, every)
     for times in (1, 5, 20, 100):
-        patterns[f"dealt anew every {times} capacities"] = _reshuffled(rng, ranks, num_rows, times * capacity)
+        patterns[f"dealt again every {times} capacities"] = _reshuffled(rng, ranks, num_rows, times * capacity)
     for rate in (0.01, 0.1, 1, 4):
         patterns[f"{rate} swaps an access"] = _swapping(rng, ranks, num_rows, rate)
     for width in (0.5, 0.9, 1.2, 2, 5):

@@ -1,5 +1,6 @@
 """The trainer over ranks: the bits of one process that works off the ranks' parts, whatever interrupts it."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -161,7 +162,10 @@ def test_torchrun_restarts_killed_ranks_and_they_end_in_the_same_bits(
         for line in torchrun.stderr:
             told.append(line)
             if "committed version" in line and len(killed) < 2:
-                ranks = {int(each.environ()["RANK"]): each.pid for each in psutil.Process(torchrun.pid).children()}
+                ranks = {}
+                for each in psutil.Process(torchrun.pid).children():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        ranks[int(each.environ()["RANK"])] = each.pid
                 rank = len(killed)  # one of each
                 if rank in ranks and killed.isdisjoint(ranks.values()):
                     os.kill(ranks[rank], signal.SIGKILL)

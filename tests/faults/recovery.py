@@ -49,7 +49,7 @@ class Counts:
 
 @contextmanager
 def other_boot(number: int) -> Iterator[None]:
-    """As if the machine had started anew so many times."""
+    """As if the machine had started again so many times."""
     real = anchor.boot_id
     anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
     try:
@@ -97,7 +97,7 @@ def explore(
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
         points: 0 for all.
-        boots: how often the machine has started anew with the last of these losses.
+        boots: how often the machine has started again with the last of these losses.
     """
     counts = Counts()
     for time in _ordered(recorder, first, points, generator)[: points or None]:

@@ -38,7 +38,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A small file system in memory that can be mounted anew read-only."""
+    """A small file system in memory that can be mounted again read-only."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     done = subprocess.run(

@@ -155,7 +155,7 @@ class Faults(RuleBasedStateMachine):
         self.device.is_free = True
 
     def attempt(self, step: Callable[[], object], *, again: bool = False) -> None:
-        """Take a step; after an error go on, in the same store if it lets us, else in one opened anew."""
+        """Take a step; after an error go on, in the same store if it lets us, else in one opened again."""
         try:
             step()
             return

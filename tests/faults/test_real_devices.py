@@ -88,7 +88,7 @@ def test_a_file_system_that_fills_up_and_is_freed(tmp_path: Path, initial: dict[
 def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: dict[str, Trained]) -> None:
     """The image of the disk lies in a small file system: writes are taken, and lost when that is full.
 
-    The machine is not started anew: what it still held in memory is gone when the disk is mounted again.
+    The machine is not started again: what it still held in memory is gone when the disk is mounted again.
     """
     with mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=12m", "tmpfs") as backing:
         image = backing / "disk.img"

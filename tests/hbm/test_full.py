@@ -152,7 +152,7 @@ def test_a_training_step_is_ten_launches_at_most_and_no_wait(
                 offsets, gradient = torch.arange(0, 5101, 3), torch.ones(1700, 4)
                 count.clear()
                 bag(ids, offsets).backward(gradient)
-                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, anew in each step
+                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
                 assert sorted(count.launches) == sorted(STEP + changing)
                 assert count.waits == []
                 count.catch_up()

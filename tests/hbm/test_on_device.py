@@ -221,7 +221,7 @@ def test_a_training_step_is_ten_launches_at_most_and_no_wait(
                 scale = torch.rand(5100, generator=generator) if scaled else None
                 count.clear()
                 bag(ids, offsets, scale).backward(gradient)
-                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, anew in each step
+                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
                 assert sorted(count.launches) == sorted(STEP + changing)
                 assert count.waits == []
                 count.catch_up()

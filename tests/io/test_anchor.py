@@ -31,7 +31,7 @@ ROWS = np.arange(TABLES[0][1])
 
 
 def copy_store(source: Path, target: Path) -> Path:
-    """The files as they are now, without locks, which a machine that starts anew does not have."""
+    """The files as they are now, without locks, which a machine that starts again does not have."""
     target.mkdir()
     for name in ("rows.lmdb", ANCHOR_NAME):
         shutil.copyfile(source / name, target / name)

@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_nothing(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(copying.os, call, raising(errno.ENOSPC))
-        with pytest.raises(errors.DiskFullError, match="no room left"):
+        with pytest.raises(errors.DiskFullError, match="no space left"):
             trained.store.backup(tmp_path / "copy")
     assert names(tmp_path) == ["source"]
     trained.commit()

@@ -350,7 +350,7 @@ def test_tables_of_every_tier_change_and_those_of_before_are_refused(tmp_path: P
         del held
         store.change_table("a", num_embeddings=1500)
         made = store.change_table("a", optimizer=optim.Adam())
-        with pytest.raises(TableError, match="take it anew"):
+        with pytest.raises(TableError, match="take it again"):
             bag(ids[None])
         assert torch.equal(made.read(ids), rows)
         assert not made.read_state(ids).any()

@@ -192,7 +192,7 @@ class History:
         self._current = {name: rows.clone() for name, rows in self.versions[version].items()}
 
     def go_on(self) -> None:
-        """Write, commit, go back, or open anew without a commit."""
+        """Write, commit, go back, or open again without a commit."""
         action = self._random.random()
         if action < 0.5:
             self._write()

@@ -71,7 +71,7 @@ def replaced(how: str, store_dir: Path) -> None:
     shutil.rmtree(store_dir)
     if how == "compacted":
         store_dir.with_name("copy").rename(store_dir)
-    elif how == "made anew":
+    elif how == "made again":
         with tierstore.open(store_dir, ddr="4MiB") as store:
             table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
             table.write(EVERY, torch.full((ROWS, DIM), 7.0))
@@ -79,7 +79,7 @@ def replaced(how: str, store_dir: Path) -> None:
             store.commit()
 
 
-@pytest.mark.parametrize("how", ["compacted", "made anew", "deleted"])
+@pytest.mark.parametrize("how", ["compacted", "made again", "deleted"])
 def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writer, store_dir: Path, how: str) -> None:
     writer("close")
     compact_store(store_dir, store_dir.with_name("copy"))

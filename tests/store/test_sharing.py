@@ -234,7 +234,7 @@ def test_a_child_opens_what_its_parent_has_open(store: Path, mode: str) -> None:
     """
     read, refused, again = run(code, store, mode, changes={"PYTHONWARNINGS": "ignore"}).splitlines()
     assert refused.startswith("ClosedError")
-    assert 'open it anew here, with mode="r"' in refused
+    assert 'open it again here, with mode="r"' in refused
     assert again == read
 
 

@@ -227,11 +227,11 @@ class Placement(Protocol):
 
         The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
         later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
-        victim, which must be clean; the slot is then loading. A slot found loading is missing again: whoever reserved
-        it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED nothing
-        was changed for the key at ``consumed``. No other admission may run between the calls of one, and its slots
-        stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is
-        released.
+        victim, which must be clean; the slot is then loading. A slot found loading is missing again: the call that
+        reserved it did not fill it, and nobody fills slots while another admits rows. On DIRTY_VICTIM and ALL_PINNED
+        nothing was changed for the key at ``consumed``. No other admission may run between the calls of one, and its
+        slots stay pinned: what is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first
+        part is released.
         """
 
     def release(self, pinned: Pinned) -> None:

@@ -114,7 +114,7 @@ class DdrCache(HostCache):
         return AdmitStatus(status)
 
     def _require_stamps(self, count: int) -> None:
-        """So many admissions may follow before stamps begin anew."""
+        """So many admissions may follow before stamps begin again."""
         if self._books.tallies[Tally.STAMP] > _STAMP_MAX - count:
             self._books.slots["stamp"] = 0
             self._books.tallies[Tally.STAMP] = 0

@@ -1,4 +1,4 @@
-"""The conservation laws of a cache's bookkeeping, each term of them counted anew."""
+"""The conservation laws of a cache's bookkeeping, each term of them counted again."""
 
 from typing import Any
 

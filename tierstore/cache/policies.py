@@ -2,7 +2,7 @@
 
 LRU: a touched slot moves to the end. LFU: slots of equal count lie side by side, oldest first, and form a *bucket*;
 buckets lie in order of their counts. A bucket knows its count and its last slot; its neighbours are found through
-the list. Both evict exactly what cachetools (>= 8) evicts: a new row has count 1, and a row that returns starts anew.
+the list. Both evict exactly what cachetools (>= 8) evicts: a new row has count 1, and a row that returns starts again.
 TinyLFU is in tinylfu.py, lookahead in lookahead.py.
 """
 

@@ -189,7 +189,7 @@ class DeviceRows(ABC):
         kernels: ``rows_triton`` or ``rows_twin``.
         checks: of batches whose ids the device joined.
         captures: of lookups in CUDA graphs.
-        lock: serialises whoever brings rows in or writes them down; taken before the locks of the pool below.
+        lock: serialises threads that bring rows in or write them down; taken before the locks of the pool below.
         split_batches: batches whose rows did not fit at once; conflict_misses: rows that found their set pinned.
         fill_seconds: time spent bringing rows in and writing them down.
     """
@@ -549,7 +549,7 @@ class DeviceRows(ABC):
 
     def close(self) -> None:
         """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
-        whoever still refers to them (as a lookup does that waits for backward)."""
+        objects that still refer to them (as a lookup that waits for backward)."""
         self.lane.require_no_capture("no store is closed")
         self.refuse()
         with self.lock, self.lane.side():

@@ -40,7 +40,7 @@ _NO_KEY: Final = tl.constexpr(int(Status.NO_KEY))
 _STATUSES: Final = tl.constexpr(len(Status))
 _SUMMARY_ROWS: Final = tl.constexpr(SUMMARY_ROWS)
 _CLOCK_BITS: Final = tl.constexpr(30)
-"""A number that grows is passed in two halves: above 2**31 Triton would compile the kernel anew."""
+"""A number that grows is passed in two halves: above 2**31 Triton would compile the kernel again."""
 
 _BLOCK: Final = 256
 

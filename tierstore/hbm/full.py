@@ -4,8 +4,8 @@ There is no index, no plan and no pin, and the host waits for nothing once the r
 first use. Dirty rows are marked by the kernel that updates them, and go down when somebody flushes.
 
 ``lock`` is held while work on the rows is given to the device, and by ``flush`` until it is done. So a row's mark and
-its value change together for whoever copies rows down. Nobody holds a lock of the pool below while asking for it. A
-replay of a CUDA graph takes no lock and leaves no mark: ``flush`` waits for those that it was called after, and its
+its value change together for a thread that copies rows down. Nobody holds a lock of the pool below while asking for it.
+A replay of a CUDA graph takes no lock and leaves no mark: ``flush`` waits for those that it was called after, and its
 caller sees to it that none begins meanwhile.
 """
 
@@ -107,7 +107,7 @@ class FullRows(DeviceRows):
         layout = self.layout
         self.numbering: RowNumbering = RowNumbering(tables)
         self._is_trained = not readonly
-        # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
+        # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), self.lane.side():
             words = [
                 torch.empty((size.cached_rows, width), dtype=torch.int64, device=self.device)
@@ -247,7 +247,7 @@ class FullRows(DeviceRows):
 
     @shielded
     def flush(self) -> None:
-        """See ``DeviceRows``. Whoever is about to use rows waits for it; nobody may replay a graph meanwhile."""
+        """See ``DeviceRows``. A thread about to use rows waits for it; nobody may replay a graph meanwhile."""
         self.lane.require_no_capture("rows are not committed or copied down")
         self.look()
         with self.lock, self.lane.side():

@@ -13,12 +13,12 @@ stream, for the mark of the lease.
 
 A lease pins its slots. ``release`` only notes it, together with a mark of the stream that used the rows: the slots
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
-and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
+and no thread waits for a model's kernels; a thread that brings rows in waits for the side stream's.
 
 A call may be cut short anywhere, by any exception. Which slots are pinned follows from the leases that there are: the
-next call that brings rows in or writes them down pins their slots anew, and forgets what was loading.
+next call that brings rows in or writes them down pins their slots again, and forgets what was loading.
 
-Locks: ``lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
+Locks: ``lock`` serialises threads that bring rows in or write them down, and is taken before those of the pool below.
 ``rows_lock``, after it, keeps threads from reading a row while another changes it where no stream orders them: on the
 CPU. It is held while rows are in use.
 """
@@ -109,7 +109,7 @@ class HbmPool(DeviceRows):
         super().__init__(below, sender)
         lane, device = self.lane, self.device
         layout = self.layout
-        # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
+        # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
                 size.cached_rows,
@@ -497,7 +497,7 @@ class HbmPool(DeviceRows):
                 lease.release()
 
     def _send_keys(self, keys: Int64s) -> Tensor:
-        """On the device, for the side stream, and so for whoever uses a lease taken later."""
+        """On the device, for the side stream, and so before a lease taken later is used."""
 
         def fill(arrays: list[NDArray[Any]]) -> None:
             arrays[0][:] = keys

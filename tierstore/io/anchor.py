@@ -9,9 +9,9 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
 2. From before that copy is written until the next anchor stands, the tier keeps the anchored tree
    pinned (``pins.py``), and LMDB reuses no page of a pinned tree. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
-3. Whoever opens the store for writing and finds other meta pages than the copy puts the copy back (``recovery.py``).
-   That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond it is dropped by
-   its epoch.
+3. A process that opens the store for writing and finds other meta pages than the copy puts the copy back
+   (``recovery.py``). That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond
+   it is dropped by its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
 background too. Three times ``GROWTH_BYTES`` may lie between the oldest pin and the newest page; in large stores 1/32 of
@@ -70,7 +70,7 @@ class Anchor(NamedTuple):
 
 
 def boot_id() -> bytes:
-    """16 bytes that change when the machine starts anew; all zero where the system does not tell."""
+    """16 bytes that change when the machine starts again; all zero where the system does not tell."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
     except (OSError, ValueError):

@@ -59,7 +59,7 @@ class Cleaner:
         self._spoiled: set[int] = set()
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> KeyedRows | None:
-        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none.
+        """The live rows of what ``plan`` chose, segment by segment, to be appended again; None if there are none.
 
         If they fill several segments, the last, part of one, waits for another turn: where segments are of one size,
         what LMDB frees is what it is asked for next.

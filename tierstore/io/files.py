@@ -41,8 +41,8 @@ def rows_path(directory: Path) -> Path:
 
 
 def take_from_lower_layer(directory: Path) -> None:
-    """Have an overlay copy the row file now, if it would once another process opens it for writing: whoever reads the
-    file from then on sees what that process writes."""
+    """Have an overlay copy the row file now, if it would once another process opens it for writing: readers of the
+    file see what that process writes only from then on."""
     with contextlib.suppress(OSError):  # who cannot write to it will be told when he tries
         os.close(os.open(rows_path(directory), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
 
@@ -65,7 +65,7 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         full = free_bytes(path.parent) < 1 << 20 or _at_size_limit(path)
     if full:
         return DiskFullError(
-            f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
+            f"{path}: no space left on the file system; the last commit is intact. Free some space and try again."
         )
     if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.EACCES, errno.EPERM):
         return translate_os_error(OSError(code, os.strerror(code)), path)

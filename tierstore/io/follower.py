@@ -58,7 +58,7 @@ class NewerCommit:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of the map, whoever keeps this."""
+        """Let go of the map, also while this is referred to."""
         self.rows = RowMap({})
 
 

@@ -89,7 +89,7 @@ def _claim_values(
     """Mark the pages of the entries' values and, of the tree of free pages, the pages they list; returns how many these
     are, of either kind.
 
-    The headers of segments are left unread: that would read the whole file, and whoever deletes one looks at it.
+    The headers of segments are left unread: that would read the whole file, and the call that deletes one looks at it.
     """
     halves, overflows, free = pages.halves, 0, 0
     for i in range(len(entries)):

@@ -42,7 +42,7 @@ SAMPLE_ROWS: Final = 16
 """After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS on pages not queued yet are looked at: if all are in
 memory, queueing ends."""
 BLIND_ROWS: Final = 4096
-"""Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
+"""Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin again if need be."""
 PREFETCH_ROWS: Final = 8
 PREFETCH_ENTRIES: Final = 32
 MAX_GROUP: Final = 256

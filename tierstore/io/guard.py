@@ -2,13 +2,13 @@
 
 A page that the device refuses to read, or that lies beyond the end of a file that was cut short, faults where it is
 touched. A handler in machine code, which needs no GIL, notes the page and maps zeros over it; the load that faulted is
-repeated and finds them. So a read goes on, over bytes that nobody wrote, and whoever reads asks before and after:
+repeated and finds them. So a read goes on, over bytes that nobody wrote, and a reader asks before and after:
 
-- ``Guard.begin`` maps the file over refused pages again, so that the device is asked anew, and returns a count.
+- ``Guard.begin`` maps the file over refused pages again, so that the device is asked again, and returns a count.
 - ``Guard.require`` raises if a page was refused since that count, ``Guard.refused`` tells which were.
 
 A page may turn to zeros and back between two loads of one read. So nothing that was read counts before it was asked,
-be its checksum good. A page is noted before its zeros can be seen: no reader of zeros misses it, whoever met it first.
+be its checksum good. A page is noted before its zeros can be seen: each reader of zeros finds it.
 
 The handler takes faults at addresses of its table. It hands all others to the handler that was there before, by putting
 that one back and letting the load fault again. Another handler may be put over it later, by ``faulthandler.enable()``

@@ -223,7 +223,7 @@ class LmdbColdTier:
 
     @property
     def payload(self) -> bytes:
-        """See ``ColdTier.payload``; read anew at each use. DamagedError if it does not match its checksum."""
+        """See ``ColdTier.payload``; read again at each use. DamagedError if it does not match its checksum."""
         with self._file.lock:
             self._file.require_open()
             return read_payload(self._file.snapshot, self._file.record)

@@ -250,7 +250,7 @@ class Log:
 
 
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
-    """Some segments that are to be deleted, by layout. One that is damaged stays, until the file is opened anew."""
+    """Some segments that are to be deleted, by layout. One that is damaged stays, until the file is opened again."""
     found: Dead = []
     room = _DELETED_PAGES
     for segments in rows.segments.values():

@@ -194,9 +194,9 @@ def map_length(size_bytes: int) -> int:
 class FileMap:
     """A read-only shared map of a file.
 
-    Addresses beyond the end of the file may be mapped but must not be touched: whoever reads through ``words`` compares
-    with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once. A file may outgrow its map:
-    ``reaching`` makes a longer one. This one stays for whoever reads through it; as each map is at least twice as
+    Addresses beyond the end of the file may be mapped but must not be touched: code that reads through ``words``
+    compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once. A file may outgrow
+    its map: ``reaching`` makes a longer one. This one stays for readers of it; as each map is at least twice as
     long as the one before, all of them together take at most twice the address space of the last.
 
     Attributes:
@@ -244,7 +244,7 @@ class FileMap:
     @functools.cached_property
     def rows(self) -> "FileMap":
         """Another map of the open file, with a guard of its own, to read rows through: a page of theirs that the
-        device refuses does not disturb whoever walks the tree meanwhile. Closed with this one."""
+        device refuses does not disturb a thread that walks the tree meanwhile. Closed with this one."""
         return FileMap(self.path, self.length_bytes, self.pins)
 
     def reaching(self, size_bytes: int) -> "FileMap":

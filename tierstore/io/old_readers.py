@@ -35,7 +35,7 @@ class OldReaders:
         self._told_bytes = 0
 
     def look(self, live_bytes: int) -> None:
-        """Count anew, and log a warning whenever it is too much and has doubled since the last one.
+        """Count again, and log a warning whenever it is too much and has doubled since the last one.
 
         Args:
             live_bytes: of the segments.

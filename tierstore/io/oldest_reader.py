@@ -60,7 +60,7 @@ class OldestReader:
         self._write(_NOBODY)
 
     def set_map_length(self, length_bytes: int) -> None:
-        """Have LMDB map so much. That ends all transactions, so the place is taken anew; none may be open but ours.
+        """Have LMDB map so much. That ends all transactions, so the place is taken again; none may be open but ours.
 
         Raises:
             TierstoreError: the system refuses, and the environment is of no more use.

@@ -121,7 +121,7 @@ class OpenFile:
     """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
 
     Attributes:
-        lock: held by whoever writes, or changes what readers are shown.
+        lock: held by a thread that writes, or changes what readers are shown.
         map: the file as memory; another when it outgrows that.
         view: what readers are shown.
         head: which versions there are.
@@ -245,4 +245,4 @@ class OpenFile:
         """Release map and locks."""
         self._state = "closed"
         self._parts.close()
-        self.view.rows = None  # whoever keeps the store, or a table of it, does not keep the map
+        self.view.rows = None  # references to the store, or to a table of it, do not keep the map

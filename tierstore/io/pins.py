@@ -3,18 +3,18 @@
 The locks are of the open file (open-file-description locks, ``fcntl(2)``), on ``rows.lmdb`` itself: shared by readers,
 exclusive for the writer. So no file can be removed that keeps a second writer out. No process id is involved, and no
 other descriptor of the file matters. The bytes need not exist, and nothing is written. The kernel drops the lock when
-nothing refers to the open file any more; as the file's map refers to it, what is in the map is locked whoever closes
-the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and the lock ends with the
+nothing refers to the open file any more; as the file's map refers to it, what is in the map stays locked, whatever
+closes the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and the lock ends with the
 descriptor.)
 
 Why no page is reused that a reader can see:
 
 - LMDB's transaction n + 1 uses pages that transactions before n freed. So it leaves the trees n and n - 1 whole, with
   readers or without.
-- A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins anew.
+- A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins again.
 - The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
 
-Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins anew, or the writer
+Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins again, or the writer
 sees the lock and tells LMDB (``oldest_reader.py``).
 """
 

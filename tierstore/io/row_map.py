@@ -320,7 +320,7 @@ class RowMap:
         """
         segments = self.segments[layout]
         stored = segments.stored(slots)
-        read_indexes(tree, stored)  # a damaged epoch would be written anew, with a good checksum
+        read_indexes(tree, stored)  # a damaged epoch would be written again, with a good checksum
         starts, _ = byte_ranges(stored, tree.page_bytes)
         count = int(segments.arrays.live[slots].sum())
         keys, epochs = np.empty(count, np.int64), np.empty(count, np.uint64)

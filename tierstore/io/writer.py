@@ -152,7 +152,7 @@ class Writer:
 
     def _put_payload(self, record: CommitRecord, payload: bytes) -> None:
         """Put a version's payload, some at a time, as LMDB keeps what a transaction puts in memory. No version that is
-        shown has it before the version is: whoever drops what such do not have drops it."""
+        shown has it before the version is: code that drops what such do not have drops it."""
         view, step = memoryview(payload), records.PAYLOAD_CHUNK_BYTES
         try:
             for first in range(0, record.num_payload_chunks, _CHUNKS_TOGETHER):

@@ -1,4 +1,4 @@
-"""Who may write to a store: whoever has the writer's lock on its row file (``pins.py``).
+"""Who may write to a store: the process that has the writer's lock on its row file (``pins.py``).
 
 ``writer.lock`` beside it only says who that is, for the message that another gets. No lock depends on it.
 """

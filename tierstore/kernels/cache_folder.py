@@ -21,7 +21,7 @@ def roots() -> Iterator[Path]:
             yield Path(place, "tierstore", __version__)
     private = Path(tempfile.gettempdir(), f"tierstore-{os.geteuid()}")
     private.mkdir(mode=0o700, exist_ok=True)
-    # Whoever can write there has this process run what they like.
+    # Users who can write there have this process run what they like.
     found = private.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
         yield private / __version__

@@ -1,4 +1,4 @@
-"""The first time that a machine compiles kernels: processes share the work, and whoever waits is told why.
+"""The first time that a machine compiles kernels: processes share the work, and those that wait say why.
 
 numba compiles one kernel at a time in a process. So a process that must compile starts another one, which compiles what
 the rest of a first run needs, last things first (``warm_up/ahead.py``). A kernel is compiled by the process that has
@@ -89,7 +89,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _wait(descriptor: int, place: int) -> None:
-        """For whoever compiles it, but not for ever: it may have been stopped, and what it saves is only work."""
+        """For the process that compiles it, but not for ever: it may have been stopped, and only work is saved."""
         for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
             time.sleep(_POLL_SECONDS)
             with contextlib.suppress(BlockingIOError, PermissionError):

@@ -217,7 +217,7 @@ if JIT_ENABLED:
             return Path(_Cache(_folder).cache_path)
         except (RuntimeError, OSError):
             _LOG.warning(
-                "no folder to keep machine code in, so each process compiles its kernels anew, which takes some "
+                "no folder to keep machine code in, so each process compiles its kernels again, which takes some "
                 "seconds: set NUMBA_CACHE_DIR to a folder that this user can write to"
             )
             return None

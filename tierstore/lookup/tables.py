@@ -75,7 +75,7 @@ class TrainsRows(Protocol):
 
 
 class CollectsGradients(Protocol):
-    """A store's optimizer, to whoever runs backward."""
+    """A store's optimizer, as a backward pass sees it."""
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""

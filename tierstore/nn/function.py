@@ -20,7 +20,7 @@ _MISSED: Final = 2
 """Batches in turn: one may well have been left out."""
 _NOT_TAKEN: Final = (
     "prefetch brought rows in for an object that forward was not given: it was given another one. features= must "
-    "return the very object that the model passes to the module, not one made anew"
+    "return the very object that the model passes to the module, not a copy"
 )
 RowsRead = list[tuple[LookupTable, int]]
 

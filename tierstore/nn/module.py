@@ -135,7 +135,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def announce(self, features: Any) -> Announced | None:
         """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
 
-        Whoever called retires what is returned.
+        The caller retires what is returned.
         """
         return self._prepare_of(features).announce()
 

@@ -366,8 +366,8 @@ class _Reader:
         self.release()
 
     def release(self) -> None:
-        """Retire what was announced and forget the caches; for whoever closed it, unless a thread is at work in it
-        outside the caller's code."""
+        """Retire what was announced and forget the caches; for the thread that closed it, unless another is at work in
+        it outside the caller's code."""
         self.module = self._get_features = self._error = None
         self._waiting.clear()
         _pop_all(self._window, _retire)

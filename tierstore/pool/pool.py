@@ -8,7 +8,7 @@ Locks, always taken in this order:
   ``rows_lock`` is the same lock, or none in a read-only store.
 
 A call may be cut short between any two lines, by any exception: of a signal's handler, for want of memory. Then the
-cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins anew.
+cache's contract keeps rows right, ``Pins`` releases what the call had pinned, and the write-back begins again.
 
 Its parts: ``arena`` (rows and locks), ``pins``, ``leases`` (which bring rows in), ``transfers`` (rows in and
 out by key), ``writeback``, and ``rows`` (lookups and updates of batches).

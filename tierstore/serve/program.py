@@ -185,7 +185,12 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
     torch.set_num_threads(config.num_threads)
     _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, worker, on_ready, is_patient))
+        before = {each: signal.getsignal(each) for each in (*_SIGNALS, signal.SIGHUP)}
+        try:
+            runner.run(_serve(config, worker, on_ready, is_patient))
+        finally:
+            for each, handler in before.items():  # uvloop leaves its own, which do nothing any more
+                signal.signal(each, handler)
     return 0
 
 

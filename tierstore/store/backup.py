@@ -61,7 +61,7 @@ def back_up(
 
     Raises:
         ClosedError. ValueError: the target is inside the store's directory. FileExistsError: it holds something.
-        FileNotFoundError: there is no directory to make it in. DiskFullError: no room for it.
+        FileNotFoundError: there is no directory to make it in. DiskFullError: no free space for it.
         StoreReplacedError: the store was moved. DamagedError: it is not sound.
         TierstoreError: the system refused, or another process writes the target.
         Whatever is raised, nothing is left of the backup.

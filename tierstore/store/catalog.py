@@ -251,7 +251,7 @@ class Catalog:
 
     def _add(self, config: TableConfig, index: int) -> Table:
         store = self._store()
-        assert store is not None, "whoever calls a store has it"
+        assert store is not None, "the caller of a store has it"
         if store.recorder is not None:
             store.recorder.add_table(index, config.name)
         table = self.tables[config.name] = Table(store, config, index, self._kept(index, config))

@@ -36,7 +36,7 @@ class Lifetime:
         if self._process_id != os.getpid():
             raise ClosedError(
                 f"the store at {self.directory} was opened by process {self._process_id}, of which this is a fork; "
-                'open it anew here, with mode="r" if the other goes on writing'
+                'open it again here, with mode="r" if the other goes on writing'
             )
         if self.is_closed:
             raise ClosedError(f"the store at {self.directory} is closed; open it again with tierstore.open")

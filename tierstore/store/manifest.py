@@ -134,7 +134,7 @@ class Manifest:
             raise
 
     def with_table(self, config: TableConfig) -> "Manifest":
-        """One with one table more. Of the others nothing is done anew, so many may be made one by one."""
+        """One with one table more. Of the others nothing is done again, so many may be made one by one."""
         other = replace(self, tables=(*self.tables, config))
         other.__dict__["_texts"] = (*self._texts, _canonical(config.to_dict()))
         return other

@@ -64,7 +64,7 @@ def open_files(directory: Path, *, readonly: bool, version: int | None = None, s
                 f"{cold.path} has pages of {cold.page_bytes} bytes and its manifest says {manifest.page_bytes}; "
                 "restore both from one copy of the store"
             )
-        # Read anew: another writer may have made tables before the lock was ours, or before the version was chosen.
+        # Read again: another writer may have made tables before the lock was ours, or before the version was chosen.
         manifest = Manifest.read(directory)
         if not readonly and not manifest.has_rows:
             manifest = replace(manifest, has_rows=True)

@@ -179,7 +179,7 @@ class Store(Unpicklable):
 
         The change is part of no version: all that are kept show the table as it is now, and ``rollback`` changes it not
         back. A process that is killed leaves the table as it was, or as it is to be. ``Table`` objects of before, and
-        modules over them, refuse further use; make them anew.
+        modules over them, refuse further use; make them again.
 
         Args:
             table: its name now.
@@ -325,7 +325,7 @@ class Store(Unpicklable):
 
         The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
         written or trained afterwards belongs to the next version: a row that changes before it was written is copied
-        first, and whoever changes rows faster than they are written waits for the writer. A commit waits for the one
+        first, and threads that change rows faster than they are written wait for the writer. A commit waits for the one
         before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
 
         Returns:
@@ -351,9 +351,9 @@ class Store(Unpicklable):
         self._partly_trained = None
 
     def refresh(self) -> int:
-        """Have a store opened with mode="r" show the newest commit of whoever writes it; returns its number.
+        """Have a store opened with mode="r" show the newest commit of its writer; returns its number.
 
-        Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read anew where
+        Lookups in other threads may go on: each shows rows of one version. What the caches hold stays, read again where
         it changed. With ``version=``, or in a store open for writing, nothing happens.
 
         Raises: as ``find_newer`` and ``Newer.show``.

@@ -105,7 +105,7 @@ class Table(Unpicklable):
         if self._captured and rate != self._learning_rate:
             raise RuntimeError(
                 f"a CUDA graph trains table {self.name!r} at learning rate {self._learning_rate}, so it cannot become "
-                f"{rate}: commit, close the store and open it again, set the rate, and capture the step anew"
+                f"{rate}: commit, close the store and open it again, set the rate, and capture the step again"
             )
         self._learning_rate = float(rate)
 
@@ -119,7 +119,7 @@ class Table(Unpicklable):
         if self._is_gone:
             raise TableError(
                 f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
-                f"take it anew: store[{self.name!r}]"
+                f"take it again: store[{self.name!r}]"
             )
         known = self._known_pool()
         if known is not None and not known.arena.is_closed:

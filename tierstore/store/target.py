@@ -36,7 +36,7 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
 
     Raises:
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
-        TierstoreError: the system refuses, or another process is at work there. DiskFullError: no room.
+        TierstoreError: the system refuses, or another process is at work there. DiskFullError: no free space.
     """
     work = target / work_name
     with output_errors(target):

@@ -20,7 +20,7 @@ def translate_os_error(
     """The error of ours for what the system said while ``path`` was used; ``instead`` of writing, do what that says."""
     if error.errno in FULL:
         return DiskFullError(
-            f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
+            f"{path}: no space left on the file system; the last commit is intact. Free some space and try again."
         )
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return TierstoreError(f"{path}: out of file descriptors; raise `ulimit -n` or close files, and try again.")

@@ -14,13 +14,13 @@ from .sizes import format_size
 
 @contextlib.contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """DiskFullError, ReadOnlyError or TierstoreError where the system has no room for a new file, or refuses it."""
+    """DiskFullError, ReadOnlyError or TierstoreError where the system has no space for a new file, or refuses it."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise DiskFullError(
-                f"{path}: no room left on the file system ({error.strerror}); nothing was kept of it. "
+                f"{path}: no space left on the file system ({error.strerror}); nothing was kept of it. "
                 "Free some space, or choose another place"
             ) from error
         if error.errno in (errno.EROFS, *NOT_PERMITTED):

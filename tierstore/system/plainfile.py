@@ -13,7 +13,7 @@ from .oserrors import translate_os_error
 def require_plain_file(path: Path) -> None:
     """FormatError if there is something at ``path`` that is no plain file.
 
-    A link would lead out of the directory, a pipe would hang whoever opens it, and a device may do anything.
+    A link would lead out of the directory, a pipe would hang a process that opens it, and a device may do anything.
     """
     try:
         mode = path.lstat().st_mode

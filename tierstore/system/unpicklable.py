@@ -10,7 +10,7 @@ class Unpicklable:
         """TypeError: for ``pickle``, ``copy``, ``torch.save`` and processes that are spawned."""
         raise TypeError(
             f"{self!r} cannot be pickled or copied: its files, memory and threads are this process's. In another "
-            'process open the store anew, with mode="r" if this one writes it. To save a model with its rows: '
+            'process open the store again, with mode="r" if this one writes it. To save a model with its rows: '
             "tierstore.checkpoint.save(store, model); without them: its state_dict(). copy.deepcopy of a model "
             "shares its tables"
         )
