@@ -1,5 +1,6 @@
 """What a pipeline prepared is taken by the forward call that it is for, once, whoever else ends the pipeline."""
 
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 import tierstore
 from tierstore.nn.function import PreparedLookups
+from tierstore.pool import Pool
 
 
 class Counted:
@@ -74,4 +76,22 @@ def test_a_wrong_id_in_one_of_several_modules_leaves_nothing_announced() -> None
         for _ in range(80):
             with pytest.raises(ValueError, match="is not a row of table 'b'"):
                 next(tierstore.prefetch([[right, wrong]], bags, depth=0, lookahead=2, features=lambda each: each))
+        assert store["a"].pool.can_announce(500)
+
+
+def test_ctrl_c_right_after_an_announcement_leaves_nothing_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce = Pool.announce
+
+    def interrupted(pool: Pool, keys: Any) -> int:
+        number = announce(pool, keys)
+        signal.raise_signal(signal.SIGINT)
+        return number
+
+    monkeypatch.setattr(Pool, "announce", interrupted)
+    with tierstore.open(cold="memory", ddr="1MiB", policy="lookahead") as store:
+        config = tierstore.TableConfig(name="a", num_embeddings=100_000, embedding_dim=8)
+        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
+        for _ in range(80):
+            with pytest.raises(KeyboardInterrupt):
+                list(tierstore.prefetch([torch.arange(500).view(-1, 5)], bag, depth=0, lookahead=2))
         assert store["a"].pool.can_announce(500)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..system.dropped import finish, hand_over
 from ..system.forks import disown_in_forks, require_own
+from ..system.signals import shielded
 from .function import Announced
 
 Batch = TypeVar("Batch")
@@ -314,16 +315,18 @@ class _Reader:
     def _add(self, *, must: bool) -> bool:
         """Read a batch and announce it; False at the end, and unless ``must`` if the caches have no room for it yet."""
         try:
-            if not self._waiting and not self._read():
-                return False
-            assert self.module is not None
-            announced = self.module.announce(self._waiting[0].features) if self._lookahead else None
+            return (bool(self._waiting) or self._read()) and self._announce(must=must)
         except StopIteration:
             self._ended = True
-            return False
         except BaseException as error:
             self._error, self._ended = error, True
-            return False
+        return False
+
+    @shielded
+    def _announce(self, *, must: bool) -> bool:
+        """Announce what waits, and have it in the window, by which it is retired."""
+        assert self.module is not None
+        announced = self.module.announce(self._waiting[0].features) if self._lookahead else None
         if announced is None and self._lookahead and not must:
             return False
         self._window.append(self._waiting.pop()._replace(announced=announced))
