@@ -94,8 +94,7 @@ class DdrCache(HostCache):
     def admit(self, admission: Admission) -> AdmitStatus:
         progress = admission.progress
         if progress.item(STAMP) < 0:
-            if self._books.tallies[Tally.STAMP] >= _STAMP_MAX:
-                self._require_stamps(1)
+            self._require_stamps(1)
             self._books.tallies[Tally.STAMP] += 1
             progress[STAMP] = self._books.tallies[Tally.STAMP]
         stamp = progress.item(STAMP)

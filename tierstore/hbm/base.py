@@ -549,7 +549,7 @@ class DeviceRows(ABC):
 
     def close(self) -> None:
         """Refuse further use, wait until no work that was given to the device uses the rows, and free their memory,
-        objects that still refer to them (as a lookup that waits for backward)."""
+        even if objects still refer to them (as a lookup does that waits for backward)."""
         self.lane.require_no_capture("no store is closed")
         self.refuse()
         with self.lock, self.lane.side():

@@ -41,8 +41,8 @@ def rows_path(directory: Path) -> Path:
 
 
 def take_from_lower_layer(directory: Path) -> None:
-    """Have an overlay copy the row file now, if it would once another process opens it for writing: readers of the
-    file see what that process writes only from then on."""
+    """Have an overlay copy the row file now, if it would once another process opens it for writing: who opens
+    the file after this sees what that process writes."""
     with contextlib.suppress(OSError):  # who cannot write to it will be told when he tries
         os.close(os.open(rows_path(directory), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
 

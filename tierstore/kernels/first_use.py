@@ -146,9 +146,12 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
     def _begin(self) -> None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of processes that torchrun starts
-        if self._locks is None or default_threads() == 1 or not is_first or hasattr(sys, "frozen") or self._is_done():
+        is_one = default_threads() == 1 or not is_first or hasattr(sys, "frozen")
+        if self._locks is None or self._done is None or is_one or self._is_done():
             self.is_alone = True
             return
+        with contextlib.suppress(OSError):
+            self._done.unlink(missing_ok=True)  # it is of other sources, whose kernels are replaced now
         try:
             self._ahead = start("first_run", 1, stderr=subprocess.DEVNULL)
             threading.Thread(target=self._ahead.wait, daemon=True).start()

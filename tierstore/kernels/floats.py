@@ -1,6 +1,6 @@
 """Weights of any storage type as float32, inside kernels.
 
-A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``dtype_code`` tells the two apart. Both
+A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``dtype_code`` says which. Both
 directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does. ``simd`` loads
 and stores elements of either.
 """

@@ -5,16 +5,16 @@ may overlap. With these, the sums of some columns are one value, of 4, 16 or 64 
 float32. Each operation is the IEEE one on each element, no two are contracted, so results have the same bits as the
 plain loop's. LLVM makes of them what the processor has.
 
-====================================  ===================================================================
-``load(rows, i, j, half, lanes)``     ``rows[i, j : j + lanes]``, rows as in ``floats``, C-contiguous
-``store(rows, i, j, v, half, lanes)`` the other way round, rounded as ``floats`` does
-``fill(value, lanes)``                so many times the same float32
-``+ - * /``                           element by element; one side may be a float32
-``root(v)``                           correctly rounded square roots
-``bytes16(row, place)``               16 bytes of a row (uint8 [n]) as numbers
-``nibbles16(row, place)``             16 numbers of four bits in 8 bytes, the lower half of each byte first
-``fma16(v, factor, term)``            ``v * factor + term``, rounded once; ``factor`` is a float32
-====================================  ===================================================================
+==========================================  ===================================================================
+``load(rows, i, j, dtype_code, lanes)``     ``rows[i, j : j + lanes]``, rows as in ``floats``, C-contiguous
+``store(rows, i, j, v, dtype_code, lanes)`` the other way round, rounded as ``floats`` does
+``fill(value, lanes)``                      so many times the same float32
+``+ - * /``                                 element by element; one side may be a float32
+``root(v)``                                 correctly rounded square roots
+``bytes16(row, place)``                     16 bytes of a row (uint8 [n]) as numbers
+``nibbles16(row, place)``                   16 numbers of four bits in 8 bytes, the lower half of each byte first
+``fma16(v, factor, term)``                  ``v * factor + term``, rounded once; ``factor`` is a float32
+==========================================  ===================================================================
 
 ``lanes`` is a constant where a kernel is compiled (``jit.uncounted_template`` passes it on). No bounds are checked.
 """

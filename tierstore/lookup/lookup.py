@@ -150,7 +150,7 @@ class Lookup(OverJoined):
             self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
         joined.tables[0].in_pool(partial(self._look_up, pooling=pooling, keep=keep))
-        if not keep and self._lease is not None:
+        if not keep:
             self.release()
 
     def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:

@@ -73,11 +73,9 @@ class InMemory:
             if status != kernels.DONE:
                 return None
             cache.note_hits(len(ids))
-        return (
-            rows
-            if arena.dtype_code == FLOAT32
-            else torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
-        )
+        if arena.dtype_code == FLOAT32:
+            return rows
+        return torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
 
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """As ``Table.pooled``; None where that must do it: a row is not resident, or an argument is wrong or not a

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 from ..settings.names import nearest
 from ..settings.sections import described, read_toml
 from ..system.hosts import address
+from ..system.signals import handlers_restored
 from .config import ServeConfig
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def serve(options: argparse.Namespace) -> int:
         return run_workers(config, on_ready=tell)
     if config.num_threads > 1 and not is_said:
         begin_anew(options.words)
-    return run(config, on_ready=tell)
+    with handlers_restored(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return run(config, on_ready=tell)
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ async def _refuse_rollback() -> int:
 
 
 def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status.
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Leaves handlers of signals behind that do nothing.
 
     Args:
         on_ready: called with the ports, once requests are taken, or once a replica waits for its first update.
@@ -185,12 +185,7 @@ def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 
     torch.set_num_threads(config.num_threads)
     _make_room_for(config.connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        before = {each: signal.getsignal(each) for each in (*_SIGNALS, signal.SIGHUP)}
-        try:
-            runner.run(_serve(config, worker, on_ready, is_patient))
-        finally:
-            for each, handler in before.items():  # uvloop leaves its own, which do nothing any more
-                signal.signal(each, handler)
+        runner.run(_serve(config, worker, on_ready, is_patient))
     return 0
 
 

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from ..errors import TierstoreError
+from ..system.signals import handlers_restored
 from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run
@@ -116,10 +117,8 @@ def _signals(stopping: threading.Event, processes: Sequence[BaseProcess]) -> Ite
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    before = {each: signal.signal(each, lambda *_: stopping.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, pass_on)
-    try:
+    with handlers_restored(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, lambda *_: stopping.set())
+        signal.signal(signal.SIGHUP, pass_on)
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

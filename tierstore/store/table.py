@@ -319,10 +319,8 @@ class Table(Unpicklable):
         keys, layout = self._keys(ids), self.layout
         slots = np.arange(len(keys), dtype=np.int32)
         weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
-        dtype_code, out = (
-            code_of_dtype(layout.dtype),
-            torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu"),
-        )
+        dtype_code = code_of_dtype(layout.dtype)
+        out = torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
         if layout.is_quantized:
             quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, dtype_code)
             quantized.unpack_rows(slots, weights, layout.dim, dtype_code, out.numpy())

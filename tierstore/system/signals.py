@@ -8,6 +8,7 @@ when they end.
 
 import _signal  # type: ignore[import-not-found, unused-ignore]
 import _thread
+import contextlib
 import functools
 import itertools
 import os
@@ -134,6 +135,18 @@ def _run_arrived() -> None:
         _run_arrived()
         raise
     _MAIN.arrived.clear()
+
+
+@contextlib.contextmanager
+def handlers_restored(*numbers: int) -> Iterator[None]:
+    """At its end these signals have the handlers again that they have now, unless those were set outside Python."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 _MAIN: Final = _Main()

@@ -13,6 +13,7 @@ from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
 from ...system.excerpt import excerpt, excerpt_names
 from .base import (
     CRITEO_SCHEMA,
+    MAX_REASON,
     DataError,
     DataFile,
     RawRows,
@@ -28,7 +29,6 @@ from .files import files_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_REASON: Final = 200
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
 

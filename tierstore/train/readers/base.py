@@ -44,6 +44,8 @@ class Schema:
             raise ValueError("there are no sparse columns; name at least one in data.sparse_columns")
 
 
+MAX_REASON: Final = 200
+"""Characters of another library's words in a message."""
 CRITEO_SCHEMA: Final = Schema(
     label="label", dense=tuple(f"I{i}" for i in range(1, 14)), sparse=tuple(f"C{i}" for i in range(1, 27))
 )

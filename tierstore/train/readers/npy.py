@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ...kernels.arrays import Bools, Int64s
 from .base import (
     CRITEO_SCHEMA,
+    MAX_REASON,
     DataError,
     DataFile,
     RawRows,
@@ -23,7 +24,6 @@ from .base import (
 )
 from .categories import MAX_CATEGORY, MISSING, Categories, are_whole, exact_bits
 
-_MAX_REASON: Final = 200
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
 _UNREADABLE: Final = (
@@ -164,11 +164,11 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
             warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
             array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except _UNREADABLE as error:
-        raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:_MAX_REASON]}") from error
+        raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:MAX_REASON]}") from error
     fits = array.shape[1:] == shape if shape is not None else array.ndim <= 2
     if array.dtype.kind not in kinds or not array.ndim or not fits:
         wanted = "[rows] or [rows, K]" if shape is None else f"[rows{''.join(f', {n}' for n in shape)}]"
-        held = f"{str(array.dtype)[:_MAX_REASON]} {list(array.shape)}"
+        held = f"{str(array.dtype)[:MAX_REASON]} {list(array.shape)}"
         raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array
 
