@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(compaction.os, call, refuse)
-    with pytest.raises(errors.DiskFullError, match="copy: no room left"):
+    with pytest.raises(errors.DiskFullError, match="copy: no space left"):
         compact_store(source, tmp_path / "copy")
     monkeypatch.undo()
     assert names(tmp_path) == ["source"]

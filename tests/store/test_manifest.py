@@ -136,7 +136,7 @@ def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        (errno.ENOSPC, errors.DiskFullError, "no room left"),
+        (errno.ENOSPC, errors.DiskFullError, "no space left"),
         (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
         (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
         (errno.EIO, errors.TierstoreError, "Input/output error"),
