@@ -224,17 +224,29 @@ def test_what_finalizers_hand_over_is_done_elsewhere(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_what_no_thread_can_be_had_for_is_done_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
+def _refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("can't start new thread")
 
+
+def test_what_no_thread_can_be_had_for_is_done_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr("_thread.start_new_thread", refuse)
+        patch.setattr("_thread.start_new_thread", _refuse)
         hand_over(lambda: done.append(threading.get_ident()))
     assert done == []
     settle(60)
     assert done == [threading.get_ident()]
+
+
+def test_what_is_handed_over_as_the_interpreter_begins_to_end_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    with monkeypatch.context() as patch:
+        # Python 3.12 and later refuse a thread to the thread that was to start it.
+        patch.setattr("threading._start_new_thread", _refuse)
+        patch.setattr("threading._start_joinable_thread", _refuse, raising=False)
+        hand_over(done.set)
+        assert done.wait(60)
+    settle(60)
 
 
 END = """

@@ -38,7 +38,10 @@ class _Closing:
 
     def begin(self) -> None:
         """Start a thread for it. In a thread that holds no lock: ``Thread.start`` takes some, and waits."""
-        threading.Thread(target=self.run, name="tierstore-dropped", daemon=True).start()
+        try:
+            threading.Thread(target=self.run, name="tierstore-dropped", daemon=True).start()
+        except RuntimeError:  # the interpreter has begun to end since this thread was started
+            self.run()
 
     def run(self) -> None:
         """Do it, and keep nothing of it."""
