@@ -149,12 +149,7 @@ def _digest(tree: Tree) -> bytes:
 
 
 def _check_tree(
-    tree: Tree,
-    place: Path,
-    versions: Sequence[Snapshot],
-    tables: set[str],
-    loss: Loss,
-    counts: Counts,
+    tree: Tree, place: Path, versions: Sequence[Snapshot], tables: set[str], loss: Loss, counts: Counts
 ) -> None:
     """Check one state; an error says which it was."""
     materialise(tree, place)
@@ -180,12 +175,7 @@ def _remove(place: Path) -> None:
     place.rmdir()
 
 
-def check(
-    directory: Path,
-    versions: Sequence[Snapshot],
-    tables: set[str],
-    counts: Counts,
-) -> Snapshot:
+def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], counts: Counts) -> Snapshot:
     """Open a store, hold it against the versions that it may show, go on with it; returns the one that it shows."""
     if counts.states % 4 == 0:
         _check_reader(directory, versions, counts)

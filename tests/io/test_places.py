@@ -142,22 +142,6 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
         assert _content(tier._file.make_map()) == again
 
 
-def test_rows_written_without_a_commit_are_in_no_later_version(tmp_path: Path) -> None:
-    """They are deleted before the next process writes anything, and not read before."""
-    keys = keys_of(0, np.arange(500))
-    with closing(_opened(tmp_path)) as tier:
-        write_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-        write_rows(tier, WIDE, keys, 2)
-    with closing(_opened(tmp_path)) as tier:
-        check_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-    for readonly in (True, False):
-        with closing(_opened(tmp_path, readonly=readonly)) as tier:
-            check_rows(tier, WIDE, keys, 1)
-            assert tier.verify().segments == -(-len(keys) // WIDE.rows_per_segment)
-
-
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a writer, which looks for what an earlier process left behind."""
     looked_at: list[int] = []

@@ -13,14 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tests.kernel_calls import from_python
-from tierstore.io.segments import (
-    SegmentStatus,
-    block_word,
-    build_segment,
-    check_index,
-    geometry,
-    unpack_block_word,
-)
+from tierstore.io.segments import SegmentStatus, block_word, build_segment, check_index, geometry, unpack_block_word
 from tierstore.kernels.jit import kernel
 from tierstore.layout import RowLayout
 

@@ -266,21 +266,6 @@ def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: 
         assert _salvaged(tmp_path, _changed(history.files, [(page * PAGE, bytes(PAGE))])).is_whole
 
 
-def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_path: Path) -> None:
-    """Also such that lead to other pages or name other segments: an old row is taken for a new one nowhere."""
-    random = np.random.default_rng(11)
-    outcomes = []
-    for page in image.leaves[:3]:
-        places = [*random.integers(0, PAGE, 12), *(node - page * PAGE + 24 for node in image.nodes_of(page)[:9])]
-        for at in places:
-            files = _changed(history.files, [_flip(image, page * PAGE + int(at), 1 << int(at) % 8)])
-            report = _salvaged(tmp_path, files)
-            if report.version == history.version:
-                _check_rows(rows_of(tmp_path / "saved"), report, history)
-            outcomes.append(report.is_whole)
-    assert sum(outcomes) > len(outcomes) // 4
-
-
 def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
     """What it wrote after the last anchor may be damaged; if the machine stopped too, its data may not be there."""
     files, every = cleaned.files_open, Image(cleaned.files_open["rows.lmdb"], cleaned.version)

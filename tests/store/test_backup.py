@@ -2,10 +2,8 @@
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 import tierstore
 from tests import children
 from tierstore import errors
-from tierstore.cli import main
 from tierstore.io import copying
 from tierstore.store.backup import WORK_NAME
 
@@ -227,25 +224,6 @@ def test_a_full_disk_leaves_nothing(
     trained.commit()
 
 
-def test_a_small_target_is_told_before_anything_is_written(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / "small").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "small")]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    try:
-        with pytest.raises(errors.DiskFullError, match=r"are needed and .* are free; nothing was written"):
-            trained.store.backup(tmp_path / "small" / "copy")
-        assert names(tmp_path / "small") == []
-        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
-        trained.store.backup(tmp_path / "small" / "copy")
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "small")], check=True)
-        assert main(["backup", str(tmp_path / "small" / "copy"), str(tmp_path / "copy"), "--verify"]) == 0
-        trained.check(tmp_path / "copy", 3)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "small")], check=True)
-
-
 def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
     for inside in (source / "copy", source / ".." / "source" / "copy"):
         with pytest.raises(ValueError, match="is inside the store"):
@@ -309,16 +287,6 @@ def test_the_manifest_comes_last_after_synced_rows(
         str(tmp_path),
     ]
     assert [step for step in steps if step in wanted] == wanted
-
-
-@pytest.mark.parametrize("mode", ["r", "w"])
-def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode: Any) -> None:
-    (tmp_path / WORK_NAME).mkdir()
-    with pytest.raises(
-        errors.StoreNotFoundError, match=rf"holds {WORK_NAME}, of a copy that was cut short; make the copy"
-    ):
-        tierstore.open(tmp_path, mode=mode)
-    assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]
 
 
 def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:

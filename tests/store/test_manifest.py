@@ -61,17 +61,6 @@ def json_or_none(text: bytes | bytearray) -> object:
         return None
 
 
-def test_a_newer_format(path: Path) -> None:
-    newer = Manifest.read(path.parent)
-    newer.write(path.parent)
-    envelope = json.loads(path.read_text())
-    envelope["body"]["format_version"] = 99
-    envelope["sha256"] = _digest(envelope["body"])
-    path.write_text(json.dumps(envelope))
-    with pytest.raises(errors.FormatError, match="format version 99; this release reads version 4"):
-        tierstore.open(path.parent, mode="r")
-
-
 def forge(path: Path, **fields: Any) -> None:
     """Change the body and make the checksum right, as whoever means harm can."""
     body = json.loads(path.read_text())["body"] | fields

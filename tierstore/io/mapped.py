@@ -37,14 +37,7 @@ _LEAST_BYTES: Final = 1 << 30
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -88,9 +81,7 @@ if JIT_ENABLED:
             pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
             int32 = ir.IntType(32)
             function = builder.module.declare_intrinsic(
-                "llvm.prefetch",
-                [pointer.type],
-                ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32]),
+                "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
             )
             read, keep_in_all_levels, data_cache = int32(0), int32(3), int32(1)
             builder.call(function, [pointer, read, keep_in_all_levels, data_cache])

@@ -157,14 +157,7 @@ def page_header_status(words: Words, page_words: int, limit: int, page: int, pag
 
 @kernel
 def build_segment(
-    geo: Geometry,
-    number: int,
-    epochs: Words,
-    keys: Int64s,
-    slots: Int32s,
-    weights: Words,
-    state: Words,
-    image: Words,
+    geo: Geometry, number: int, epochs: Words, keys: Int64s, slots: Int32s, weights: Words, state: Words, image: Words
 ) -> None:
     """Fill ``image``, the value of segment ``number``, with rows.
 
