@@ -12,8 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"prometheus-client": "prometheus_client", "protobuf": "google", "grpcio": "grpc"}
-BROUGHT = {"llvmlite", "triton"}
-"""What numba and torch depend on."""
+BROUGHT = {"llvmlite", "triton"}  # what numba and torch depend on
 
 
 def imported():

@@ -11,10 +11,8 @@ import tierstore
 from tierstore import optim
 
 ROWS, DIM, BAGS, STEPS = 1000, 8, 16, 12
-TIGHT = "404KiB"
-"""Holds about a hundred of the two thousand rows: fewer than one batch needs."""
-TINY = "36KiB"
-"""Of the HBM tier, likewise."""
+TIGHT = "404KiB"  # holds about a hundred of the two thousand rows: fewer than one batch needs
+TINY = "36KiB"  # of the HBM tier, likewise
 OPTIMIZERS = [
     optim.SGD(lr=0.1, weight_decay=0.01),
     optim.RowWiseAdagrad(lr=0.1),

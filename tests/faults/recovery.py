@@ -25,25 +25,16 @@ _ANCHORS = 2
 
 @dataclass
 class Counts:
-    """What was tried.
+    """What was tried."""
 
-    Attributes:
-        crash_points: instants at which power was lost.
-        states: different states of the files, each opened and compared.
-        torn: states in which single sectors of writes arrived.
-        trained: states in which a training step on every row showed that its optimizer state was right too.
-        reader_refused, reader_right: opens for reading before the store was repaired by one for writing.
-        went_back, went_ahead: states that showed the version before, or the one, whose commit was under way.
-    """
-
-    crash_points: int = 0
-    states: int = 0
-    torn: int = 0
-    trained: int = 0
+    crash_points: int = 0  # instants at which power was lost
+    states: int = 0  # different states of the files, each opened and compared
+    torn: int = 0  # states in which single sectors of writes arrived
+    trained: int = 0  # states in which a training step on every row showed that its optimizer state was right too
     reader_refused: int = 0
-    reader_right: int = 0
+    reader_right: int = 0  # opens for reading before the store was repaired by one for writing
     went_back: int = 0
-    went_ahead: int = 0
+    went_ahead: int = 0  # states that showed the version before, or the one, whose commit was under way
     seen: set[Any] = field(default_factory=set, repr=False)
 
 

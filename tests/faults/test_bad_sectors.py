@@ -32,8 +32,7 @@ pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a
 
 PAGE = 4096
 ROWS, DIM = 3000, 8
-_FIBMAP = 1
-"""ioctl: which block of the disk a block of a file is."""
+_FIBMAP = 1  # ioctl: which block of the disk a block of a file is
 
 
 @dataclass

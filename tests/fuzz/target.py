@@ -16,19 +16,12 @@ SECONDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something that reads bytes.
+    """Something that reads bytes."""
 
-    Attributes:
-        run: reads them; an exception that leaves it is a finding.
-        seeds: valid inputs, built by code.
-        mutations: inputs that the suite tries.
-        dictionary: words that the format is made of, for mutations.
-    """
-
-    run: Callable[[bytes], None]
-    seeds: Callable[[], list[bytes]]
-    mutations: int = 400
-    dictionary: tuple[bytes, ...] = ()
+    run: Callable[[bytes], None]  # reads them; an exception that leaves it is a finding
+    seeds: Callable[[], list[bytes]]  # valid inputs, built by code
+    mutations: int = 400  # inputs that the suite tries
+    dictionary: tuple[bytes, ...] = ()  # words that the format is made of, for mutations
 
 
 class FindingError(AssertionError):

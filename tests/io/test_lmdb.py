@@ -21,8 +21,7 @@ def _tier(path: Path, **changes: object) -> LmdbColdTier:
     return tier
 
 
-_RECORDS = 3
-"""The store, its head, and the log."""
+_RECORDS = 3  # the store, its head, and the log
 
 
 def _segments(rows: int) -> int:

@@ -24,14 +24,13 @@ from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreN
 from tierstore.io.anchor import _slot, newest_slot
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
-from tierstore.io.sound_rows import settled
+from tierstore.io.sound import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest
 
 META = 2**64 - 1
-Change = tuple[int, bytes]
-"""Where in the row file, and what is there then."""
+Change = tuple[int, bytes]  # where in the row file, and what is there then
 
 
 @pytest.fixture

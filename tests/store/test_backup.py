@@ -12,12 +12,11 @@ from torch import Tensor
 import tierstore
 from tests import children
 from tierstore import errors
-from tierstore.io import copying
+from tierstore.io import files
 from tierstore.store.backup import WORK_NAME
 
 ROWS = 6000
-DDR = "600KiB"
-"""Rows of both tables do not fit: they come and go."""
+DDR = "600KiB"  # rows of both tables do not fit: they come and go
 
 
 def table_config(name: str, num_rows: int = ROWS) -> tierstore.TableConfig:
@@ -75,7 +74,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def trained(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
     """A store with three commits, two of them kept, and rows beyond the last; it is copied in small parts."""
-    monkeypatch.setattr(copying, "_PART_BYTES", 128 << 10)
+    monkeypatch.setattr(files, "_PART_BYTES", 128 << 10)
     with tierstore.open(source, ddr=DDR, keep=2, threads=1) as store:
         for name in ("a", "b"):
             store.create_table(table_config(name))
@@ -115,8 +114,8 @@ def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
     trained: Trained, source: Path, tmp_path: Path
 ) -> None:
     code = """
-    from tierstore.io import copying
-    copying._PART_BYTES = 512 << 10
+    from tierstore.io import files
+    files._PART_BYTES = 512 << 10
 
     def wait(done, total):
         print("part", flush=True)
@@ -154,7 +153,7 @@ def raising(number: int) -> Callable[..., int]:
 
 
 def test_a_kernel_that_copies_no_ranges(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying.os, "copy_file_range", raising(errno.EXDEV))
+    monkeypatch.setattr(files.os, "copy_file_range", raising(errno.EXDEV))
     trained.store.backup(tmp_path / "copy")
     trained.check(tmp_path / "copy", 3)
 
@@ -167,7 +166,7 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
         file.seek(1 << 19)
         file.write(b"y" * 4096)
         file.flush()
-        stretches = list(copying._stretches(file.fileno(), 1 << 20))
+        stretches = list(files._stretches(file.fileno(), 1 << 20))
     assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
 
 
@@ -186,38 +185,12 @@ def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path, new: bool
     trained.check(tmp_path / "copy", 3)
 
 
-@pytest.mark.parametrize("at", ["copied", "rename"])
-def test_what_a_killed_backup_leaves_is_no_store_and_the_next_one_replaces_it(
-    trained: Trained, source: Path, tmp_path: Path, at: str
-) -> None:
-    code = """
-    def kill(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    rename = os.rename
-    if sys.argv[3] == "rename":
-        os.rename = lambda *paths: (rename(*paths), kill())
-    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
-        store.backup(sys.argv[2], progress=kill if sys.argv[3] == "copied" else None)
-    """
-    copy = tmp_path / "copy"
-    child = children.start(code, source, copy, at)
-    child.communicate()
-    assert child.returncode == -9
-    assert names(copy) == ([WORK_NAME] if at == "copied" else [WORK_NAME, "rows.lmdb"])
-    with pytest.raises(errors.StoreNotFoundError):
-        tierstore.open(copy, mode="r")
-    trained.store.backup(copy)
-    assert names(copy) == ["manifest.json", "rows.lmdb"]
-    trained.check(copy, 3)
-
-
 @pytest.mark.parametrize("call", ["copy_file_range", "fsync", "rename", "ftruncate"])
 def test_a_full_disk_leaves_nothing(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(copying.os, call, raising(errno.ENOSPC))
+        patch.setattr(files.os, call, raising(errno.ENOSPC))
         with pytest.raises(errors.DiskFullError, match="no space left"):
             trained.store.backup(tmp_path / "copy")
     assert names(tmp_path) == ["source"]

@@ -15,9 +15,8 @@ import tierstore
 from tests.children import run
 from tierstore import errors, optim
 from tierstore.store import manifest as manifest_module
-from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.store.version import pack, unpack, unpack_tensors
+from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",

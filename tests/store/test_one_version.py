@@ -24,8 +24,7 @@ PLACES: dict[str, Any] = {
     "evicting": {"ddr": "500KiB"},
     "on device": {"ddr": "2MiB", "hbm": "2MiB"},
 }
-TURNS = 6
-"""Moments of a lookup at which the version changes."""
+TURNS = 6  # moments of a lookup at which the version changes
 _PACKAGE = str(Path(tierstore.__file__).parent)
 
 Change = Callable[[], Any]

@@ -27,13 +27,11 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
-WILL_NEED: Final = np.int32(3)
-"""MADV_WILLNEED: start reading these pages from the device and return at once."""
+WILL_NEED: Final = np.int32(3)  # MADV_WILLNEED: start reading these pages from the device and return at once
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_COLLAPSE: Final = 25
-_LEAST_BYTES: Final = 1 << 30
-"""Of a map of a file that grows; a multiple of all page sizes."""
+_LEAST_BYTES: Final = 1 << 30  # of a map of a file that grows; a multiple of all page sizes
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -273,7 +271,6 @@ class FileMap:
         return min(self.pins.size_bytes(), self.length_bytes)
 
     def require_in_place(self) -> None:
-        """See ``Pins.require_in_place``."""
         self.pins.require_in_place()
 
     def tells_residency(self) -> bool:
