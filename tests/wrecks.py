@@ -63,12 +63,6 @@ def rows_of(folder: Path) -> Rows:
 class History:
     """A store that was written through its cold tier in any order: versions ahead of their time and late for it, kept
     ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
-
-    Attributes:
-        files: of the store; ``files_open`` are those that a killed process would have left.
-        version: the current one.
-        rows: its rows.
-        all_rows: every value that a row ever had.
     """
 
     def __init__(
@@ -164,14 +158,7 @@ class Expected(NamedTuple):
 
 
 class Image:
-    """What is where in a sound row file, found without the product's walk, and what is left of it after damage.
-
-    Attributes:
-        leaves, branches, free_leaves: pages of the newest tree, and of its list of free pages.
-        nodes: of the newest tree: both words of the key, and the byte where the node begins.
-        used: pages of this tree, and of its values.
-        segments: those of the newest tree.
-    """
+    """What is where in a sound row file, found without the product's walk, and what is left of it after damage."""
 
     def __init__(self, data: bytes, version: int) -> None:
         self.version = version

@@ -27,12 +27,7 @@ _SHAPES = {0: WIDE, 1: NARROW, 2: WIDE}
 
 
 class _Content(NamedTuple):
-    """What a map says, whatever slots it gave to segments.
-
-    Attributes:
-        segments: live rows of each that is not dead, and rows held under each version, by number.
-        places: number of the segment and of the row in it, by key.
-    """
+    """What a map says, whatever slots it gave to segments."""
 
     segments: dict[int, tuple[int, dict[int, int]]]
     places: dict[int, tuple[int, int]]

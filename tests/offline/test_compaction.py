@@ -269,17 +269,6 @@ def test_an_empty_directory_is_a_target_and_one_in_use_is_not(source, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_disk_too_small_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
-    def refuse(path, size_bytes):
-        assert size_bytes > ROWS * 36
-        raise errors.DiskFullError(f"{path}: too small")
-
-    monkeypatch.setattr(compaction, "require_room", refuse)
-    with pytest.raises(errors.DiskFullError, match="too small"):
-        compact_store(source, tmp_path / "copy")
-    assert names(tmp_path) == ["source"]
-
-
 @pytest.mark.parametrize("version", [*VERSIONS, 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
     at = offset_of(source, 0, 17, version) if version else segment_offset(source) + 80

@@ -111,11 +111,7 @@ def _check_payload(folder: Path, report: SalvageReport) -> None:
 def _check_exactly(
     tmp_path: Path, history: History, image: Image, changes: list[Change], what: object, modes: tuple[bool, ...]
 ) -> None:
-    """Damage of segments: all that can be proven is saved, nothing else, and what is lost is listed.
-
-    Args:
-        modes: of ``stale_ok``.
-    """
+    """Damage of segments: all that can be proven is saved, nothing else, and what is lost is listed."""
     files = _changed(history.files, changes)
     for stale_ok in modes:
         expected = image.expected(files["rows.lmdb"], stale_ok=stale_ok)
@@ -233,11 +229,7 @@ def test_a_short_history(tmp_path: Path) -> None:
 def _check_reached(
     tmp_path: Path, history: History, image: Image, files: dict[str, bytes], gone: list[Segment]
 ) -> bool:
-    """Damage of the tree: all is saved by the tree before, or without proof what this one still leads to; whether all.
-
-    Args:
-        gone: what this tree leads to no more.
-    """
+    """Damage of the tree: all is saved by the tree before, or without proof what this one still leads to."""
     report = _salvaged(tmp_path, files)
     found = rows_of(tmp_path / "saved")
     if report.missing != -1:
