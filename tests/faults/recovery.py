@@ -1,8 +1,7 @@
 """Opening what a power loss left, and holding it against what was promised."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from bench.crash.life import other_boot
 from tierstore.errors import DamagedError, StoreNotFoundError
-from tierstore.io import anchor
 
 from .powerloss import Loss, losses, materialise, pending, state
 from .syscalls import Recorder, Tree
 from .workload import DDR, Snapshot, Workload, copied, differences
 
-__all__ = ["Counts", "check", "crash_points", "explore", "other_boot", "promised"]
+__all__ = ["Counts", "check", "crash_points", "explore", "promised"]
 
 _ANCHORS = 2
 """There are others before the one that makes a version durable, and after it, while what it superseded is deleted."""
@@ -32,17 +31,6 @@ class Counts:
     went_back: int = 0
     went_ahead: int = 0  # states that showed the version before, or the one, whose commit was under way
     seen: set[Any] = field(default_factory=set, repr=False)
-
-
-@contextmanager
-def other_boot(number: int) -> Iterator[None]:
-    """As if the machine had started again so many times."""
-    real = anchor.boot_id
-    anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
-    try:
-        yield
-    finally:
-        anchor.boot_id = real
 
 
 def promised(recorder: Recorder, time: int, first: Snapshot) -> tuple[list[Snapshot], set[str]]:
