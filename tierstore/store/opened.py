@@ -5,14 +5,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import FormatError, StoreNotFoundError, TierstoreError, TruncatedError
-from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, ColdTier, LmdbColdTier, require_plain_files
+from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, require_plain_files
 from ..io.cleaning import DEFAULT_SLACK
 from ..system.durable import make_directory
 from .manifest import MANIFEST_NAME, Manifest, Part, parts_in
 from .version import RANK_KEY, Version, unpack
+
+if TYPE_CHECKING:
+    from ..dist.whole import WholeTier
 
 
 class Opened(NamedTuple):
@@ -25,7 +28,7 @@ class Opened(NamedTuple):
     """
 
     manifest: Manifest
-    cold: ColdTier
+    cold: "LmdbColdTier | WholeTier"
     read_manifest: Callable[[], Manifest]
 
 
