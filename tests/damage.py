@@ -34,8 +34,7 @@ from tierstore.store.manifest import Manifest
 
 FILES: Final = ("rows.lmdb", "manifest.json", "rows.anchor", "writer.lock", "rows.lmdb-lock")
 PAGE: Final = 4096
-TIME_LIMIT_S: Final = 60
-"""For one change; what takes longer hangs."""
+TIME_LIMIT_S: Final = 60  # for one change; what takes longer hangs
 _DDR: Final = "1MiB"
 
 
@@ -46,8 +45,7 @@ class Expected:
     version: int
     extra: dict[str, Any]
     tensors: dict[str, Tensor]
-    rows: dict[str, Tensor]
-    """Of each table, [num_embeddings, embedding_dim]."""
+    rows: dict[str, Tensor]  # of each table, [num_embeddings, embedding_dim]
 
     @classmethod
     def of(cls, store: "tierstore.Store") -> "Expected":
@@ -118,8 +116,7 @@ class Outcome(NamedTuple):
         return [each for each in (self.read, self.write) if each.startswith(("WRONG", "CRASH", "HANG"))]
 
 
-Examine = Callable[[Case], Outcome]
-"""Tries one change."""
+Examine = Callable[[Case], Outcome]  # tries one change
 
 
 def make_sample(folder: Path, seed: int) -> Sample:

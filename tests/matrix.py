@@ -21,8 +21,7 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / ".matrix"
 SUPPORTED: Final = ("3.11", "3.12", "3.13", "3.14")
-EXTRAS: Final = ("parquet", "serve", "plan")
-"""Whose dependencies are the user's, not the tests'."""
+EXTRAS: Final = ("parquet", "serve", "plan")  # whose dependencies are the user's, not the tests'
 SHOWN: Final = ("torch", "numpy", "numba", "lmdb", "pyarrow", "psutil")
 
 
@@ -38,8 +37,7 @@ class Environment(NamedTuple):
 class Result(NamedTuple):
     name: str
     versions: dict[str, str]
-    outcome: str
-    """The last line of pytest, or what kept it from running."""
+    outcome: str  # the last line of pytest, or what kept it from running
     passed: bool
     seconds: float
 

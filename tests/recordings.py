@@ -10,8 +10,7 @@ from tierstore.trace import Trace
 
 __all__ = ["Batch", "Feature", "check", "random_batch"]
 
-Entry = dict[str, list[int]]
-"""Rows by table, in order; no table without rows."""
+Entry = dict[str, list[int]]  # rows by table, in order; no table without rows
 
 
 class Feature(NamedTuple):

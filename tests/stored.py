@@ -19,14 +19,10 @@ Int64s = NDArray[np.int64]
 
 
 class StoredKeys(NamedTuple):
-    """Of one store.
-
-    Attributes:
-        keys: int64 [rows], segment by segment in ascending order of their numbers.
-    """
+    """Of one store."""
 
     segments: Stored
-    keys: list[Int64s]
+    keys: list[Int64s]  # int64 [rows], segment by segment in ascending order of their numbers
     layouts: list[RowLayout]
     file_pages: int
 

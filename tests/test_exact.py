@@ -11,10 +11,8 @@ import tierstore
 from tierstore import optim
 
 ROWS, DIM, BAGS, STEPS = 1000, 8, 16, 12
-TIGHT = "404KiB"
-"""Holds about a hundred of the two thousand rows: fewer than one batch needs."""
-TINY = "36KiB"
-"""Of the HBM tier, likewise."""
+TIGHT = "404KiB"  # holds about a hundred of the two thousand rows: fewer than one batch needs
+TINY = "36KiB"  # of the HBM tier, likewise
 OPTIMIZERS = [
     optim.SGD(lr=0.1, weight_decay=0.01),
     optim.RowWiseAdagrad(lr=0.1),
@@ -157,19 +155,3 @@ def test_large_batches_are_split_over_threads_without_changing_a_bit(tmp_path: P
             ended.append((mode, torch.cat([out.detach(), table.read(torch.arange(5000))])))
     for mode, bits in ended[4:]:
         assert torch.equal(bits, dict(ended[:4])[mode])
-
-
-def test_an_untouched_row_is_a_pure_function_of_seed_and_id(tmp_path: Path) -> None:
-    ids = torch.tensor([0, 5, 999])
-    seen = []
-    for name, order in (("forward", [0, 5, 999]), ("backward", [999, 5, 0])):
-        with tierstore.open(tmp_path / name, ddr="2MiB") as store:
-            config = tierstore.TableConfig(
-                name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Normal(seed=9)
-            )
-            table = store.create_table(config)
-            for row in order:
-                table.read(torch.tensor([row]))
-            seen.append(table.read(ids))
-    assert torch.equal(seen[0], seen[1])
-    assert len(set(seen[0].flatten().tolist())) == seen[0].numel()

@@ -18,7 +18,7 @@ from tierstore.dist.plan import MAX_RANKS, Plan
 from tierstore.hbm import cache as device_cache
 from tierstore.io import btree, records
 from tierstore.layout import RowLayout
-from tierstore.store import lineage, manifest
+from tierstore.store import manifest, version
 from tierstore.updates.header import MAX_PAYLOAD_BYTES
 
 _PAGE = 4096
@@ -52,7 +52,7 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
         "number of a version": _power(records.MAX_VERSION, 1),
         "bytes of a commit's `extra` and tensors": f"{-(-records.MAX_PAYLOAD_BYTES // 2**40)} TiB; "
         f"{MAX_PAYLOAD_BYTES // _MIB} MiB in an update file",
-        "ancestors that a commit names": str(lineage.MAX_ANCESTORS),
+        "ancestors that a commit names": str(version.MAX_ANCESTORS),
         "threads of a store": "1,024",
         "ranks of a sharded store": f"{MAX_RANKS:,}",
         "rows in memory, of a layout": _power(host.CAPACITY_MAX, 2),

@@ -1,6 +1,5 @@
 """Every wrong use gets its own clear error, and nothing is lost by it."""
 
-import contextlib
 import copy
 import inspect
 import pickle
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import tierstore
-from tests import children
 from tierstore import errors, optim
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -148,27 +146,6 @@ def test_a_read_only_store_cannot_be_changed(store: tierstore.Store, store_dir: 
                 change()
         out = tierstore.TieredEmbeddingBag(table)(torch.tensor([[5]]))
         assert not out.requires_grad
-
-
-def test_a_second_writer_is_told_who_holds_the_store(store: tierstore.Store, store_dir: Path) -> None:
-    with pytest.raises(errors.StoreLockedError, match=r'this process .* close it there first, or open with mode="r"'):
-        tierstore.open(store_dir, ddr="1MiB")
-    code = "forked(tierstore.open, sys.argv[1])"
-    assert children.run(code, store_dir).startswith("StoreLockedError")
-    assert store.commit() == 1
-
-
-def test_versions_are_read_side_by_side_beside_the_writer(store_dir: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(tierstore.open(store_dir, ddr="1MiB", keep=2))
-        opened = [store.create_table(CONFIG)]
-        for version in (1, 2):
-            opened[0].write(torch.tensor([5]), torch.full((1, 4), float(version)))
-            store.commit()
-            reader = stack.enter_context(tierstore.open(store_dir, mode="r", version=np.int64(version), ddr="1MiB"))  # type: ignore[arg-type]
-            opened.append(reader["items"])
-        opened[0].write(torch.tensor([5]), torch.zeros(1, 4))
-        assert [int(table.read(torch.tensor([5]))[0, 0]) for table in opened] == [0, 1, 2]
 
 
 def test_a_limit_of_address_space_is_named_and_nothing_is_lost(store: tierstore.Store, store_dir: Path) -> None:

@@ -21,8 +21,7 @@ from tierstore.cli import main
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 _LAST_LINE = 12
-_OF_THE_SHELL = set("|&;<>$`*")
-"""Commands with one of these are for sh, not for ``main``."""
+_OF_THE_SHELL = set("|&;<>$`*")  # commands with one of these are for sh, not for ``main``
 
 
 def first_block(page: Path) -> tuple[str, str]:

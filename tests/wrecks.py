@@ -12,15 +12,13 @@ import tierstore
 from tierstore.io.btree import Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import KEY_ROW_BITS, RowLayout
-from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.manifest import Manifest
-from tierstore.store.version import TableState, pack
+from tierstore.store.version import NO_LINEAGE, TableState, pack
 
 PAGE = 4096
 WORDS = PAGE // 8
 Words = NDArray[np.uint64]
-Rows = dict[int, bytes]
-"""Weights and state of rows, by key."""
+Rows = dict[int, bytes]  # weights and state of rows, by key
 
 TABLES = [
     tierstore.TableConfig(
@@ -65,12 +63,6 @@ def rows_of(folder: Path) -> Rows:
 class History:
     """A store that was written through its cold tier in any order: versions ahead of their time and late for it, kept
     ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
-
-    Attributes:
-        files: of the store; ``files_open`` are those that a killed process would have left.
-        version: the current one.
-        rows: its rows.
-        all_rows: every value that a row ever had.
     """
 
     def __init__(
@@ -141,54 +133,32 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class Segment(NamedTuple):
-    """Where in the file a segment lies; places are in words.
-
-    Attributes:
-        start, stop: of all its pages.
-        index_stop: where its index ends.
-        keys: of its rows.
-        pairs, rows: where the key and the words of each row begin.
-        blocks: where each block begins.
-    """
+    """Where in the file a segment lies; places are in words."""
 
     number: int
     newest: int
     is_mixed: bool
     layout: RowLayout
     start: int
-    stop: int
-    index_stop: int
-    keys: list[int]
+    stop: int  # of all its pages
+    index_stop: int  # where its index ends
+    keys: list[int]  # of its rows
     pairs: list[int]
-    rows: list[int]
-    blocks: list[int]
+    rows: list[int]  # where the key and the words of each row begin
+    blocks: list[int]  # where each block begins
 
 
 class Expected(NamedTuple):
-    """What is to come of a repair.
+    """What is to come of a repair."""
 
-    Attributes:
-        saved: rows by key, words included.
-        lost: keys.
-        missing: segments of which not all rows are known.
-        unproven: how many of the saved may be older.
-    """
-
-    saved: Rows
-    lost: set[int]
-    missing: int
-    unproven: int
+    saved: Rows  # rows by key, words included
+    lost: set[int]  # keys
+    missing: int  # segments of which not all rows are known
+    unproven: int  # how many of the saved may be older
 
 
 class Image:
-    """What is where in a sound row file, found without the product's walk, and what is left of it after damage.
-
-    Attributes:
-        leaves, branches, free_leaves: pages of the newest tree, and of its list of free pages.
-        nodes: of the newest tree: both words of the key, and the byte where the node begins.
-        used: pages of this tree, and of its values.
-        segments: those of the newest tree.
-    """
+    """What is where in a sound row file, found without the product's walk, and what is left of it after damage."""
 
     def __init__(self, data: bytes, version: int) -> None:
         self.version = version

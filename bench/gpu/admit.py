@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tierstore.cache.flags import RESIDENT
+from tierstore.cache.base import RESIDENT
 from tierstore.hbm.books import WAYS, Plan, Status, mixed, sets_of
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.grouping import Grouping, group_keys

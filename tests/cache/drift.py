@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 Keys = NDArray[np.int64]
 
 _SKEW: Final = 1.05
-_UNIVERSE: Final = 20
-"""Rows of the skewed patterns, for each row the cache has."""
-_NEVER_BEFORE: Final = 1 << 32
-"""Keys from here on are of no other pattern."""
+_UNIVERSE: Final = 20  # rows of the skewed patterns, for each row the cache has
+_NEVER_BEFORE: Final = 1 << 32  # keys from here on are of no other pattern
 
 
 def _skewed(rng: np.random.Generator, num_rows: int, num: int) -> Keys:

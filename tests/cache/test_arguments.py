@@ -55,12 +55,3 @@ def test_a_wrong_argument_is_refused(what: str) -> None:
     call, words = WRONG[what]
     with pytest.raises((ValueError, TypeError), match=words):
         call()
-
-
-def test_what_was_refused_changed_nothing() -> None:
-    made, twin = (DdrCache(4, policy="lru", **WORDS) for _ in range(2))
-    with pytest.raises(ValueError, match="depth"):
-        made.access(KEYS, depth=-1)
-    assert made.access(KEYS).tolist() == twin.access(KEYS).tolist()
-    assert made.counters() == twin.counters()
-    made.check_integrity()

@@ -32,24 +32,25 @@ class LookaheadUnannounced(Lru):
     policy = "lookahead"
 
 
-@pytest.mark.kernel
-class TestLru(Lru):
+class Fast:
     num_accesses = 20_000 if JIT_ENABLED else 2000
+    pytestmark = pytest.mark.kernel
 
 
-@pytest.mark.kernel
-class TestLfu(Lfu):
-    num_accesses = 20_000 if JIT_ENABLED else 2000
+class TestLru(Fast, Lru):
+    pass
 
 
-@pytest.mark.kernel
-class TestTinyLfu(TinyLfu):
-    num_accesses = 20_000 if JIT_ENABLED else 2000
+class TestLfu(Fast, Lfu):
+    pass
 
 
-@pytest.mark.kernel
-class TestLookahead(LookaheadUnannounced):
-    num_accesses = 20_000 if JIT_ENABLED else 2000
+class TestTinyLfu(Fast, TinyLfu):
+    pass
+
+
+class TestLookahead(Fast, LookaheadUnannounced):
+    pass
 
 
 class Reference:

@@ -9,9 +9,8 @@ import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, visit
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
-from tierstore.cache.base import STAMP
+from tierstore.cache.base import DIRTY, LOADING, RESIDENT, STAMP
 from tierstore.cache.books import Tally
-from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
 from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]

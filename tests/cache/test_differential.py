@@ -239,24 +239,9 @@ class TinyLfuTwinMachine(TwinMachine):
     policy = "tinylfu"
 
 
-SETTINGS = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
-
-
-@pytest.mark.kernel
-class TestLruTwins(TwinMachine.TestCase):  # type: ignore[misc]
-    settings = SETTINGS
-
-
-@pytest.mark.kernel
-class TestLfuTwins(LfuTwinMachine.TestCase):  # type: ignore[misc]
-    settings = SETTINGS
-
-
-@pytest.mark.kernel
-class TestTinyLfuTwins(TinyLfuTwinMachine.TestCase):  # type: ignore[misc]
-    settings = SETTINGS
-
-
-@pytest.mark.kernel
-class TestLookaheadTwins(LookaheadTwinMachine.TestCase):  # type: ignore[misc]
-    settings = SETTINGS
+for _machine in (TwinMachine, LfuTwinMachine, TinyLfuTwinMachine, LookaheadTwinMachine):
+    _machine.TestCase.settings = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
+TestLruTwins = pytest.mark.kernel(TwinMachine.TestCase)
+TestLfuTwins = pytest.mark.kernel(LfuTwinMachine.TestCase)
+TestTinyLfuTwins = pytest.mark.kernel(TinyLfuTwinMachine.TestCase)
+TestLookaheadTwins = pytest.mark.kernel(LookaheadTwinMachine.TestCase)

@@ -62,23 +62,6 @@ def test_any_history_of_a_small_cache(policy: PolicyName, capacity: int, keys: l
     assert order_of(cache) == oracle_order(oracle)
 
 
-@pytest.mark.kernel
-@pytest.mark.parametrize("policy", ORACLES)
-@pytest.mark.parametrize("skew", ["uniform", "zipf", "scan"])
-def test_long_history(policy: PolicyName, skew: str) -> None:
-    capacity, num_accesses = (1000, 100_000) if JIT_ENABLED else (100, 3000)
-    rng = np.random.default_rng(5)
-    keys = {
-        "uniform": rng.integers(0, 3 * capacity, num_accesses),
-        "zipf": rng.zipf(1.1, num_accesses) % (10 * capacity),
-        "scan": np.arange(num_accesses) % (capacity + capacity // 10),
-    }[skew].astype(np.int64)
-    cache, oracle = bare_cache(policy, capacity), ORACLES[policy](capacity)
-    assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
-    cache.check_integrity()
-    assert order_of(cache) == oracle_order(oracle)
-
-
 @pytest.fixture(scope="module")
 def real_keys(criteo_path: Path) -> Int64s:
     return criteo_keys(criteo_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Pinned, RowCache
-from tierstore.cache.reference_tinylfu import TinyLFU
+from tierstore.cache.reference_policies import TinyLFU
 from tierstore.kernels.arrays import Int32s, Int64s
 
 

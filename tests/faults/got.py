@@ -26,15 +26,10 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Entry(NamedTuple):
-    """One entry of a global offset table.
+    """One entry of a global offset table."""
 
-    Attributes:
-        symbol: the function's name, such as ``pwrite64``.
-        address: where the entry lies in memory.
-    """
-
-    symbol: str
-    address: int
+    symbol: str  # the function's name, such as ``pwrite64``
+    address: int  # where the entry lies in memory
 
 
 class _Mapping(NamedTuple):

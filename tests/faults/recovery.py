@@ -1,8 +1,7 @@
 """Opening what a power loss left, and holding it against what was promised."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from bench.crash.life import other_boot
 from tierstore.errors import DamagedError, StoreNotFoundError
-from tierstore.io import anchor
 
 from .powerloss import Loss, losses, materialise, pending, state
 from .syscalls import Recorder, Tree
 from .workload import DDR, Snapshot, Workload, copied, differences
 
-__all__ = ["Counts", "check", "crash_points", "explore", "other_boot", "promised"]
+__all__ = ["Counts", "check", "crash_points", "explore", "promised"]
 
 _ANCHORS = 2
 """There are others before the one that makes a version durable, and after it, while what it superseded is deleted."""
@@ -25,37 +24,13 @@ _ANCHORS = 2
 
 @dataclass
 class Counts:
-    """What was tried.
+    """What was tried."""
 
-    Attributes:
-        crash_points: instants at which power was lost.
-        states: different states of the files, each opened and compared.
-        torn: states in which single sectors of writes arrived.
-        trained: states in which a training step on every row showed that its optimizer state was right too.
-        reader_refused, reader_right: opens for reading before the store was repaired by one for writing.
-        went_back, went_ahead: states that showed the version before, or the one, whose commit was under way.
-    """
-
-    crash_points: int = 0
-    states: int = 0
-    torn: int = 0
-    trained: int = 0
-    reader_refused: int = 0
-    reader_right: int = 0
+    states: int = 0  # different states of the files, each opened and compared
+    torn: int = 0  # states in which single sectors of writes arrived
     went_back: int = 0
-    went_ahead: int = 0
+    went_ahead: int = 0  # states that showed the version before, or the one, whose commit was under way
     seen: set[Any] = field(default_factory=set, repr=False)
-
-
-@contextmanager
-def other_boot(number: int) -> Iterator[None]:
-    """As if the machine had started again so many times."""
-    real = anchor.boot_id
-    anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
-    try:
-        yield
-    finally:
-        anchor.boot_id = real
 
 
 def promised(recorder: Recorder, time: int, first: Snapshot) -> tuple[list[Snapshot], set[str]]:
@@ -91,19 +66,11 @@ def explore(
     generator: np.random.Generator,
     boots: int = 1,
 ) -> Counts:
-    """Lose power at so many instants of a record, in about so many ways each, and check what opens.
-
-    Args:
-        first: the version at the beginning of the record.
-        scratch: a directory for the states; each is removed once it was checked.
-        points: 0 for all.
-        boots: how often the machine has started again with the last of these losses.
-    """
+    """Lose power at so many instants of a record, in about so many ways each, and check what opens."""
     counts = Counts()
     for time in _ordered(recorder, first, points, generator)[: points or None]:
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)
-        counts.crash_points += 1
         for loss in losses(recorder, unsafe, generator, states_each):
             tree = state(recorder, safe, loss, unsafe)
             key = _digest(tree), tuple(id(version) for version in versions), len(tables)
@@ -149,12 +116,7 @@ def _digest(tree: Tree) -> bytes:
 
 
 def _check_tree(
-    tree: Tree,
-    place: Path,
-    versions: Sequence[Snapshot],
-    tables: set[str],
-    loss: Loss,
-    counts: Counts,
+    tree: Tree, place: Path, versions: Sequence[Snapshot], tables: set[str], loss: Loss, counts: Counts
 ) -> None:
     """Check one state; an error says which it was."""
     materialise(tree, place)
@@ -180,15 +142,10 @@ def _remove(place: Path) -> None:
     place.rmdir()
 
 
-def check(
-    directory: Path,
-    versions: Sequence[Snapshot],
-    tables: set[str],
-    counts: Counts,
-) -> Snapshot:
+def check(directory: Path, versions: Sequence[Snapshot], tables: set[str], counts: Counts) -> Snapshot:
     """Open a store, hold it against the versions that it may show, go on with it; returns the one that it shows."""
     if counts.states % 4 == 0:
-        _check_reader(directory, versions, counts)
+        _check_reader(directory, versions)
     with tierstore.open(directory, ddr=DDR, threads=1) as store:
         shown = _shown(store, versions)
         assert tables <= set(store.tables)
@@ -196,9 +153,7 @@ def check(
         store.verify()
     if counts.states % 4 == 1:
         _check_kept(directory, shown)
-    everything = counts.states % 3 == 0
-    _go_on(directory, shown, everything=everything)
-    counts.trained += everything
+    _go_on(directory, shown, everything=counts.states % 3 == 0)
     return shown
 
 
@@ -209,16 +164,14 @@ def _shown(store: Any, versions: Sequence[Snapshot]) -> Snapshot:
     return known[-1]
 
 
-def _check_reader(directory: Path, versions: Sequence[Snapshot], counts: Counts) -> None:
+def _check_reader(directory: Path, versions: Sequence[Snapshot]) -> None:
     """An open for reading shows one of the versions, or says that one for writing must come first."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
             assert differences(store, _shown(store, versions)) == []
-            counts.reader_right += 1
     except (DamagedError, StoreNotFoundError) as error:
         if 'open it once with mode="w"' not in str(error) and versions[0].version != 0:
             raise
-        counts.reader_refused += 1
 
 
 def _check_kept(directory: Path, shown: Snapshot) -> None:
@@ -232,11 +185,7 @@ def _check_kept(directory: Path, shown: Snapshot) -> None:
 
 
 def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
-    """Training goes on where it was, optimizer state and all, and is committed and found again.
-
-    Args:
-        everything: train all rows, which shows the state of each; else a few.
-    """
+    """Training goes on where it was, optimizer state and all, and is committed and found again."""
     workload = Workload(copied(shown.tables), np.random.default_rng(0), serial=1000)
     workload.open(directory)
     workload.train_rows(np.arange(len(shown.tables["trained"].weights) if everything else 40))

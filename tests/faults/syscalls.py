@@ -28,8 +28,7 @@ Kind = Literal["create", "link", "mkdir", "rename", "sync", "truncate", "unlink"
 Tree = dict[int, "bytes | dict[str, int]"]
 """Files (their bytes) and directories (their entries) by number; 0 is the root."""
 
-_SIZED: Final = {"write", "pwrite", "writev"}
-"""These return a count of bytes, the others 0, -1 or a file descriptor."""
+_SIZED: Final = {"write", "pwrite", "writev"}  # these return a count of bytes, the others 0, -1 or a file descriptor
 _MODELLED: Final = _SIZED | {"open", "fsync", "fdatasync", "ftruncate", "rename", "link", "unlink", "mkdir"}
 _UNMODELLED: Final = {
     *("msync", "truncate", "posix_fallocate", "pwritev", "pwritev2", "sendfile", "splice", "copy_file_range"),
@@ -50,19 +49,12 @@ _active: "Recorder | None" = None
 
 
 class Call(NamedTuple):
-    """A call about to be made.
+    """A call about to be made."""
 
-    Attributes:
-        number: counts the calls that change files, from 0.
-        name: ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on.
-        path: what it changes, as it was named when it was opened or first seen.
-        size_bytes: of a write.
-    """
-
-    number: int
-    name: str
-    path: Path
-    size_bytes: int
+    number: int  # counts the calls that change files, from 0
+    name: str  # ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on
+    path: Path  # what it changes, as it was named when it was opened or first seen
+    size_bytes: int  # of a write
 
 
 class Failure(NamedTuple):
@@ -73,27 +65,18 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Operation:
-    """One change.
-
-    Attributes:
-        inode: the file that is written, synced, created or linked; for "sync" it may be a directory.
-        directory: whose entries change, or -1.
-        name, old_name: the entry that appears, and the one that goes away.
-        offset: in bytes, of a write; the new size, of a truncation.
-        began, ended: times on the recorder's clock; ``ended`` is -1 while under way.
-        failed: the call returned an error.
-    """
+    """One change."""
 
     kind: Kind
-    inode: int
-    directory: int = -1
+    inode: int  # the file that is written, synced, created or linked; for "sync" it may be a directory
+    directory: int = -1  # whose entries change, or -1
     name: str = ""
-    old_name: str = ""
-    offset: int = 0
+    old_name: str = ""  # the entry that appears, and the one that goes away
+    offset: int = 0  # in bytes, of a write; the new size, of a truncation
     data: bytes = b""
     began: int = -1
-    ended: int = -1
-    failed: bool = False
+    ended: int = -1  # times on the recorder's clock; ``ended`` is -1 while under way
+    failed: bool = False  # the call returned an error
 
 
 class Mark(NamedTuple):

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 import tierstore
 from tests.following import Writer
-from tests.serve.whole import serving
 from tierstore.errors import UnreadableError
 from tierstore.io.mapped import _libc
 from tierstore.kernels.jit import JIT_ENABLED
@@ -34,8 +32,7 @@ pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a
 
 PAGE = 4096
 ROWS, DIM = 3000, 8
-_FIBMAP = 1
-"""ioctl: which block of the disk a block of a file is."""
+_FIBMAP = 1  # ioctl: which block of the disk a block of a file is
 
 
 @dataclass
@@ -151,31 +148,6 @@ def test_readers_of_a_bad_disk(disk: Disk, writer_process: Writer) -> None:
         disk.heal()
         assert store.refresh()
         assert (table.read(every) == 2).all()
-
-
-def test_a_server_on_a_bad_disk(disk: Disk, writer_process: Writer, caplog: pytest.LogCaptureFixture) -> None:
-    directory = disk.place / "store"
-    writer_process("open", str(directory))
-    writer_process("create", "t", ROWS, DIM)
-    writer_process("write", "t", list(range(ROWS)), 1)
-    writer_process("commit", 1)
-    writer_process("close")
-    with tierstore.open(directory, mode="r", ddr="1MiB") as store:
-        pages = pages_of(store, "t")
-    bad, good = int(np.flatnonzero(pages == pages.max())[0]), int(np.flatnonzero(pages != pages.max())[0])
-
-    def ask(row: int) -> httpx.Response:
-        ids = {"name": "ids", "datatype": "INT64", "shape": [1], "data": [row]}
-        return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": [ids]}, timeout=60)
-
-    with serving(directory) as server:
-        disk.lose(directory / "rows.lmdb", [int(pages.max())])
-        for _ in range(3):
-            assert ask(bad).status_code == 500
-            assert ask(good).json()["outputs"][0]["data"] == [1.0] * DIM
-        assert f"rows.lmdb: row {bad} of table 0 cannot be read" in caplog.text
-        disk.heal()
-        assert ask(bad).json()["outputs"][0]["data"] == [1.0] * DIM
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """File systems of other kinds: overlays, without hard links, that tell no size, of several users."""
 
 import contextlib
-import errno
-import fcntl
 import io
 import os
 import shutil
@@ -89,11 +87,6 @@ def test_a_store_of_a_lower_layer_is_written_to(layered: Path) -> None:
     _check(layered, 1.0)
 
 
-def test_a_store_of_a_lower_layer_is_rolled_back_first(layered: Path) -> None:
-    assert main(["rollback", str(layered), "1"]) == 0
-    _check(layered, 1.0)
-
-
 def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
     """It goes on to show what it showed."""
     with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
@@ -163,26 +156,7 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
             assert _write(writer, 4.0) == 4
 
 
-def test_a_lock_that_an_earlier_release_left_is_nothing(store: Path) -> None:
-    with (store / "writer.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with tierstore.open(store, ddr="1MiB", threads=1) as writer:
-            assert _write(writer, 3.0) == 3
-
-
 # Making stores
-
-
-def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "link", refused)
-    monkeypatch.setattr(os, "symlink", refused)
-    store = _make(tmp_path / "store")
-    _check(store, 2.0)
-    assert main(["backup", str(store), str(tmp_path / "backup")]) == 0
-    assert main(["compact", str(store), str(tmp_path / "compact")]) == 0
 
 
 def test_of_many_who_make_a_store_at_once_one_does(tmp_path: Path) -> None:

@@ -44,12 +44,9 @@ FAULTS = {
     "broken": (DATA | NAMES, errno.EIO), "cut short": (DATA, 0), "not synced": (SYNCS, errno.EIO),
 }  # fmt: skip
 """Ways to fail: the calls that can, and the number that they fail with; 0 for a write of half of the bytes."""
-META_BYTES = 512
-"""More than what LMDB writes of a meta page, and less than a page."""
-GROWTH_BYTES = 1 << 17
-"""Anchors are set in the background this often."""
-TOTAL: collections.Counter[str] = collections.Counter()
-"""What the machines met."""
+META_BYTES = 512  # more than what LMDB writes of a meta page, and less than a page
+GROWTH_BYTES = 1 << 17  # anchors are set in the background this often
+TOTAL: collections.Counter[str] = collections.Counter()  # what the machines met
 
 
 @dataclass

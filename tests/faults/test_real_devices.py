@@ -15,8 +15,7 @@ from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError
 
 from .workload import DDR, Snapshot, Trained, Workload, copied, differences
 
-SOME, MANY = 30, 600
-"""Ids a batch: a store of few rows first, then one that must grow."""
+SOME, MANY = 30, 600  # ids a batch: a store of few rows first, then one that must grow
 
 
 def _run(*command: str | Path) -> None:

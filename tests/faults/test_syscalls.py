@@ -1,15 +1,12 @@
 """The record is exact: replayed from nothing it gives the same bytes, and a call that is failed fails."""
 
-import errno
 import os
 from pathlib import Path
 
-import lmdb
 import numpy as np
-import pytest
 
 from .powerloss import Loss, materialise, pending, state
-from .syscalls import Call, Failure, Operation, Recorder, read_tree
+from .syscalls import Operation, Recorder, read_tree
 from .workload import Trained, Workload, copied
 
 
@@ -69,33 +66,6 @@ def test_every_kind_of_call_is_replayed(scratch: Path) -> None:
         *("mkdir", "create", "write", "truncate", "write", "write", "write", "write", "truncate", "sync"),
         *("link", "rename", "rename", "create", "unlink"),
     ]
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_failure_reaches_python_with_its_number(scratch: Path, code: int) -> None:
-    with Recorder(scratch, fail=lambda call: Failure(code) if call.name == "pwrite" else None) as recorder:
-        descriptor = os.open(scratch / "file", os.O_RDWR | os.O_CREAT)
-        with pytest.raises(OSError, match=os.strerror(code)) as raised:
-            os.pwrite(descriptor, b"lost", 0)
-        assert os.write(descriptor, b"kept") == 4
-        os.close(descriptor)
-    assert raised.value.errno == code
-    assert [operation.failed for operation in recorder.operations] == [False, True, False]
-    assert contents(replayed(recorder, scratch / "replayed")) == {"file": b"kept"}
-
-
-def test_a_failure_reaches_lmdb_with_its_number(scratch: Path) -> None:
-    environment = lmdb.open(str(scratch / "file"), subdir=False, lib_version=0)
-    calls: list[Call] = []
-
-    def fail(call: Call) -> Failure | None:
-        calls.append(call)
-        return Failure(errno.EDQUOT) if call.name in ("writev", "pwrite") else None
-
-    with Recorder(scratch, fail=fail), pytest.raises(lmdb.Error, match="quota"), environment.begin(write=True) as txn:
-        txn.put(b"key", b"value")
-    environment.close()
-    assert [(call.number, call.path.name) for call in calls] == [(0, "file")]
 
 
 def recorded(scratch: Path, operations: list[Operation]) -> Recorder:

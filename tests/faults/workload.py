@@ -61,19 +61,13 @@ class Trained:
 
 @dataclass
 class Snapshot:
-    """What one version shows.
+    """What one version shows."""
 
-    Attributes:
-        extra: no two have the same.
-        version: its number; None until the commit returned.
-        kept: versions that can be opened when this one is the last, itself the last of them.
-    """
-
-    extra: dict[str, Any]
+    extra: dict[str, Any]  # no two have the same
     tensors: dict[str, torch.Tensor]
     tables: dict[str, Trained]
-    version: int | None = None
-    kept: "tuple[Snapshot, ...]" = ()
+    version: int | None = None  # its number; None until the commit returned
+    kept: "tuple[Snapshot, ...]" = ()  # versions that can be opened when this one is the last, itself the last of them
 
 
 def first_tables(directory: Path) -> dict[str, Trained]:
@@ -99,11 +93,6 @@ class Workload:
         tables: the model, as the store's version has it; it is changed.
         mark: told of each promise: ("begun" or "returned", a snapshot), ("table", its name).
         keep: versions to keep.
-
-    Attributes:
-        last: the last commit that returned.
-        unfinished: the table that a call is changing, and what it is to be afterwards.
-        moved: rows that cleaning had moved by the last commit, of one time that the store was open.
     """
 
     tables: dict[str, Trained]
@@ -113,9 +102,9 @@ class Workload:
     steps: int = 0
     serial: int = 0
     store: Any = field(default=None)
-    last: Snapshot | None = None
-    unfinished: tuple[str, Trained] | None = None
-    moved: int = 0
+    last: Snapshot | None = None  # the last commit that returned
+    unfinished: tuple[str, Trained] | None = None  # the table that a call is changing, and what it is to be afterwards
+    moved: int = 0  # rows that cleaning had moved by the last commit, of one time that the store was open
     _pending: tuple[Snapshot, Any] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":

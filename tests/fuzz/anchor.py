@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tierstore.errors import TierstoreError
-from tierstore.io import anchor, recovery
+from tierstore.io import anchor, opened
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.pins import Pins
 from tierstore.store.manifest import Manifest
@@ -25,7 +25,7 @@ anchor._BOOT_ID = Path("/nonexistent")  # the boot id is all zero, as after a re
 
 def _recover(path: Path, store_id: bytes) -> None:
     with closing(Pins(path, writable=True)) as pins:
-        recovery.recover(path, store_id, pins)
+        opened.recover(path, store_id, pins)
 
 
 def run(data: bytes) -> None:

@@ -23,14 +23,6 @@ TENSORS = {"w": torch.arange(6.0).reshape(2, 3)}
 EXTRA = {"step": 7}
 
 
-def wide_rows() -> torch.Tensor:
-    """What the last commit of ``build_store`` holds."""
-    rows = torch.full((WIDE.num_embeddings, WIDE.embedding_dim), 0.5)
-    rows[:560] = torch.arange(560.0)[:, None]
-    rows[::7] = -1.0
-    return rows
-
-
 def build_store(folder: Path) -> None:
     """Two tables, two levels of tree, pages freed by a second commit, a payload with tensors, an anchor."""
     with tierstore.open(folder, ddr="4MiB", threads=1) as store:

@@ -8,8 +8,7 @@ import torch
 from tierstore.errors import TierstoreError
 from tierstore.io import records
 from tierstore.io.checksum import bytes_checksum
-from tierstore.store.lineage import NO_LINEAGE
-from tierstore.store.version import TableState, pack, unpack
+from tierstore.store.version import NO_LINEAGE, TableState, pack, unpack
 
 from .target import FindingError, Target
 

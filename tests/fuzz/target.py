@@ -16,21 +16,12 @@ SECONDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something that reads bytes.
+    """Something that reads bytes."""
 
-    Attributes:
-        run: reads them; an exception that leaves it is a finding.
-        seeds: valid inputs, built by code.
-        plain: kernels run as plain Python, where an index out of bounds is an error and coverage is seen.
-        mutations: inputs that the suite tries.
-        dictionary: words that the format is made of, for mutations.
-    """
-
-    run: Callable[[bytes], None]
-    seeds: Callable[[], list[bytes]]
-    plain: bool = True
-    mutations: int = 400
-    dictionary: tuple[bytes, ...] = ()
+    run: Callable[[bytes], None]  # reads them; an exception that leaves it is a finding
+    seeds: Callable[[], list[bytes]]  # valid inputs, built by code
+    mutations: int = 400  # inputs that the suite tries
+    dictionary: tuple[bytes, ...] = ()  # words that the format is made of, for mutations
 
 
 class FindingError(AssertionError):
@@ -69,10 +60,3 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
     if peak_bytes() > before + MEMORY_BYTES:
         raise FindingError(f"{(peak_bytes() - before) >> 20} MiB for one input")
-
-
-def limit_address_space(extra_bytes: int) -> None:
-    """Let the process map so much more than it has: a size that was believed becomes a MemoryError at once."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + extra_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

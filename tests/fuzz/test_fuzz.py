@@ -9,7 +9,7 @@ import pytest
 
 from bench.data import ROOT
 from tests.fuzz import mutate
-from tests.fuzz.__main__ import COMPILED, CORPUS, PLAIN
+from tests.fuzz.__main__ import CORPUS, NAMES
 
 CORPUS_BYTES_MAX = 100_000
 
@@ -24,14 +24,7 @@ def drive(out: Path, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(tuple(name for name in PLAIN if name != "anchor"), id="plain"),
-        pytest.param(COMPILED, id="compiled"),
-        pytest.param(("anchor",), id="anchor"),
-    ],
-)
+@pytest.mark.parametrize("names", [tuple(name for name in NAMES if name != "anchor"), ("anchor",)])
 def test_seeds_corpus_and_random_changes(names: tuple[str, ...], tmp_path: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:
         names = tuple(name for name in names if name != "parquet")
@@ -42,7 +35,7 @@ def test_seeds_corpus_and_random_changes(names: tuple[str, ...], tmp_path: Path)
 def test_the_corpus_is_small_and_of_known_targets() -> None:
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < CORPUS_BYTES_MAX
-    assert {path.parent.name for path in files} <= {*PLAIN, *COMPILED}
+    assert {path.parent.name for path in files} <= {*NAMES}
 
 
 def test_random_changes_are_the_same_each_time() -> None:
@@ -55,7 +48,7 @@ def test_random_changes_are_the_same_each_time() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris: pip install 'tierstore[fuzz]'")
-@pytest.mark.parametrize("name", [*PLAIN, *COMPILED])
+@pytest.mark.parametrize("name", NAMES)
 def test_guided_by_coverage(name: str, tmp_path: Path) -> None:
     drive(tmp_path, name, "--seconds", 240)
     found = [path.name for path in tmp_path.glob(f"{name}-*")]

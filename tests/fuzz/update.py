@@ -8,8 +8,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import DamagedError
-from tierstore.store.lineage import NO_LINEAGE
-from tierstore.store.version import pack
+from tierstore.store.version import NO_LINEAGE, pack
 from tierstore.updates.header import PAGE_BYTES, UpdateHeader
 from tierstore.updates.origin import Origin
 from tierstore.updates.update_file import UpdateFile, UpdateWriter

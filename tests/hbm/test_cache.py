@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
+from tierstore.cache.base import DIRTY, LOADING, RESIDENT
 from tierstore.hbm.books import Status, mixed, sets_of
 from tierstore.hbm.cache import HbmCache, PolicyName
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
+from tierstore.cache.base import DIRTY, LOADING, RESIDENT
 from tierstore.hbm import cache_triton, cache_twin
 from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 

@@ -11,7 +11,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from tierstore.io import known_segments, recovery
+from tierstore.io import opened, places
 from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
@@ -31,7 +31,7 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 def recover(path: Path) -> None:
     """Go back to the anchor, as an open for writing does."""
     with closing(Pins(path, writable=True)) as pins:
-        recovery.recover(path, STORE_ID, pins)
+        opened.recover(path, STORE_ID, pins)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def widen_places(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*arguments: Any) -> Geometry:
         return geometry(*arguments)._replace(place_bits=29)
 
-    monkeypatch.setattr(known_segments, "geometry", wide)
+    monkeypatch.setattr(places, "geometry", wide)
 
 
 class RowPlace(NamedTuple):

@@ -9,16 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import (
-    TABLES,
-    WIDE,
-    Int64s,
-    add_tables,
-    check_rows,
-    commit,
-    keys_of,
-    write_rows,
-)
+from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import STORE_ID, open_tier, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError
 from tierstore.io import anchor
@@ -193,31 +184,6 @@ def test_the_file_does_not_grow_with_what_is_written_between_commits(
     other_boot()
     for round_ in range(59, 300, 60):
         check_second_commit(tmp_path / f"later {round_}")
-
-
-@pytest.mark.parametrize("rows_each", [1, 40])
-def test_room_on_disk_is_bounded_also_where_transactions_are_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_each: int
-) -> None:
-    """The bound of docs/durability.md. A transaction of one segment copies four and more pages of LMDB's trees."""
-    monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 20)
-    directory = tmp_path / "store"
-    tier = with_first_commit(directory)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 2)  # beside those of the version that is kept
-    with tier.lease() as (_, rows_map):
-        segments_bytes = sum(each.pages for each in rows_map.segments.values()) * tier.page_bytes
-    generator = np.random.default_rng(5)
-    for round_ in range(1500):
-        rows = np.sort(generator.choice(ROWS, rows_each, replace=False))
-        write_rows(tier, WIDE, keys_of(0, rows), 10 + round_)
-    size_bytes = (directory / "rows.lmdb").stat().st_size
-    # The one beyond the limit, the one under way, and that of the pinned tree, whose own pages LMDB keeps too.
-    transactions_bytes = 3 * (2 + rows_each + 16) * tier.page_bytes
-    tree_bytes = 16 * tier.page_bytes
-    assert tier.counters().bytes_written > 1500 * tier.page_bytes
-    slack_bytes = 2 * segments_bytes
-    assert size_bytes <= segments_bytes + slack_bytes + tree_bytes + 3 * (1 << 20) + transactions_bytes
-    tier.close()
 
 
 class Pin:

@@ -10,16 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tierstore.io import btree
-from tierstore.io.btree import (
-    STATUS,
-    Entries,
-    Pages,
-    Root,
-    WalkStatus,
-    find_entries,
-    list_tree,
-    new_walk,
-)
+from tierstore.io.btree import STATUS, Entries, Pages, Root, WalkStatus, find_entries, list_tree, new_walk
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
 from tierstore.io.snapshot import Snapshot

@@ -4,7 +4,6 @@ LMDB's own code trusts its file, so whatever could crash runs in the test's proc
 """
 
 import contextlib
-import os
 import random
 import re
 import struct
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import RowPlace, flip, open_tier, place_of, plain_lmdb, refuse
@@ -76,17 +74,6 @@ def expect_bad_rows(tier: LmdbColdTier, bad: "list[int] | np.ndarray") -> None:
     check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, bad)), 1)
     with pytest.raises(ChecksumError, match=rf"rows\.lmdb: .*row {min(bad)} of table 0 in segment .*copy"):
         tier.verify()
-
-
-@pytest.mark.parametrize("at", [0, 8, 11], ids=["segment", "number in it", "newest epoch"])
-def test_a_flipped_bit_in_a_block_header(written: Path, at: int) -> None:
-    """Rows have checksums of their own, and are read."""
-    found = place(written, 3 * ROWS)
-    flip(written, found.block_page * PAGE + at, bits=4)
-    with opened(written) as tier:
-        check_rows(tier, WIDE, keys_of(0, ALL), 1)
-        with pytest.raises(ChecksumError, match=rf"segment {found.number} is damaged \(BAD_BLOCK\)"):
-            tier.verify()
 
 
 @pytest.mark.parametrize(("at", "status"), [(12, "BAD_PAGE_HEADER"), (16, "BAD_INDEX"), (100, "BAD_INDEX")])
@@ -236,20 +223,6 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
             tier.verify()
 
 
-def test_a_segment_with_the_index_of_another(written: Path) -> None:
-    """Even with a checksum that was made for it."""
-    number, other = (place(written, row).number for row in (0, SEGMENT_ROWS))
-    with plain_lmdb(written, write=True) as txn:
-        value, index = bytearray(txn.get(segment_key(number))), bytearray(txn.get(segment_key(other)))[: PAGE - 16]
-        index[16:24] = number.to_bytes(8, "little")
-        sealed = xxhash.xxh64_intdigest(bytes(index[8 : 8 * (6 + SEGMENT_ROWS)]), seed=number)
-        index[:8] = sealed.to_bytes(8, "little")
-        value[: PAGE - 16] = index
-        txn.put(segment_key(number), bytes(value))
-    with opened(written) as tier, pytest.raises(ChecksumError, match=f"row .* in segment {number} does not match"):
-        tier.verify()
-
-
 def _truncate(share: float) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         size = path.stat().st_size
@@ -290,16 +263,6 @@ def test_a_file_that_is_none(
         open_tier(written, readonly=readonly, create=False)
 
 
-def test_a_file_cut_while_it_is_open(written: Path) -> None:
-    with opened(written) as tier:
-        check_rows(tier, WIDE, keys_of(0, [0]), 1)
-        os.truncate(written / "rows.lmdb", place_of(tier, 0, 900).block_page * PAGE)
-        with pytest.raises(TruncatedError, match="row 900 of table 0 lies beyond the end of the file"):
-            read_rows(tier, WIDE, keys_of(0, [900]))
-        with pytest.raises(DamagedError):
-            tier.verify()
-
-
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
     """LMDB may count pages that it never wrote, where they are free: that is no damage."""
     path = written / "rows.lmdb"
@@ -314,11 +277,6 @@ def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
         write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 2)
         commit(tier, b"")
         tier.verify()
-
-
-def test_files_of_two_stores_mixed(written: Path) -> None:
-    with pytest.raises(FormatError, match="files of two stores"):
-        open_tier(written, store_id=b"another store id")
 
 
 def test_another_lmdb_file(tmp_path: Path) -> None:

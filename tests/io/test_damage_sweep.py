@@ -13,19 +13,7 @@ import pytest
 import torch
 
 import tierstore
-from tests.damage import (
-    PAGE,
-    Case,
-    Outcome,
-    Sample,
-    flips,
-    make_aged,
-    make_sample,
-    mixes,
-    page_damage,
-    row_file,
-    sweep,
-)
+from tests.damage import PAGE, Case, Outcome, Sample, flips, make_aged, make_sample, mixes, page_damage, row_file, sweep
 from tierstore.errors import DamagedError, FormatError
 
 

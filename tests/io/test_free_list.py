@@ -188,15 +188,7 @@ def _branch_key(image: Image) -> int:
     return WalkStatus.BAD_ORDER
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _page_twice,
-        _one_page_less,
-        _records_out_of_order,
-        _branch_key,
-    ],
-)
+@pytest.mark.parametrize("damage", [_page_twice, _one_page_less, _records_out_of_order, _branch_key])
 def test_what_a_damaged_page_could_do_to_lmdb(sound: Image, damage: Callable[[Image], int]) -> None:
     before = sound.words.copy()
     expected = damage(sound)

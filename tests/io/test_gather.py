@@ -89,25 +89,6 @@ def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool) -> None:
-    tier = open_tier(tmp_path)
-    tier.add_table(0, WIDE, 40)
-    written = np.arange(0, 40, 2)
-    slots = np.arange(40, dtype=np.int32)
-    weights, state = np.zeros((40, WIDE.weight_words), np.uint64), np.zeros((40, WIDE.state_words), np.uint64)
-    tier.write(keys_of(0, written), slots[: len(written)], weights, state, epoch=1)
-    tier.reader._verify = verify
-    weights[:], state[:] = 7, 7
-    present = np.zeros(40, np.bool_)
-    tier.read(keys_of(0, np.arange(40)), slots, weights, state, present)
-    assert present.tolist() == [row % 2 == 0 for row in range(40)]
-    for arena in (weights, state):
-        assert not arena[::2].any()
-        assert (arena[1::2] == 7).all()
-    tier.close()
-
-
 def test_division_is_exact() -> None:
     """Blocks of any length: the kernel divides the number of a row in its segment in floating point."""
     generator = np.random.default_rng(4)

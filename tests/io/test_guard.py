@@ -105,37 +105,6 @@ def test_zeros_do_not_count_though_the_page_is_the_files_again(
     check_rows(tier, WIDE, keys_of(0, ALL), 1)
 
 
-def test_many_readers_and_a_page_that_is_refused_again_and_again(tier: LmdbColdTier) -> None:
-    rows, bad = _rows_guard(tier), page_of(tier, 0, 7)
-    others = keys_of(0, np.setdiff1d(ALL, np.arange(7 * ROWS, 8 * ROWS)))
-    errors: list[BaseException] = []
-    refusals = 0
-    done = threading.Event()
-
-    def read_others() -> None:
-        try:
-            while not done.is_set():
-                check_rows(tier, WIDE, others, 1)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read_others) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        refuse(rows, bad)
-        try:
-            check_rows(tier, WIDE, keys_of(0, ALL), 1)
-        except UnreadableError:
-            refusals += 1
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert refusals > 0
-    check_rows(tier, WIDE, keys_of(0, ALL), 1)
-
-
 def test_a_file_that_is_cut_short_while_it_is_read(tier: LmdbColdTier) -> None:
     """The rows before the cut are served throughout, the others are errors; when the file is whole again, all are."""
     content = tier.path.read_bytes()

@@ -2,37 +2,17 @@
 
 import contextlib
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conformance.cold_tier import (
-    NARROW,
-    WIDE,
-    add_tables,
-    check_rows,
-    commit,
-    keys_of,
-    read_rows,
-    write_rows,
-)
+from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of, plain_lmdb
-from tierstore.errors import (
-    ChecksumError,
-    DiskFullError,
-    ReadOnlyError,
-    StoreLockedError,
-    StoreNotFoundError,
-)
+from tierstore.errors import ChecksumError, DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _tier(path: Path, **changes: object) -> LmdbColdTier:
@@ -41,8 +21,7 @@ def _tier(path: Path, **changes: object) -> LmdbColdTier:
     return tier
 
 
-_RECORDS = 3
-"""The store, its head, and the log."""
+_RECORDS = 3  # the store, its head, and the log
 
 
 def _segments(rows: int) -> int:
@@ -50,36 +29,10 @@ def _segments(rows: int) -> int:
     return -(-rows // WIDE.rows_per_segment)
 
 
-def _run(code: str, *arguments: object, **settings: object) -> "subprocess.Popen[str]":
-    """Python code in a process of its own; it finds STORE_ID, Path and the conformance helpers."""
-    start = "from pathlib import Path\nimport sys\nimport numpy as np\nfrom tests.conformance.cold_tier import *\n"
-    start += "from tests.io.support import STORE_ID, open_tier\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", start + textwrap.dedent(code), *map(str, arguments)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **settings,  # type: ignore[call-overload]
-    )
-
-
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     tier = _tier(tmp_path)
     with pytest.raises(StoreLockedError, match=rf"this process \({os.getpid()}\) .* close it there first"):
         open_tier(tmp_path)
-    other = _run(
-        """
-        from tierstore.errors import StoreLockedError
-        try:
-            open_tier(Path(sys.argv[1]))
-        except StoreLockedError as error:
-            print(error)
-        """,
-        tmp_path,
-    )
-    said, _ = other.communicate()
-    assert f"process {os.getpid()} " in said
     write_rows(tier, WIDE, keys_of(0, [1]), 1)
     tier.close()
     open_tier(tmp_path).close()
@@ -131,52 +84,6 @@ def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytes
         assert len(calls) < 30
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """Writes fail with their own error and store nothing; reads go on; with room again so do writes."""
-    process = _run(
-        """
-        import resource
-        from tierstore.errors import DiskFullError
-        folder = Path(sys.argv[1])
-        tier = open_tier(folder)
-        add_tables(tier)
-        old, new = keys_of(0, np.arange(500)), keys_of(1, np.arange(5000))
-        write_rows(tier, WIDE, old, 1)
-        commit(tier, b"one")
-        limit = (folder / "rows.lmdb").stat().st_size
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        for room in (0, 4096, 10_000, 50_000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit + room, hard))
-            try:
-                write_rows(tier, NARROW, new, 2)
-                raise SystemExit(f"{room} bytes of room were enough")
-            except DiskFullError as error:
-                assert "rows.lmdb" in str(error) and "intact" in str(error), error
-            try:
-                commit(tier, bytes(10_000_000))
-                raise SystemExit("the payload found room")
-            except DiskFullError:
-                pass
-            check_rows(tier, WIDE, old, 1)
-            assert not read_rows(tier, NARROW, new)[1].any()
-            assert (tier.version, tier.payload) == (1, b"one")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        write_rows(tier, NARROW, new, 3)
-        assert commit(tier, b"two") == 2
-        check_rows(tier, NARROW, new, 3)
-        tier.verify()
-        tier.close()
-        print("done")
-        """,
-        tmp_path,
-    )
-    said, _ = process.communicate()
-    assert said == "done\n"
-    tier = _tier(tmp_path)
-    check_rows(tier, NARROW, keys_of(1, np.arange(5000)), 3)
-    tier.close()
-
-
 def test_close_waits_for_reads(tmp_path: Path) -> None:
     tier = _tier(tmp_path)
     keys = keys_of(0, np.arange(1000))
@@ -209,21 +116,6 @@ def test_numbers_of_segments_are_never_given_again(tmp_path: Path) -> None:
         write_rows(tier, WIDE, keys_of(0, np.arange(500)), generation)
         assert not seen & _numbers(tier)
         tier.close()
-
-
-def test_rows_that_are_cleaned_keep_together(tmp_path: Path) -> None:
-    """Rows of one segment that live on are neighbours after it is gone."""
-    tier = _tier(tmp_path, slack=1.01)
-    write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
-    for generation in range(2, 12):
-        write_rows(tier, WIDE, keys_of(0, np.arange(0, 1000, 2)), generation)
-    with tier.lease() as (snapshot, rows):
-        segments = rows.segments[WIDE]
-        own = [rows.live_rows(snapshot, WIDE, np.array([slot]))[0] for slot in segments.in_use]
-    odd = [keys for keys in own if len(keys) and (keys % 2 == 1).all()]
-    assert sum(map(len, odd)) == 500
-    assert all((np.diff(keys) == 2).mean() > 0.9 for keys in odd)
-    tier.close()
 
 
 @pytest.mark.parametrize("part", ["a row", "its index"])

@@ -27,12 +27,7 @@ _SHAPES = {0: WIDE, 1: NARROW, 2: WIDE}
 
 
 class _Content(NamedTuple):
-    """What a map says, whatever slots it gave to segments.
-
-    Attributes:
-        segments: live rows of each that is not dead, and rows held under each version, by number.
-        places: number of the segment and of the row in it, by key.
-    """
+    """What a map says, whatever slots it gave to segments."""
 
     segments: dict[int, tuple[int, dict[int, int]]]
     places: dict[int, tuple[int, int]]
@@ -140,22 +135,6 @@ def test_a_map_is_what_its_definition_says(tmp_path: Path, width: int, keep: int
         again = _by_definition(tier)
     with closing(_opened(tmp_path)) as tier:
         assert _content(tier._file.make_map()) == again
-
-
-def test_rows_written_without_a_commit_are_in_no_later_version(tmp_path: Path) -> None:
-    """They are deleted before the next process writes anything, and not read before."""
-    keys = keys_of(0, np.arange(500))
-    with closing(_opened(tmp_path)) as tier:
-        write_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-        write_rows(tier, WIDE, keys, 2)
-    with closing(_opened(tmp_path)) as tier:
-        check_rows(tier, WIDE, keys, 1)
-        commit(tier, b"")
-    for readonly in (True, False):
-        with closing(_opened(tmp_path, readonly=readonly)) as tier:
-            check_rows(tier, WIDE, keys, 1)
-            assert tier.verify().segments == -(-len(keys) // WIDE.rows_per_segment)
 
 
 def test_each_index_is_read_once_however_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

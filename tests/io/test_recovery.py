@@ -8,7 +8,7 @@ import pytest
 from tests.io.support import STORE_ID, open_tier, recover
 from tests.io.test_anchor import check_second_commit, written_after_commit
 from tierstore.errors import DamagedError
-from tierstore.io import anchor, recovery
+from tierstore.io import anchor, opened
 from tierstore.io.anchor import ANCHOR_NAME, BEFORE_NAME
 from tierstore.io.btree import Meta, parse_meta
 from tierstore.system import killpoints
@@ -74,7 +74,7 @@ def test_a_recovery_that_was_cut_short_keeps_what_the_first_one_kept(
             raise CutShortError
 
     written: list[int] = []
-    write_all = recovery.write_all
+    write_all = opened.write_all
 
     def write_one(descriptor: int, data: bytes, offset: int) -> None:
         if written:
@@ -86,7 +86,7 @@ def test_a_recovery_that_was_cut_short_keeps_what_the_first_one_kept(
     before = anchor.read_metas(path, PAGE)
     with monkeypatch.context() as patch:
         if point == "the first page":
-            patch.setattr(recovery, "write_all", write_one)
+            patch.setattr(opened, "write_all", write_one)
         else:
             patch.setattr(killpoints, "hook", cut)
         with pytest.raises(CutShortError):

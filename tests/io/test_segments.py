@@ -13,14 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tests.kernel_calls import from_python
-from tierstore.io.segments import (
-    SegmentStatus,
-    block_word,
-    build_segment,
-    check_index,
-    geometry,
-    unpack_block_word,
-)
+from tierstore.io.segments import SegmentStatus, block_word, build_segment, check_index, geometry, unpack_block_word
 from tierstore.kernels.jit import kernel
 from tierstore.layout import RowLayout
 
@@ -38,8 +31,7 @@ LAYOUTS = {
     "large pages": RowLayout(dim=64, state_dim=1, page_bytes=16384),
 }
 NUMBER = (3 << 32) + 5
-PAGE = 7
-"""Where the segment lies in the image of a file."""
+PAGE = 7  # where the segment lies in the image of a file
 
 _check_index = from_python(check_index)
 
@@ -47,8 +39,7 @@ _check_index = from_python(check_index)
 class Rows(NamedTuple):
     keys: list[int]
     epochs: list[int]
-    contents: list[bytes]
-    """Weights and state of each row."""
+    contents: list[bytes]  # weights and state of each row
 
 
 def oracle_seed(key: int, number: int, index: int) -> int:

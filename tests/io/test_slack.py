@@ -7,7 +7,7 @@ import pytest
 
 from tests.conformance.cold_tier import LONG, NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier
-from tierstore.io import anchor, known_segments
+from tierstore.io import anchor, places
 from tierstore.layout import RowLayout
 
 
@@ -63,7 +63,7 @@ def test_the_file_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.Mon
     """docs/durability.md's, of rows as they are stored: they are rewritten at random, and committed now and then."""
     least = 1 << 20
     monkeypatch.setattr(anchor, "GROWTH_BYTES", least)
-    monkeypatch.setattr(known_segments, "SMALL_PAGES", 256)
+    monkeypatch.setattr(places, "SMALL_PAGES", 256)
     generator, slack, bound, most = np.random.default_rng(0), 1.4, 0.0, 0.0
     num_rows = int((16 << 20) / layout.stored_row_bytes)
     a_write = layout.rows_per_segment

@@ -8,12 +8,11 @@ import pytest
 from tests.conformance.cold_tier import commit, keys_of, write_rows
 from tests.io.support import open_tier
 from tierstore import layout as layouts
-from tierstore.io import anchor, known_segments, log
+from tierstore.io import anchor, log, places
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.layout import RowLayout
 
-_SCALE = 8
-"""Segments, and all that is counted in their pages, are so many times smaller: 64 MB hold the tree of 500 MB."""
+_SCALE = 8  # Segments, and all that is counted in their pages, are so many times smaller: 64 MB hold the tree of 500 MB
 _NUM_ROWS = 16_000
 _ROWS_A_WRITE = 64
 _COUNTS = Path("/proc/self/io")
@@ -52,7 +51,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> RowLayout:
         (log, "_CLEANED_PAGES"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // _SCALE)
-    monkeypatch.setattr(known_segments, "SMALL_PAGES", 0)
+    monkeypatch.setattr(places, "SMALL_PAGES", 0)
     layout = RowLayout(dim=480)
     assert layout.rows_per_segment == 2
     return layout

@@ -12,11 +12,10 @@ import tierstore
 from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
 from tests.damage import PAGE, Sample, make_aged
 from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
-from tierstore.errors import ChecksumError, DamagedError, UnreadableError
+from tierstore.errors import ChecksumError, UnreadableError
 from tierstore.io import verify
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 from tierstore.kernels.jit import JIT_ENABLED
@@ -42,10 +41,7 @@ def folder(sample: Sample, tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def leased(folder: Path) -> Iterator[tuple[LmdbColdTier, Snapshot, RowMap]]:
     """The cold tier of a store, its tree and its map."""
-    with (
-        tierstore.open(folder, mode="r", ddr="1MiB") as store,
-        store._cold.lease() as (snapshot, rows),
-    ):
+    with tierstore.open(folder, mode="r", ddr="1MiB") as store, store._cold.lease() as (snapshot, rows):
         yield store._cold, snapshot, rows
 
 
@@ -182,27 +178,3 @@ def test_a_page_of_zeros_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UnreadableError, match=rf"rows\.lmdb: segment {place.number} cannot be read.*log says why"):
             tier.verify()
         tier.verify()
-
-
-def test_a_damaged_free_list_is_found_by_a_reader_too(folder: Path, sample: Sample) -> None:
-    words = np.frombuffer(sample.files["rows.lmdb"], np.uint64)
-    newest = max((0, 1), key=lambda page: int(words[page * 512 + 18]))
-    free_root = int(words[newest * 512 + 10])
-    assert free_root < len(words) // 512
-    with tierstore.open(folder, mode="r", ddr="1MiB") as store:
-        flip(folder, free_root * PAGE + PAGE - 8)
-        with pytest.raises(DamagedError, match=r"rows\.lmdb: page"):
-            store.verify()
-
-
-def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) -> None:
-    with contextlib.closing(open_tier(tmp_path)) as tier:
-        add_tables(tier)
-        write_rows(tier, WIDE, keys_of(0, np.arange(300)), 1)
-        with tier._writer._transaction() as txn:
-            assert txn.delete(segment_key(place_of(tier, 0, 0).number))
-        tier._file.view.move(tier._file.new_snapshot())
-        with pytest.raises(
-            DamagedError, match=r"rows\.lmdb: its tree has 1 segments, and its record of the log counts 2"
-        ):
-            tier.verify()

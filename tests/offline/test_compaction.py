@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import os
 import shutil
 
 import numpy as np
@@ -20,7 +18,7 @@ from tierstore.exchange.rows import read_rows
 from tierstore.io import LmdbColdTier
 from tierstore.io.anchor import read_stamp
 from tierstore.offline import compaction
-from tierstore.offline.compaction import WORK_NAME, compact_store
+from tierstore.offline.compaction import compact_store
 from tierstore.store.manifest import Manifest
 from tierstore.trace import TableTrace, Trace, write_trace
 
@@ -271,58 +269,6 @@ def test_an_empty_directory_is_a_target_and_one_in_use_is_not(source, tmp_path, 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("left", [[], ["rows.lmdb"]])
-def test_what_a_copy_cut_short_left_is_no_store_and_is_cleared(source, tmp_path, left):
-    copy = tmp_path / "copy"
-    (copy / WORK_NAME).mkdir(parents=True)
-    (copy / WORK_NAME / "rows.lmdb").write_bytes(b"half")
-    for name in left:
-        (copy / name).write_bytes(b"whole")
-    with pytest.raises(errors.StoreNotFoundError):
-        tierstore.open(copy, mode="r")
-    compact_store(source, copy)
-    assert rows(source) == rows(copy)
-    assert WORK_NAME not in names(copy)
-
-
-@pytest.mark.parametrize("new", [True, False])
-def test_an_interrupt_leaves_nothing(source, tmp_path, new):
-    if not new:
-        (tmp_path / "copy").mkdir()
-
-    def interrupt(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compact_store(source, tmp_path / "copy", progress=interrupt)
-    assert names(tmp_path) == (["source"] if new else ["copy", "source"])
-    assert new or names(tmp_path / "copy") == []
-    assert compact_store(source, tmp_path / "copy").version == 13
-
-
-@pytest.mark.parametrize("call", ["rename", "fsync"])
-def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch, call):
-    def refuse(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(compaction.os, call, refuse)
-    with pytest.raises(errors.DiskFullError, match="copy: no space left"):
-        compact_store(source, tmp_path / "copy")
-    monkeypatch.undo()
-    assert names(tmp_path) == ["source"]
-
-
-def test_a_disk_too_small_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
-    def refuse(path, size_bytes):
-        assert size_bytes > ROWS * 36
-        raise errors.DiskFullError(f"{path}: too small")
-
-    monkeypatch.setattr(compaction, "require_room", refuse)
-    with pytest.raises(errors.DiskFullError, match="too small"):
-        compact_store(source, tmp_path / "copy")
-    assert names(tmp_path) == ["source"]
-
-
 @pytest.mark.parametrize("version", [*VERSIONS, 0])
 def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
     at = offset_of(source, 0, 17, version) if version else segment_offset(source) + 80
@@ -359,35 +305,6 @@ def test_rows_of_tables_that_the_manifest_lost_are_not_left_behind(source, tmp_p
     ):
         compact_store(source, tmp_path / "copy")
     assert names(tmp_path) == ["source"]
-
-
-def test_the_manifest_comes_last_after_synced_rows(source, tmp_path, monkeypatch):
-    copy, steps = tmp_path / "copy", []
-
-    def noting(name, call):
-        def note(*arguments, **keywords):
-            paths = [os.readlink(f"/proc/self/fd/{each}") if isinstance(each, int) else str(each) for each in arguments]
-            size = (work / "rows.lmdb").stat().st_mtime_ns if (work / "rows.lmdb").exists() else 0
-            steps.append(((name, *paths), size))
-            return call(*arguments, **keywords)
-
-        return note
-
-    work = copy / WORK_NAME
-    for name in ("rename", "fsync"):
-        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
-    compact_store(source, copy)
-    wanted = [
-        ("fsync", str(work / "rows.lmdb")),
-        ("rename", str(work / "rows.lmdb"), str(copy / "rows.lmdb")),
-        ("fsync", str(copy)),
-        ("rename", str(work / "manifest.json"), str(copy / "manifest.json")),
-        ("fsync", str(copy)),
-        ("fsync", str(tmp_path)),
-    ]
-    assert [step for step, _ in steps if step in wanted][-6:] == wanted
-    changed_at = dict(steps)
-    assert changed_at[wanted[0]] == changed_at[wanted[1]], "written to after it was synced"
 
 
 def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):

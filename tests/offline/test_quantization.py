@@ -209,16 +209,6 @@ def test_optimizer_state_does_not_go_with_quantized_rows() -> None:
     assert tierstore.TableConfig.from_dict(made.to_dict()) == made
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "columns", "stored_bytes"), [("int8", 64, 72, 88), ("int4", 64, 36, 56), ("int4", 5, 7, 24)]
-)
-def test_bytes_of_a_row(dtype: Any, dim: int, columns: int, stored_bytes: int) -> None:
-    layout = table_config("item", dtype=dtype, embedding_dim=dim, optimizer=optim.SGD()).layout(4096)
-    assert layout.stored_columns == columns
-    assert layout.stored_row_words * 8 == stored_bytes
-    assert layout.row_bytes == stored_bytes - 16
-
-
 @pytest.mark.parametrize("dtype", TARGETS)
 def test_a_version_that_is_kept_and_a_source_that_goes_on(source: Path, tmp_path: Path, dtype: Any) -> None:
     report = tierstore.quantize(source, tmp_path / "new", dtype=dtype, version=1)

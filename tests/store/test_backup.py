@@ -2,10 +2,8 @@
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,11 @@ from torch import Tensor
 import tierstore
 from tests import children
 from tierstore import errors
-from tierstore.cli import main
-from tierstore.io import copying
+from tierstore.io import files
 from tierstore.store.backup import WORK_NAME
 
 ROWS = 6000
-DDR = "600KiB"
-"""Rows of both tables do not fit: they come and go."""
+DDR = "600KiB"  # rows of both tables do not fit: they come and go
 
 
 def table_config(name: str, num_rows: int = ROWS) -> tierstore.TableConfig:
@@ -78,7 +74,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def trained(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
     """A store with three commits, two of them kept, and rows beyond the last; it is copied in small parts."""
-    monkeypatch.setattr(copying, "_PART_BYTES", 128 << 10)
+    monkeypatch.setattr(files, "_PART_BYTES", 128 << 10)
     with tierstore.open(source, ddr=DDR, keep=2, threads=1) as store:
         for name in ("a", "b"):
             store.create_table(table_config(name))
@@ -118,8 +114,8 @@ def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
     trained: Trained, source: Path, tmp_path: Path
 ) -> None:
     code = """
-    from tierstore.io import copying
-    copying._PART_BYTES = 512 << 10
+    from tierstore.io import files
+    files._PART_BYTES = 512 << 10
 
     def wait(done, total):
         print("part", flush=True)
@@ -157,7 +153,7 @@ def raising(number: int) -> Callable[..., int]:
 
 
 def test_a_kernel_that_copies_no_ranges(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying.os, "copy_file_range", raising(errno.EXDEV))
+    monkeypatch.setattr(files.os, "copy_file_range", raising(errno.EXDEV))
     trained.store.backup(tmp_path / "copy")
     trained.check(tmp_path / "copy", 3)
 
@@ -170,7 +166,7 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
         file.seek(1 << 19)
         file.write(b"y" * 4096)
         file.flush()
-        stretches = list(copying._stretches(file.fileno(), 1 << 20))
+        stretches = list(files._stretches(file.fileno(), 1 << 20))
     assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
 
 
@@ -189,61 +185,16 @@ def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path, new: bool
     trained.check(tmp_path / "copy", 3)
 
 
-@pytest.mark.parametrize("at", ["copied", "rename"])
-def test_what_a_killed_backup_leaves_is_no_store_and_the_next_one_replaces_it(
-    trained: Trained, source: Path, tmp_path: Path, at: str
-) -> None:
-    code = """
-    def kill(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    rename = os.rename
-    if sys.argv[3] == "rename":
-        os.rename = lambda *paths: (rename(*paths), kill())
-    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
-        store.backup(sys.argv[2], progress=kill if sys.argv[3] == "copied" else None)
-    """
-    copy = tmp_path / "copy"
-    child = children.start(code, source, copy, at)
-    child.communicate()
-    assert child.returncode == -9
-    assert names(copy) == ([WORK_NAME] if at == "copied" else [WORK_NAME, "rows.lmdb"])
-    with pytest.raises(errors.StoreNotFoundError):
-        tierstore.open(copy, mode="r")
-    trained.store.backup(copy)
-    assert names(copy) == ["manifest.json", "rows.lmdb"]
-    trained.check(copy, 3)
-
-
 @pytest.mark.parametrize("call", ["copy_file_range", "fsync", "rename", "ftruncate"])
 def test_a_full_disk_leaves_nothing(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(copying.os, call, raising(errno.ENOSPC))
+        patch.setattr(files.os, call, raising(errno.ENOSPC))
         with pytest.raises(errors.DiskFullError, match="no space left"):
             trained.store.backup(tmp_path / "copy")
     assert names(tmp_path) == ["source"]
     trained.commit()
-
-
-def test_a_small_target_is_told_before_anything_is_written(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / "small").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "small")]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    try:
-        with pytest.raises(errors.DiskFullError, match=r"are needed and .* are free; nothing was written"):
-            trained.store.backup(tmp_path / "small" / "copy")
-        assert names(tmp_path / "small") == []
-        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
-        trained.store.backup(tmp_path / "small" / "copy")
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "small")], check=True)
-        assert main(["backup", str(tmp_path / "small" / "copy"), str(tmp_path / "copy"), "--verify"]) == 0
-        trained.check(tmp_path / "copy", 3)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "small")], check=True)
 
 
 def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
@@ -309,16 +260,6 @@ def test_the_manifest_comes_last_after_synced_rows(
         str(tmp_path),
     ]
     assert [step for step in steps if step in wanted] == wanted
-
-
-@pytest.mark.parametrize("mode", ["r", "w"])
-def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode: Any) -> None:
-    (tmp_path / WORK_NAME).mkdir()
-    with pytest.raises(
-        errors.StoreNotFoundError, match=rf"holds {WORK_NAME}, of a copy that was cut short; make the copy"
-    ):
-        tierstore.open(tmp_path, mode=mode)
-    assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]
 
 
 def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:

@@ -267,28 +267,6 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
         assert table.read(torch.cat([victim, frozen, newcomer]))[:, 0].tolist() == [2.0, 1.0, 3.0]
 
 
-def _steps(store: tierstore.Store, batches: int) -> None:
-    """Steps that change most of the rows, brought in ahead."""
-    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-    generator = torch.Generator().manual_seed(5)
-    given = [(torch.randint(ROWS, (1000,), generator=generator), torch.arange(0, 1000, 2)) for _ in range(batches)]
-    for ids, offsets in tierstore.prefetch(given, bag, depth=2, features=lambda batch: batch):
-        bag(ids, offsets).backward(torch.ones(500, DIM))
-
-
-def test_what_cannot_be_written_is_told_to_who_needs_the_room(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(store_dir) as store:
-        cold = store._cold
-        write = cold.write
-        monkeypatch.setattr(cold, "write", lambda *_, **__: (_ for _ in ()).throw(DiskFullError("no room")))
-        with pytest.raises(DiskFullError, match="no room"):
-            _steps(store, 60)
-        monkeypatch.setattr(cold, "write", write)
-        store.commit()
-        expected = store["t"].read(ALL)[:, 0]
-    assert torch.equal(shown(store_dir), expected)
-
-
 def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(store_dir: Path) -> None:
     """An update waits for room in the outbox, another takes one of its rows, and the next version begins."""
     with open_store(store_dir, ddr="64MiB") as store:
@@ -327,21 +305,6 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
         assert cache.num_dirty == len(rows)
         cache.unpin(slots)
         writeback_.abandon()
-
-
-def test_a_version_that_failed_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("the last step of a commit")
-
-    with tierstore.open(cold="memory") as store:
-        assert store.commit(extra={"step": 1}) == 1
-        with monkeypatch.context() as broken:
-            broken.setattr(store._cold, "commit", fail)
-            with pytest.raises(OSError, match="last step"):
-                store.commit(extra={"step": 2})
-        assert (store.version, store.extra) == (1, {"step": 1})
-        store.commit(extra={"step": 3})
-        assert store.extra == {"step": 3}
 
 
 def test_versions_that_are_not_kept_are_refused(store_dir: Path) -> None:

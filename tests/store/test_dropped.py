@@ -94,16 +94,8 @@ def test_nothing_is_told_where_nothing_is_lost_or_the_loss_is_known(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"embedding_dim": 32},
-            "table 'item' exists and differs in embedding_dim: 8 there, 32 asked. Keep its configuration, or choose "
-            "another name, or move its rows to a new store by tierstore export and tierstore import",
-        ),
-        (
-            {"optimizer": optim.SGD(lr=0.5)},
-            "table 'item' exists and differs in optimizer.lr: 0.1 there, 0.5 asked. Keep its configuration, or create "
-            "it with lr=0.1, then set table.learning_rate = 0.5",
-        ),
+        ({"embedding_dim": 32}, "embedding_dim: 8 there, 32 asked. Keep its configuration, or choose another name, or"),
+        ({"optimizer": optim.SGD(lr=0.5)}, "create it with lr=0.1, then set table.learning_rate = 0.5"),
         ({"optimizer": optim.Adam(lr=0.1)}, "optimizer: 'SGD' there, 'Adam' asked"),
         ({"num_embeddings": 50}, "or change it by Store.change_table (docs/tables.md)"),
         ({"pooling": "mean", "num_embeddings": 50}, "num_embeddings: 40 there, 50 asked; pooling: 'sum' there, 'mean'"),

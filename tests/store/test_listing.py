@@ -13,8 +13,8 @@ import tierstore
 from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing
 from tierstore.cache.policies import ranks_of
 from tierstore.pool import Pool
-from tierstore.store import listing
-from tierstore.store.listing import resident_keys
+from tierstore.store import newer
+from tierstore.store.newer import resident_keys
 
 pytestmark = pytest.mark.kernel
 PIECE = 8
@@ -112,14 +112,14 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
 
 def test_the_lock_is_free_between_pieces(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     bring_in(pool, np.arange(60))
-    monkeypatch.setattr(listing, "_PIECE_ROWS", PIECE)
+    monkeypatch.setattr(newer, "_PIECE_ROWS", PIECE)
     looked_up: list[int] = []
 
     def look_up(seconds: float) -> None:
         assert seconds > 0
         looked_up.append(in_another_thread(lambda: bring_in(pool, [7]) or 7))
 
-    monkeypatch.setattr(listing.time, "sleep", look_up)
+    monkeypatch.setattr(newer.time, "sleep", look_up)
     assert sorted(resident_keys(pool).tolist()) == list(range(60))
     assert len(looked_up) >= 60 // PIECE
 
@@ -136,8 +136,8 @@ def test_each_row_is_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             visit(cache, np.arange(5))
         turns.append(None)
 
-    monkeypatch.setattr(listing, "_PIECE_ROWS", PIECE)
-    monkeypatch.setattr(listing.time, "sleep", drive_out)
+    monkeypatch.setattr(newer, "_PIECE_ROWS", PIECE)
+    monkeypatch.setattr(newer.time, "sleep", drive_out)
 
     found = resident_keys(pool_over(cache))
     assert len(turns) > 3

@@ -15,9 +15,8 @@ import tierstore
 from tests.children import run
 from tierstore import errors, optim
 from tierstore.store import manifest as manifest_module
-from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.store.version import pack, unpack, unpack_tensors
+from tierstore.store.version import NO_LINEAGE, pack, unpack, unpack_tensors
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
@@ -59,17 +58,6 @@ def json_or_none(text: bytes | bytearray) -> object:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def test_a_newer_format(path: Path) -> None:
-    newer = Manifest.read(path.parent)
-    newer.write(path.parent)
-    envelope = json.loads(path.read_text())
-    envelope["body"]["format_version"] = 99
-    envelope["sha256"] = _digest(envelope["body"])
-    path.write_text(json.dumps(envelope))
-    with pytest.raises(errors.FormatError, match="format version 99; this release reads version 4"):
-        tierstore.open(path.parent, mode="r")
 
 
 def forge(path: Path, **fields: Any) -> None:

@@ -29,23 +29,6 @@ def require_nothing_held(store: Store) -> None:
     assert store._follower._found is store._cold._follower.found is None
 
 
-def test_a_row_that_was_rolled_back_and_then_moved(writer: Writer, store_dir: Path) -> None:
-    """The follower looks only after version 3 was committed, in which row 0 is again what it was in version 1."""
-    writer("write", "t", [0], 5)
-    writer("commit", 2)
-    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
-        assert torch.equal(store["t"].read(EVERY), expected(_5=[0]))
-        writer("rollback", 1)
-        writer("open", str(store_dir), 1)
-        changed = [row for row in range(ROWS) if row % (ROWS // 4)]
-        writer("write", "t", changed, 6)
-        writer("commit", 3)
-        found = store.find_newer()
-        assert found is not None
-        found.show()
-        assert torch.equal(store["t"].read(EVERY), expected(_6=changed))
-
-
 def test_only_what_the_last_call_found_is_shown_and_once(writer: Writer, store_dir: Path) -> None:
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)

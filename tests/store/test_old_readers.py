@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tierstore
-from tierstore.io import old_readers
+from tierstore.io import oldest_reader
 from tierstore.offline.inspection import describe_store
 
 ROWS = 1000
@@ -18,7 +18,7 @@ CONFIG = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=16)
 def test_what_an_old_reader_holds_is_told(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(old_readers, "_LEAST_BYTES", 300 << 10)
+    monkeypatch.setattr(oldest_reader, "_LEAST_BYTES", 300 << 10)
 
     def told() -> list[str]:
         found = [each.message for each in caplog.records if each.levelno == logging.WARNING]

@@ -16,7 +16,6 @@ import torch
 import tierstore
 from tierstore.pool import direct
 from tierstore.store import Store
-from tierstore.store.table import Table
 
 ROWS, DIMS = 150, {"a": 40, "b": 48}
 EVERY, STARTS = torch.arange(ROWS), torch.arange(0, ROWS, 2)
@@ -25,8 +24,7 @@ PLACES: dict[str, Any] = {
     "evicting": {"ddr": "500KiB"},
     "on device": {"ddr": "2MiB", "hbm": "2MiB"},
 }
-TURNS = 6
-"""Moments of a lookup at which the version changes."""
+TURNS = 6  # moments of a lookup at which the version changes
 _PACKAGE = str(Path(tierstore.__file__).parent)
 
 Change = Callable[[], Any]
@@ -120,37 +118,6 @@ def test_while_rows_come_in(writer: Store, where: str) -> None:
             found, lines = _interrupted(lambda: reader["a"].read(EVERY), lines * turn // (3 * TURNS), newer.show)
             assert found.min() == found.max()
             assert reader["a"].read(EVERY).flatten().tolist() == [value] * ROWS * DIMS["a"]
-
-
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("kind", ["read", "max", "bag", "collection"])
-def test_when_a_pool_was_just_found(writer: Store, where: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tierstore.open(writer.directory, mode="r", policy="lru", **PLACES[where]) as reader:
-        look_up, calls, turn = _lookups(reader)[kind], itertools.count(), -1
-        pool_of = Table.pool.fget
-        assert pool_of is not None
-
-        def found(table: Table) -> Any:
-            pool = pool_of(table)
-            if table.store is reader and next(calls) == turn:
-                thread = threading.Thread(target=reader.refresh)
-                thread.start()
-                thread.join(0.05)  # no longer, as it may wait for this lookup
-                threads.append(thread)
-            return pool
-
-        look_up()
-        monkeypatch.setattr(Table, "pool", property(found))
-        for turn in range(6):
-            _put(writer, turn + 1)
-            writer.commit()
-            calls, threads = itertools.count(), list[threading.Thread]()
-            rows = look_up()
-            assert rows.min() == rows.max()
-            for thread in threads:
-                thread.join()
-            reader.refresh()
-            assert look_up().min() == look_up().max() == (turn + 1) * (2 if kind == "bag" else 1)
 
 
 @pytest.mark.parametrize("kind", ["pooled", "bag"])

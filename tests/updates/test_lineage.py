@@ -15,9 +15,8 @@ from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same,
 from tierstore import errors
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.salvage import salvage
-from tierstore.store import lineage, version
-from tierstore.store.lineage import MAX_ANCESTORS, NO_LINEAGE, Ancestor, Lineage
-from tierstore.store.version import ORIGIN_KEY
+from tierstore.store import version
+from tierstore.store.version import MAX_ANCESTORS, NO_LINEAGE, ORIGIN_KEY, Ancestor, Lineage
 from tierstore.updates import Applied, Origin, Update, apply_update, origin_of, write_update
 from tierstore.updates.delta import Source, source_of
 from tierstore.updates.publish import plan, publish
@@ -162,7 +161,7 @@ def test_a_commit_that_was_seen_and_lost_is_not_gone_on_from(tmp_path: Path) -> 
 
 
 def test_a_lineage_is_cut_at_its_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage, "MAX_ANCESTORS", 3)
+    monkeypatch.setattr(version, "MAX_ANCESTORS", 3)
     source, replicas = tmp_path / "source", [tmp_path / "old", tmp_path / "young"]
     for seed in range(1, 7):
         change(source, seed, keep=9)

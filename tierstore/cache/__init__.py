@@ -27,11 +27,10 @@ from ..config import require_int as _require_int
 from .base import Admission, AdmitStatus, CacheCounters, Listing, Pinned, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of
-from .full import FullCache, full_size_bytes
+from .full import TABLE_BYTES, FullCache, full_size_bytes
 from .host import CAPACITY_MAX as _CAPACITY_MAX
 from .host import NUMBER_MAX as _NUMBER_MAX
 from .host import arena_bytes as _arena_bytes
-from .numbering import TABLE_BYTES
 
 __all__ = [
     "AUTO",

@@ -12,15 +12,13 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, AdmitStatus
+from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
 from .books import CacheState, Tally
-from .flags import LOADING, RESIDENT, UNCLEAN
 from .host import NOTHING_WRONG, restart
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
-_TOUCHED: Final = 32
-"""Set only within ``touch_slots``."""
+_TOUCHED: Final = 32  # set only within ``touch_slots``
 
 _COMPLETE: Final = int(AdmitStatus.COMPLETE)
 _DIRTY_VICTIM: Final = int(AdmitStatus.DIRTY_VICTIM)

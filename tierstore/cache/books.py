@@ -14,15 +14,12 @@ from ..kernels.jit import uncounted_inline as inline
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width
 
-BUCKET_BYTES: Final = 4 + 8 + 4
-"""Of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)."""
+BUCKET_BYTES: Final = 4 + 8 + 4  # of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)
 _ALIGNMENT_BYTES: Final = BLOCK_BYTES
-MAX_FREQUENCY: Final = 63
-"""Of TinyLFU: accesses of a row are counted up to this, and each count is a level of the list."""
+MAX_FREQUENCY: Final = 63  # of TinyLFU: accesses of a row are counted up to this, and each count is a level of the list
 
 
-MAX_BATCHES: Final = 1024
-"""Of lookahead: announced at a time, less one."""
+MAX_BATCHES: Final = 1024  # of lookahead: announced at a time, less one
 USES_PER_ROW: Final = 6
 """Of lookahead: announced uses there is room for, for each slot. Of memory for rows of 64 float32, this share hits most
 on Criteo's lookups; a third as many costs 2 points, twice as many 1."""
@@ -43,33 +40,23 @@ class Tally(IntEnum):
     HITS: Final = 4
     MISSES: Final = 5
     EVICTIONS: Final = 6
-    STAMP: Final = 7
-    """The newest admission's number."""
-    USED_SLOTS: Final = 8
-    """Slots from here on were never used."""
-    FREE_SLOT: Final = 9
-    """First of the freed slots, linked by ``next``, plus 1; 0 for none."""
+    STAMP: Final = 7  # the newest admission's number
+    USED_SLOTS: Final = 8  # slots from here on were never used
+    FREE_SLOT: Final = 9  # first of the freed slots, linked by ``next``, plus 1; 0 for none
     USED_BUCKETS: Final = 10
-    FREE_BUCKET: Final = 11
-    """First of the freed buckets, linked by ``bucket_tail``, plus 1; 0 for none."""
+    FREE_BUCKET: Final = 11  # first of the freed buckets, linked by ``bucket_tail``, plus 1; 0 for none
     FROZEN: Final = 12
-    MAIN_LAST: Final = 13
-    """TinyLFU: the last slot before the window's, the root if there is none."""
+    MAIN_LAST: Final = 13  # TinyLFU: the last slot before the window's, the root if there is none
     WINDOW_ROWS: Final = 14
-    WINDOW_LIMIT: Final = 15
-    """Rows the window keeps."""
-    UNHALVED: Final = 16
-    """Accesses since counts were halved."""
-    UNKNOWN_LAST: Final = 17
-    """Lookahead: the last slot of no known use, the root if there is none."""
+    WINDOW_LIMIT: Final = 15  # rows the window keeps
+    UNHALVED: Final = 16  # accesses since counts were halved
+    UNKNOWN_LAST: Final = 17  # Lookahead: the last slot of no known use, the root if there is none
     OLDEST_BATCH: Final = 18
-    NEWEST_BATCH: Final = 19
-    """Numbers of the announced batches, the newest below the oldest if there is none."""
+    NEWEST_BATCH: Final = 19  # numbers of the announced batches, the newest below the oldest if there is none
     USES_START: Final = 20
     USES_END: Final = 21
     """Announced uses, counted since the cache was made; one lies at its number modulo their capacity."""
-    FILLED: Final = 22
-    """Of ``FullCache``: resident rows that are not loading."""
+    FILLED: Final = 22  # of ``FullCache``: resident rows that are not loading
 
 
 NUM_TALLIES: Final = len(Tally)
@@ -78,29 +65,20 @@ NUM_TALLIES: Final = len(Tally)
 class CacheState(NamedTuple):
     """A policy that has no use for an array has it empty; its kernels tell policies by that."""
 
-    entries: Words
-    """uint64 [index_places(capacity)]: the index, see index.py."""
-    slots: SlotRecords
-    """SLOT_DTYPE [capacity + 1]; the last is the root of the list."""
-    bucket: Int32s
-    """LFU, int32 [capacity]: a resident slot's bucket."""
-    bucket_count: Int64s
-    """LFU, int64 [capacity]: accesses of each row in the bucket."""
-    bucket_tail: Int32s
-    """LFU, int32 [capacity]: the bucket's last slot."""
+    entries: Words  # uint64 [index_places(capacity)]: the index, see index.py
+    slots: SlotRecords  # SLOT_DTYPE [capacity + 1]; the last is the root of the list
+    bucket: Int32s  # LFU, int32 [capacity]: a resident slot's bucket
+    bucket_count: Int64s  # LFU, int64 [capacity]: accesses of each row in the bucket
+    bucket_tail: Int32s  # LFU, int32 [capacity]: the bucket's last slot
     level_tail: Int32s
     """TinyLFU, int32 [MAX_FREQUENCY + 1]: the last slot of the rows accessed so often, the root if there is none.
     Lookahead, int32 [MAX_BATCHES]: the last slot of the rows that this batch uses next."""
-    sketch: Bytes
-    """TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py."""
-    uses: SlotRecords
-    """Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses."""
-    last_uses: Words
-    """Lookahead, uint64: the index of announced keys; each leads to the key's newest use."""
+    sketch: Bytes  # TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py
+    uses: SlotRecords  # Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses
+    last_uses: Words  # Lookahead, uint64: the index of announced keys; each leads to the key's newest use
     batches: SlotRecords
     """Lookahead, BATCH_DTYPE [MAX_BATCHES]: announced batches, one at its number modulo MAX_BATCHES."""
-    tallies: Int64s
-    """int64 [NUM_TALLIES]: see Tally."""
+    tallies: Int64s  # int64 [NUM_TALLIES]: see Tally
 
 
 _DTYPES: Final[dict[str, Any]] = {
@@ -108,8 +86,7 @@ _DTYPES: Final[dict[str, Any]] = {
     "level_tail": np.int32, "sketch": np.uint8, "uses": USE_DTYPE, "last_uses": np.uint64, "batches": BATCH_DTYPE,
     "tallies": np.int64,
 }  # fmt: skip
-_ALIGNED: Final = ("slots", "sketch")
-"""They begin at the start of a cache line."""
+_ALIGNED: Final = ("slots", "sketch")  # they begin at the start of a cache line
 
 
 def _lengths(capacity: int, policy: str) -> dict[str, int]:

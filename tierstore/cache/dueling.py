@@ -27,8 +27,7 @@ accesses a sixth nearer to LRU, for twice the time."""
 _ROWS_PER_LEAD: Final = 16
 """Slots of a small cache for each hit that frequency leads by at most. With twice as many, chance turns the window too
 often; with half as many, it turns too late for caches that see 10 to 40 accesses a slot."""
-_RECENCY_LEAD: Final = 4
-"""Times as much, by which recency leads at most."""
+_RECENCY_LEAD: Final = 4  # times as much, by which recency leads at most
 _WINDOW_SHARE: Final = 100
 _HALF: Final = np.uint64(32)
 _SALT: Final = np.uint64(0x9E3779B97F4A7C15)

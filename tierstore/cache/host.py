@@ -13,18 +13,14 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..kernels.simd import item
-from .base import NUM_UNIQUE, STAMP, CacheCounters, Pinned
+from .base import CHANGED, DIRTY, FLAGS, FROZEN, LOADING, NUM_UNIQUE, STAMP, CacheCounters, Pinned
 from .books import Tally
-from .flags import CHANGED, DIRTY, FLAGS, FROZEN, LOADING
 
 NOTHING_WRONG: Final = -1
-NUMBER_MAX: Final = 2**62
-"""Of counts and sizes that arguments give."""
-CAPACITY_MAX: Final = 2**31 - 2
-"""Slots are int32, and a list's root takes one number."""
+NUMBER_MAX: Final = 2**62  # of counts and sizes that arguments give
+CAPACITY_MAX: Final = 2**31 - 2  # slots are int32, and a list's root takes one number
 _ALIGNMENT_BYTES: Final = 64
-EIGHT: Final = 8
-"""Flags of a byte each in a word."""
+EIGHT: Final = 8  # flags of a byte each in a word
 _ONES: Final = np.uint64(0x0101010101010101)
 _NO_WORDS: Final = np.empty(0, np.uint64)
 

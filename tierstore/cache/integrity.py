@@ -6,15 +6,13 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from .admission import find_keys
+from .base import DIRTY, FROZEN, LOADING, RESIDENT
 from .books import MAX_BATCHES, CacheState, Tally
-from .flags import DIRTY, FROZEN, LOADING, RESIDENT
 from .lookahead import UNKNOWN
 from .tinylfu import IN_WINDOW
 
-Faults = dict[str, Any]
-"""By name, what should be False or empty."""
-Counts = dict[str, tuple[int, int]]
-"""By name, how many there should be and how many there are."""
+Faults = dict[str, Any]  # by name, what should be False or empty
+Counts = dict[str, tuple[int, int]]  # by name, how many there should be and how many there are
 
 
 def _chain(following: Any, first: int, end: int) -> Int64s:

@@ -4,63 +4,16 @@ It shares nothing with the fast cache but the contract. Its rows take the same m
 of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from typing import Final, Literal
 
 import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
 from .base import CONSUMED, NUM_MISSING, NUM_UNIQUE, STAMP, Admission, AdmitStatus, CacheCounters, Listing, Pinned
-from .reference_lookahead import Lookahead
-from .reference_pinnable import LRU, Pinnable
-from .reference_tinylfu import TinyLFU
+from .reference_policies import CLASSES, Lookahead
 
 ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
-
-
-class LFU(Pinnable):
-    """Least frequently used first; of several, the one that has been at that count for longest."""
-
-    def __init__(self, maxsize: int) -> None:
-        super().__init__(maxsize)
-        self._counts: dict[int, int] = {}
-        self._levels: defaultdict[int, dict[int, None]] = defaultdict(dict)
-
-    def eviction_order(self) -> Iterator[int]:
-        for count in sorted(self._levels):
-            yield from self._levels[count]
-
-    def __getitem__(self, key: int) -> int:
-        self._enter(key, self._leave(key) + 1)
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: int, slot: int) -> None:
-        super().__setitem__(key, slot)
-        self._enter(key, 1)
-
-    def __delitem__(self, key: int) -> None:
-        super().__delitem__(key)
-        self._leave(key)
-
-    def _enter(self, key: int, count: int) -> None:
-        self._counts[key] = count
-        self._levels[count][key] = None
-
-    def _leave(self, key: int) -> int:
-        count = self._counts.pop(key)
-        del self._levels[count][key]
-        if not self._levels[count]:
-            del self._levels[count]
-        return count
-
-
-_CLASSES: Final[dict[str, type[Pinnable]]] = {
-    "reference-lru": LRU,
-    "reference-lfu": LFU,
-    "reference-tinylfu": TinyLFU,
-    "reference-lookahead": Lookahead,
-}
 
 
 def _aligned(capacity: int, words: int) -> Words:
@@ -88,12 +41,12 @@ class ReferenceCache:
             raise ValueError(f"capacity={capacity} must be at least 1")
         if weight_words < 0 or state_words < 0:
             raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
-        if policy not in _CLASSES:
-            raise ValueError(f"policy={policy!r} is none of {', '.join(_CLASSES)}")
+        if policy not in CLASSES:
+            raise ValueError(f"policy={policy!r} is none of {', '.join(CLASSES)}")
         self.policy: Final = policy
         self.weights = _aligned(capacity, weight_words)
         self.state = _aligned(capacity, state_words)
-        self._rows = _CLASSES[policy](capacity)
+        self._rows = CLASSES[policy](capacity)
         self._keys: dict[int, int] = {}
         self._loading: set[int] = set()
         self._dirty: set[int] = set()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..system.excerpt import excerpt
 from ..system.launch import launched_rank
 from ..system.release import __version__

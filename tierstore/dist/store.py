@@ -28,9 +28,9 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
 from ..store.arguments import OffsetsType
-from ..store.lineage import MAX_ANCESTORS
+from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
-from ..store.shown import Shown
+from ..store.version import MAX_ANCESTORS
 from .commits import SECTION, Commits, Place, in_common, packed
 from .opening import OwnPart, open_to_read, require_alike
 from .optimizer import ShardedOptimizer

@@ -12,14 +12,13 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..io import ColdCounters, LmdbColdTier, NewerVersion, VerifyReport
-from ..io.changes import CHUNK_BYTES, ChangedRows
+from ..io.reads import CHUNK_BYTES, ChangedRows
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..pool.converting import RowSource
-from ..store.lineage import Ancestor, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened
-from ..store.version import Version, repack, unpack
+from ..store.version import Ancestor, Lineage, Version, repack, unpack
 from .commits import SECTION, Commits, in_common
 from .parts import Source, newest_set, state_columns
 from .plan import Sharding

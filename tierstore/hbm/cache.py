@@ -23,7 +23,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..cache.base import DIRTY, LOADING, RESIDENT
 from . import cache_twin
 from .books import (
     NO_SUCH_SLOT,

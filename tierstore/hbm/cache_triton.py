@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..cache.base import DIRTY, LOADING, RESIDENT
 from .books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
 from .cache_twin import MAX_COUNT, STAMP_MASK
 from .triton_launch import launch

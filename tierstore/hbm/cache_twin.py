@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..cache.base import DIRTY, LOADING, RESIDENT
 from .books import PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1

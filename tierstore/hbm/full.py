@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
-from ..cache.numbering import RowNumbering
+from ..cache.full import RowNumbering
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import RowLayout
 from ..pool import Pool

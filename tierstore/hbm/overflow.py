@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
+from ..cache.base import LOADING
 from ..cache.books import Tally
-from ..cache.flags import LOADING
 from ..kernels.arrays import Int32s, Int64s
 from .sending import Sender
 

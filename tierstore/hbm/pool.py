@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
-from ..cache.flags import DIRTY, LOADING
+from ..cache.base import DIRTY, LOADING
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import RowLayout

@@ -10,7 +10,7 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
    pinned (``pins.py``), and LMDB reuses no page of a pinned tree. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
 3. A process that opens the store for writing and finds other meta pages than the copy puts the copy back
-   (``recovery.py``). That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond
+   (``opened.py``). That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond
    it is dropped by its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
@@ -42,7 +42,7 @@ from .checksum import bytes_checksum
 
 ANCHOR_NAME: Final = "rows.anchor"
 BEFORE_NAME: Final = "rows.before"
-"""The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""
+"""The meta pages that the last anchor to be gone back to took the place of; see ``opened.py``."""
 GROWTH_BYTES: Final = 16 * 2**20
 _GROWTH_PART: Final = 32
 _MOST_GROWTHS: Final = 4
@@ -55,8 +55,7 @@ _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
 _MAGIC: Final = b"tieranc2"
 _STAMP_BYTES: Final = 16
-_PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))
-"""Page sizes of LMDB."""
+_PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))  # page sizes of LMDB
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
 

@@ -21,16 +21,13 @@ from ..kernels.jit import uncounted_kernel as kernel
 from .mapped import FileMap, queue_read
 
 Halves = NDArray[np.uint16]
-Entries = NDArray[Any]
-"""Entries of a tree, of dtype ``ENTRY``."""
+Entries = NDArray[Any]  # entries of a tree, of dtype ``ENTRY``
 
 MAGIC: Final = 0xBEEFC0DE
 DATA_VERSION: Final = 1
 NO_ROOT: Final = (1 << 64) - 1
-META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""First key word of a record; sorts after all segments."""
-SEGMENTS_KEY: Final = np.uint64(0)
-"""First key word of a segment; the second is its number."""
+META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # first key word of a record; sorts after all segments
+SEGMENTS_KEY: Final = np.uint64(0)  # first key word of a segment; the second is its number
 META_READ_BYTES: Final = 152
 MAX_PAGES: Final = 1 << 33
 """32 TiB of pages of 4 KiB: a writer maps the file three times, and a process has 128 TiB of address space. LMDB has 48
@@ -38,20 +35,16 @@ bits for a page's number."""
 MAX_DEPTH: Final = 32
 HEADER_BYTES: Final = 16
 KEY_BYTES: Final = 16
-FREE_KEY_BYTES: Final = 8
-"""Of the tree of free pages, in which a key is a transaction's number in native order."""
-BIG_DATA: Final = 0x01
-"""The flag of a node whose value lies on pages of its own."""
+FREE_KEY_BYTES: Final = 8  # of the tree of free pages, in which a key is a transaction's number in native order
+BIG_DATA: Final = 0x01  # the flag of a node whose value lies on pages of its own
 
 _NODE_BYTES: Final = 8
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
 _META: Final = 0x08
-LASTING: Final = 0x3FEF
-"""The flags of a page that mean something on disk."""
+LASTING: Final = 0x3FEF  # the flags of a page that mean something on disk
 _INTEGER_KEYS: Final = 0x08
-_ENVIRONMENT_FLAGS: Final = 0x4000
-"""MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages."""
+_ENVIRONMENT_FLAGS: Final = 0x4000  # MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages
 _FIRST_ENTRIES: Final = 1 << 10
 _CHUNK_ENTRIES: Final = 1 << 16
 
@@ -64,17 +57,14 @@ there is no such entry; its first half-word."""
 
 class WalkStatus(IntEnum):
     DONE = 0
-    FULL = 1
-    """The output is full, and there may be more."""
+    FULL = 1  # the output is full, and there may be more
     OUT_OF_FILE = 2
     BAD_PAGE = 3
     BAD_NODE = 4
     BAD_ORDER = 5
-    USED_TWICE = 6
-    """A page is part of two things, or of one and free."""
+    USED_TWICE = 6  # a page is part of two things, or of one and free
     BAD_FREE_LIST = 7
-    BAD_TOTALS = 8
-    """The meta page counts other pages or entries than there are."""
+    BAD_TOTALS = 8  # the meta page counts other pages or entries than there are
 
 
 class Root(NamedTuple):
@@ -144,10 +134,8 @@ class Pages(NamedTuple):
 
     halves: Halves
     page_halves: int
-    limit: int
-    """Pages in the file."""
-    address: int
-    """Of the map, or 0 to have no pages queued for reading."""
+    limit: int  # pages in the file
+    address: int  # of the map, or 0 to have no pages queued for reading
 
 
 def pages_of(file_map: FileMap, page_bytes: int) -> Pages:

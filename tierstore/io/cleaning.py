@@ -20,8 +20,8 @@ import numpy as np
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
 from .indexes import byte_ranges
-from .known_segments import Segments
 from .mapped import queue_parts
+from .places import Segments
 from .reads import KeyedRows, RowReader
 from .row_map import RowMap
 from .snapshot import Snapshot
@@ -29,14 +29,10 @@ from .snapshot import Snapshot
 _LOG: Final = logging.getLogger("tierstore")
 
 DEFAULT_SLACK: Final = 1.4
-MOST_SAMPLED: Final = 4096
-"""Segments that are looked at for victims."""
-_PAGES_A_PAGE: Final = 4
-"""Pages that are freed for one that was appended, at most, while the slack is exceeded."""
-_WHOLE_FROM: Final = 4
-"""Segments' worth of rows that are moved together, from which on only whole segments are."""
-FULL_SHARE: Final = 0.95
-"""Segments with more of the rows that would fill them are not moved."""
+MOST_SAMPLED: Final = 4096  # segments that are looked at for victims
+_PAGES_A_PAGE: Final = 4  # pages that are freed for one that was appended, at most, while the slack is exceeded
+_WHOLE_FROM: Final = 4  # Segments' worth of rows that are moved together, from which on only whole segments are
+FULL_SHARE: Final = 0.95  # segments with more of the rows that would fill them are not moved
 
 
 class _Plan(NamedTuple):

@@ -8,10 +8,9 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
 from .indexes import stored_segments
 from .opened import OpenFile
-from .records import CommitRecord, Head
+from .records import CommitRecord, Head, read_head, read_payload, read_record, require_logged
 from .row_map import RowMap, RowPlaces
 from .snapshot import Snapshot
-from .stored_records import read_head, read_payload, read_record, require_logged
 from .tail import Tail
 
 ReadFrom = Callable[[Snapshot, RowPlaces, Int64s, Int32s, Words, Words, Bools], None]
@@ -41,7 +40,6 @@ class NewerCommit:
         self.follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
 
     def show(self) -> None:
-        """See ``NewerVersion.show``."""
         file = self.follower.file
         with file.lock:
             assert self.follower.found is self, "it was shown or given up"

@@ -29,9 +29,8 @@ from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .indexes import damage_error, damage_words
-from .known_segments import SegmentArrays
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
-from .places import Places
+from .places import Places, SegmentArrays
 from .segments import Geometry, SegmentStatus, row_seed
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
@@ -45,15 +44,11 @@ BLIND_ROWS: Final = 4096
 """Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin again if need be."""
 PREFETCH_ROWS: Final = 8
 PREFETCH_ENTRIES: Final = 32
-MAX_GROUP: Final = 256
-"""Rows between two looks at the clock, at most, while pages are warm."""
-HASH_GROUP: Final = 64
-"""Rows copied before they are hashed: as many as the processor's nearer caches hold twice."""
-COLD_GROUP: Final = 32
-"""Rows copied before the queue is filled up again."""
+MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
+HASH_GROUP: Final = 64  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
+COLD_GROUP: Final = 32  # rows copied before the queue is filled up again
 GROUP_SLACK_NS: Final = 30_000
-ROW_SLACK_NS: Final = 600
-"""A group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device."""
+ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device
 
 
 def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
@@ -66,8 +61,7 @@ class Wanted(NamedTuple):
     """Rows to be read: int64 [n] each."""
 
     keys: Int64s
-    positions: Int64s
-    """Of their entries in ``places``."""
+    positions: Int64s  # of their entries in ``places``
 
 
 class Target(NamedTuple):
@@ -75,8 +69,7 @@ class Target(NamedTuple):
 
     slots: Int32s
     weights: Words
-    state: Words
-    """Flat views of the arenas."""
+    state: Words  # flat views of the arenas
     present: Bools
 
 
@@ -84,32 +77,24 @@ class Source(NamedTuple):
     """The file that rows are read from."""
 
     words: Words
-    address: int
-    """Of ``words[0]``."""
-    limit: int
-    """Pages in the file."""
+    address: int  # of ``words[0]``
+    limit: int  # pages in the file
 
 
 class How(NamedTuple):
     """In which way rows are read."""
 
-    verify: bool
-    """Compare each row with its checksum."""
-    cold: bool
-    """Start by queueing page reads."""
-    can_sample: bool
-    """Whether ``is_resident`` says the truth."""
+    verify: bool  # compare each row with its checksum
+    cold: bool  # start by queueing page reads
+    can_sample: bool  # whether ``is_resident`` says the truth
 
 
 class Scratch(NamedTuple):
     """Where rows lie, by position in a batch, and room to work in."""
 
-    offsets: Int64s
-    """Word offset of the row in the map; 0 for a row that was never written."""
-    pairs: Int64s
-    """Word offset of its key, which its checksum follows; 0 likewise."""
-    seeds: Words
-    """Of its checksum."""
+    offsets: Int64s  # word offset of the row in the map; 0 for a row that was never written
+    pairs: Int64s  # word offset of its key, which its checksum follows; 0 likewise
+    seeds: Words  # of its checksum
     seen: NDArray[np.uint32]
     """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers:
     what it says decides speed alone, and the count of pages."""

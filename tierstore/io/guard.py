@@ -45,32 +45,25 @@ from ..system.oserrors import RESTORE
 _SLOTS: Final = 256
 """Maps guarded at a time; an open store has two, and two more each time that its file has outgrown them. A fault
 in a map beyond them ends the process."""
-_NOTES: Final = 4096
-"""Refused pages of a map that are remembered."""
-_MAX_PASSED: Final = 8
-"""Faults handed on to a handler that only hands them back."""
+_NOTES: Final = 4096  # refused pages of a map that are remembered
+_MAX_PASSED: Final = 8  # faults handed on to a handler that only hands them back
 
 # The handler's memory, in words.
-_PASSED: Final = 0
-"""Faults handed on since the handler was put in place."""
-_BEFORE: Final = 1
-"""``struct sigaction`` of the handler that was there before."""
+_PASSED: Final = 0  # faults handed on since the handler was put in place
+_BEFORE: Final = 1  # ``struct sigaction`` of the handler that was there before
 _ACTION_WORDS: Final = 19
 _FLAGS: Final = 17
-_DEFAULT: Final = _BEFORE + _ACTION_WORDS
-"""That of the system: zeros."""
+_DEFAULT: Final = _BEFORE + _ACTION_WORDS  # that of the system: zeros
 _TABLE: Final = _DEFAULT + _ACTION_WORDS
 
 # A slot of the table.
 _START: Final = 0
-_LENGTH: Final = 1
-"""Bytes of the map that starts at _START; 0 where the slot is free."""
+_LENGTH: Final = 1  # bytes of the map that starts at _START; 0 where the slot is free
 _MET: Final = 2
 """Pages refused so far; so many of them are covered by zeros: _COVERED, and so many are the file's again: _HEALED."""
 _COVERED: Final = 3
 _HEALED: Final = 4
-_NOTED: Final = 5
-"""Address and length of what was covered, for each of the last _NOTES."""
+_NOTED: Final = 5  # address and length of what was covered, for each of the last _NOTES
 _SLOT_WORDS: Final = _NOTED + 2 * _NOTES
 _WORDS: Final = _TABLE + _SLOTS * _SLOT_WORDS
 
@@ -78,23 +71,17 @@ _SIGBUS: Final = int(signal.SIGBUS)
 _SA_SIGINFO: Final = 0x4
 _SA_ONSTACK: Final = 0x08000000
 _PROT_READ: Final = np.int32(1)
-_FIXED_ZEROS: Final = np.int32(0x02 | 0x10 | 0x20)
-"""MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS."""
+_FIXED_ZEROS: Final = np.int32(0x02 | 0x10 | 0x20)  # MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS
 _PAGE_BYTES: Final = mmap.PAGESIZE
 ASK_AGAIN: Final = "The system's log says why; each read asks the device again."
-_CODE_AND_ADDRESS: Final = 8, 16
-"""Bytes before si_code and si_addr in ``siginfo_t``, on any 64-bit Linux."""
+_CODE_AND_ADDRESS: Final = 8, 16  # bytes before si_code and si_addr in ``siginfo_t``, on any 64-bit Linux
 
 
 class PageRuns(NamedTuple):
-    """Parts of a file.
-
-    Attributes:
-        starts, stops: int64 [n], in bytes; ``[start, stop)`` each.
-    """
+    """Parts of a file."""
 
     starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
+    stops: NDArray[np.int64]  # int64 [n], in bytes; ``[start, stop)`` each
 
     def meet(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the ranges ``[starts[i], stops[i])`` have a byte in any of the parts: bool [ranges]."""

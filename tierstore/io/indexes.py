@@ -37,12 +37,10 @@ from .snapshot import Tree
 _LOG: Final = logging.getLogger("tierstore")
 
 _PART_SEGMENTS: Final = 1024
-_PARTS_AHEAD: Final = 4
-"""Parts that are queued for reading while one is used."""
+_PARTS_AHEAD: Final = 4  # parts that are queued for reading while one is used
 _TOLD_EVERY_SECONDS: Final = 5.0
 
-Stored = NDArray[Any]
-"""Segments of a tree, of dtype ``STORED``, by ascending number."""
+Stored = NDArray[Any]  # segments of a tree, of dtype ``STORED``, by ascending number
 
 STORED: Final = np.dtype(
     [("number", np.uint64), ("first_page", np.int64), ("pages", np.int64)]

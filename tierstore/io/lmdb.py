@@ -18,19 +18,17 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import RowLayout
 from ..system.sizes import format_size
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
-from .changes import Changes
 from .cleaning import DEFAULT_SLACK
 from .follower import CommitFollower, NewerCommit
 from .gather import gather_error
 from .log import Written
-from .old_readers import describe_holders
+from .oldest_reader import describe_holders
 from .opened import OpenFile
 from .places import new_places
-from .reads import KeyedRows, RowReader
-from .records import MAX_VERSION
+from .reads import Changes, KeyedRows, RowReader
+from .records import MAX_VERSION, read_payload
 from .row_map import RowPlaces
 from .snapshot import Snapshot
-from .stored_records import read_payload
 from .verify import verify_segments
 from .writer import Writer
 
@@ -248,7 +246,6 @@ class LmdbColdTier:
 
     @property
     def held_bytes(self) -> int:
-        """See ``ColdTier.held_bytes``."""
         return 0 if self._writer is None else self._writer.old_readers.held_bytes
 
     def describe_old_reader(self) -> str:

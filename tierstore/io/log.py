@@ -20,9 +20,9 @@ from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .cleaning import Cleaner
 from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
-from .known_segments import Segments
 from .mapped import queue_parts
 from .opened import OpenFile
+from .places import Segments
 from .reads import KeyedRows, RowReader
 from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
 from .row_map import RowMap
@@ -43,17 +43,12 @@ _LIFE: Final = 1 << 32
 
 
 class Written(NamedTuple):
-    """What a call appended.
+    """What a call appended."""
 
-    Attributes:
-        pages: of the rows that were given.
-        rows_moved, pages_read, pages_moved: by cleaning: rows, the pages that they were on, and those that they are on.
-    """
-
-    pages: int
+    pages: int  # of the rows that were given
     rows_moved: int = 0
     pages_read: int = 0
-    pages_moved: int = 0
+    pages_moved: int = 0  # by cleaning: rows, the pages that they were on, and those that they are on
 
 
 class Log:

@@ -27,24 +27,15 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
-WILL_NEED: Final = np.int32(3)
-"""MADV_WILLNEED: start reading these pages from the device and return at once."""
+WILL_NEED: Final = np.int32(3)  # MADV_WILLNEED: start reading these pages from the device and return at once
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_COLLAPSE: Final = 25
-_LEAST_BYTES: Final = 1 << 30
-"""Of a map of a file that grows; a multiple of all page sizes."""
+_LEAST_BYTES: Final = 1 << 30  # of a map of a file that grows; a multiple of all page sizes
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -88,9 +79,7 @@ if JIT_ENABLED:
             pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
             int32 = ir.IntType(32)
             function = builder.module.declare_intrinsic(
-                "llvm.prefetch",
-                [pointer.type],
-                ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32]),
+                "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
             )
             read, keep_in_all_levels, data_cache = int32(0), int32(3), int32(1)
             builder.call(function, [pointer, read, keep_in_all_levels, data_cache])
@@ -282,7 +271,6 @@ class FileMap:
         return min(self.pins.size_bytes(), self.length_bytes)
 
     def require_in_place(self) -> None:
-        """See ``Pins.require_in_place``."""
         self.pins.require_in_place()
 
     def tells_residency(self) -> bool:

@@ -1,12 +1,13 @@
-"""Reading stored rows: a batch by its keys, or all in the order in which they are appended to another file."""
+"""Reading stored rows: a batch by keys, those changed since a version, or all in the order of another file."""
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
-from ..layout import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .guard import Guard
 from .row_map import RowMap, RowPlaces
@@ -17,22 +18,14 @@ _LIST_STEP: Final = 1 << 20
 
 
 class KeyedRows(NamedTuple):
-    """Rows of one layout: as they are stored, or to be appended.
+    """Rows of one layout: as they are stored, or to be appended."""
 
-    Attributes:
-        keys: int64 [n].
-        slots: int32 [n], in the arenas; from 0 on for rows that were read.
-        weights, state: the arenas, uint64 [slots, words].
-        epochs: of rows to be appended: uint64 [1], of all rows, or [n].
-        pages: that they were read from.
-    """
-
-    keys: Int64s
-    slots: Int32s
+    keys: Int64s  # int64 [n]
+    slots: Int32s  # int32 [n], in the arenas; from 0 on for rows that were read
     weights: Words
-    state: Words
-    epochs: Words
-    pages: int = 0
+    state: Words  # the arenas, uint64 [slots, words]
+    epochs: Words  # of rows to be appended: uint64 [1], of all rows, or [n]
+    pages: int = 0  # that they were read from
 
 
 class RowReader:
@@ -158,3 +151,46 @@ def _batches(parts: Iterable[Int64s], size: int) -> Iterator[Int64s]:
             waiting = waiting[size:]
     if len(waiting):
         yield waiting
+
+
+CHUNK_BYTES: Final = 8 << 20  # rows with their state that are read at a time
+
+
+class ChangedRows(NamedTuple):
+    """Some rows of a table, ascending."""
+
+    rows: Int64s  # int64 [n]
+    weights: Words  # uint64 [n, weight words], as they are now
+
+
+class Changes:
+    """Rows written since a version, by the indexes of segments; made by ``LmdbColdTier.changes``.
+
+    That is what changed only if the current version was made from the earlier one, as its lineage says.
+    """
+
+    def __init__(self, snapshot: Snapshot, rows: RowMap, since: int) -> None:
+        self._snapshot = snapshot
+        self._rows = rows
+        self._since = since
+
+    @cached_property
+    def written(self) -> Int64s:
+        """Keys of the rows that were written since, ascending."""
+        return self._rows.written_since(self._snapshot, self._since)
+
+    def rows(self, table: int) -> Iterator[ChangedRows]:
+        """The table's changed rows, in ascending chunks; none is empty.
+
+        Raises:
+            ChecksumError, TruncatedError: a row is damaged.
+        """
+        step = max(1, CHUNK_BYTES // self._rows.layouts[table].row_bytes)
+        for batch in stored_batches(self._snapshot, self._rows, self._keys(table), step):
+            yield ChangedRows(batch.keys & ROW_MASK, batch.weights)
+
+    def _keys(self, table: int) -> Iterable[Int64s]:
+        if not self._since:
+            return by_key(self._rows, [table])
+        first, stop = np.searchsorted(self.written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
+        return [self.written[first:stop]]

@@ -38,11 +38,11 @@ from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MASK, RowLayout
 from ..system.oserrors import RESTORE
 from .indexes import STORED, Stored, byte_ranges, read_indexes, read_parts
-from .known_segments import Segments
 from .mapped import HUGE_PAGE_BYTES, use_huge_pages
 from .places import (
     Places,
     Regions,
+    Segments,
     TableArrays,
     copy_used,
     enter,
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from .tail import Tail
 
 _LIST_STEP: Final = 1 << 20
-_SPARSE_ROWS: Final = 256
-"""A region with a stored row among so many is to be in huge pages."""
+_SPARSE_ROWS: Final = 256  # a region with a stored row among so many is to be in huge pages
 _MOST_REGIONS: Final = 8192
 """Neighbours in pages of different size are maps of their own to the kernel, which allows 65,530."""
 
@@ -244,7 +243,6 @@ class RowMap:
         return np.concatenate(parts)
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
-        """See ``RowPlaces``."""
         return self.positions(layout, keys), self.places
 
     def layout_ids(self, stored: Stored) -> Int64s:

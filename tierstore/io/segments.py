@@ -16,22 +16,19 @@ from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
-MIXED: Final = np.uint64(1 << 32)
-"""Beside the number of rows: each has an epoch of its own, listed behind the keys."""
+MIXED: Final = np.uint64(1 << 32)  # beside the number of rows: each has an epoch of its own, listed behind the keys
 COUNT_MASK: Final = np.uint64(0xFFFF_FFFF)
 _EPOCH_SHIFT: Final = np.uint64(24)
 """In the second word of a block; below are 16 bits of a checksum, _LAST_BLOCK, and seven bits of the block's number."""
 _CHECK_SHIFT: Final = np.uint64(8)
 _CHECK_MASK: Final = np.uint64(0xFFFF)
 _LAST_BLOCK: Final = np.uint64(0x80)
-MAX_BLOCKS: Final = 0x80
-"""Of a segment; their numbers fit below _LAST_BLOCK."""
+MAX_BLOCKS: Final = 0x80  # of a segment; their numbers fit below _LAST_BLOCK
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
 _KEY_FACTOR: Final = np.uint64(0x9E3779B185EBCA87)
-_NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)
-"""Odd, so that keys and numbers are spread over all seeds."""
+_NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)  # Odd, so that keys and numbers are spread over all seeds
 
 # The index: where each word is, in words behind LMDB's header.
 CHECKSUM: Final = 0
@@ -51,8 +48,7 @@ class SegmentStatus(IntEnum):
     BAD_BLOCK = 4
     BAD_ROW = 5
     BAD_PADDING = 6
-    UNREADABLE = 7
-    """The device refuses a page of it."""
+    UNREADABLE = 7  # the device refuses a page of it
 
 
 class Geometry(NamedTuple):
@@ -65,8 +61,7 @@ class Geometry(NamedTuple):
     weight_words: int
     state_words: int
     rows_per_segment: int
-    place_bits: int
-    """Of a place, for the row's number in its segment."""
+    place_bits: int  # of a place, for the row's number in its segment
     first_row: int
     row_stride: int
     pair_stride: int
@@ -157,14 +152,7 @@ def page_header_status(words: Words, page_words: int, limit: int, page: int, pag
 
 @kernel
 def build_segment(
-    geo: Geometry,
-    number: int,
-    epochs: Words,
-    keys: Int64s,
-    slots: Int32s,
-    weights: Words,
-    state: Words,
-    image: Words,
+    geo: Geometry, number: int, epochs: Words, keys: Int64s, slots: Int32s, weights: Words, state: Words, image: Words
 ) -> None:
     """Fill ``image``, the value of segment ``number``, with rows.
 

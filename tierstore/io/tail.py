@@ -13,8 +13,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, RowLayout
 from .indexes import Stored, read_indexes
-from .known_segments import Segments
-from .places import Places, TableArrays, can_be_stored, is_dropped, is_known, place_type
+from .places import Places, Segments, TableArrays, can_be_stored, is_dropped, is_known, place_type
 from .row_map import RowMap, require_entered, take_slots
 from .segments import KEYS, Geometry, rows_listed
 from .snapshot import Tree
@@ -60,15 +59,10 @@ def _list_rows(
 
 
 class TailRows(NamedTuple):
-    """Rows of one layout.
+    """Rows of one layout."""
 
-    Attributes:
-        keys: int64 [n], ascending, distinct.
-        places: [n], of the type of the map's or wider.
-    """
-
-    keys: Int64s
-    places: Places
+    keys: Int64s  # int64 [n], ascending, distinct
+    places: Places  # [n], of the type of the map's or wider
 
 
 class Tail:
@@ -183,7 +177,6 @@ class Tail:
         return keys[:count], places[:count], epochs[:count]
 
     def find(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Places]:
-        """See ``RowPlaces``."""
         own = self.rows[layout]
         places = self.base.places[self.base.positions(layout, keys)]
         places = places.astype(np.promote_types(places.dtype, own.places.dtype), copy=False)

@@ -24,18 +24,15 @@ from .indexes import (
     refused_status,
     stored_segments,
 )
-from .known_segments import Segments
 from .mapped import queue_parts
-from .places import TableArrays, can_be_stored
+from .places import Segments, TableArrays, can_be_stored
+from .records import read_head, read_payload, read_record, require_logged
 from .row_map import RowMap
 from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
 from .snapshot import Snapshot
-from .stored_records import read_head, read_payload, read_record, require_logged
 
-SLICE_SEGMENTS: Final = 128
-"""8 MiB, if they are full and of rows that fit a page."""
-_MERGED_PAGES: Final = 16
-"""Pages between two segments up to which reading them too is cheaper than another request."""
+SLICE_SEGMENTS: Final = 128  # 8 MiB, if they are full and of rows that fit a page
+_MERGED_PAGES: Final = 16  # pages between two segments up to which reading them too is cheaper than another request
 _LISTED: Final = 10_000
 _NAMED: Final = 8
 _BAD_INDEX: Final = int(SegmentStatus.BAD_INDEX)

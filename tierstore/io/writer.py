@@ -23,21 +23,16 @@ from .btree import MAX_PAGES
 from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .log import Log, Written
-from .old_readers import OldReaders
-from .oldest_reader import OldestReader
+from .oldest_reader import OldestReader, OldReaders
 from .opened import OpenFile
 from .reads import KeyedRows
-from .records import CommitRecord, Head
+from .records import CommitRecord, Head, read_head, read_record, stale_items
 from .row_map import RowMap
-from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
-_SPARE_BYTES: Final = 64 << 20
-"""For a transaction's records and pages of the trees."""
-_LISTED_PART: Final = 256
-"""LMDB's list of free pages takes at most this part of the file."""
-_CHUNKS_TOGETHER: Final = 16
-"""Of a payload, in a transaction."""
+_SPARE_BYTES: Final = 64 << 20  # for a transaction's records and pages of the trees
+_LISTED_PART: Final = 256  # LMDB's list of free pages takes at most this part of the file
+_CHUNKS_TOGETHER: Final = 16  # of a payload, in a transaction
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 
@@ -122,7 +117,6 @@ class Writer:
     # -- versions
 
     def commit(self, payload: bytes, version: int, keep: int, dropped: Collection[int]) -> None:
-        """See ``ColdTier.commit``."""
         file = self._file
         with file.lock:
             file.require_open()
@@ -234,7 +228,6 @@ class Writer:
         return bool(items)
 
     def rollback(self, version: int) -> None:
-        """See ``ColdTier.rollback``."""
         file = self._file
         with file.lock:
             file.require_open()

@@ -20,25 +20,21 @@ from ..io import LmdbColdTier
 from ..io.files import rows_path
 from ..io.indexes import Stored, read_indexes, stored_segments
 from ..io.reads import some_first, stored_batches
-from ..io.records import Head
+from ..io.records import Head, read_head, read_payload, read_record
 from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot
-from ..io.stored_records import read_head, read_payload, read_record
 from ..kernels.arrays import Int64s
 from ..layout import RowLayout
 from ..store import open_store
 from ..store.manifest import Manifest
-from ..store.target import Steps, new_store, require_outside
+from ..store.target import Steps, bytes_on_device, new_store, new_tier, require_outside
 from ..system.oserrors import RESTORE
 from ..system.output import require_room
 from ..trace import Trace, read_trace
 from .packing import order_by_co_access, require_tables, table_accesses
-from .tiers import bytes_on_device, new_tier
 
-WORK_NAME: Final = "compact.partial"
-"""Where in the target a copy is made; what is in it may be deleted."""
-_BATCH_BYTES: Final = 8 << 20
-"""Of segments that are written in one transaction."""
+WORK_NAME: Final = "compact.partial"  # where in the target a copy is made; what is in it may be deleted
+_BATCH_BYTES: Final = 8 << 20  # of segments that are written in one transaction
 _DDR: Final = "64MiB"
 
 

@@ -21,23 +21,18 @@ from ..layout import KEY_ROW_BITS
 from ..system.excerpt import excerpt
 from ..trace import Trace
 
-ACCESSES_A_ROW: Final = 32
-"""The last accesses of a row, by which its companions are found."""
-WINDOW: Final = 32
-"""Accesses before and after one, within its sample, that count as together with it."""
+ACCESSES_A_ROW: Final = 32  # the last accesses of a row, by which its companions are found
+WINDOW: Final = 32  # accesses before and after one, within its sample, that count as together with it
 COUNT_RATIO: Final = 1.5
 """A companion is read at least one COUNT_RATIO-th as often as the row that the block is grown from."""
-LIFT: Final = 4.0
-"""How many times more often than by chance a companion comes up with the block's rows."""
+LIFT: Final = 4.0  # how many times more often than by chance a companion comes up with the block's rows
 
 
 class Accesses(NamedTuple):
     """What was looked up, sample by sample."""
 
-    keys: Int64s
-    """[n], in the order of access."""
-    starts: Int64s
-    """[samples + 1]: sample s is ``keys[starts[s]:starts[s + 1]]``."""
+    keys: Int64s  # [n], in the order of access
+    starts: Int64s  # [samples + 1]: sample s is ``keys[starts[s]:starts[s + 1]]``
 
 
 def require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
@@ -64,12 +59,9 @@ def table_accesses(trace: Trace, indexes: Mapping[str, int]) -> Accesses:
 
 
 class _Ranked(NamedTuple):
-    keys: Int64s
-    """[rows], most frequent first, ties by first access."""
-    counts: Int64s
-    """[rows]"""
-    ranks: Int32s
-    """[n]: of each access, the place of its row in ``keys``."""
+    keys: Int64s  # [rows], most frequent first, ties by first access
+    counts: Int64s  # [rows]
+    ranks: Int32s  # [n]: of each access, the place of its row in ``keys``
 
 
 def _rank(keys: Int64s) -> _Ranked:

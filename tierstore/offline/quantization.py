@@ -23,18 +23,14 @@ from ..kernels.arrays import Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..pool.converting import converted
 from ..store import open_store
-from ..store.lineage import NO_LINEAGE
 from ..store.manifest import Manifest
-from ..store.target import new_store, require_outside
-from ..store.version import TableState, pack, unpack, unpack_tensors
-from .tiers import bytes_on_device, new_tier
+from ..store.target import bytes_on_device, new_store, new_tier, require_outside
+from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
-_CHUNK_BYTES: Final = 8 << 20
-"""Rows and optimizer state that are read at a time."""
+_CHUNK_BYTES: Final = 8 << 20  # rows and optimizer state that are read at a time
 _DDR: Final = "64MiB"
-WORK_NAME: Final = "quantize.partial"
-"""Where in the target the store is made; what is in it may be deleted."""
+WORK_NAME: Final = "quantize.partial"  # where in the target the store is made; what is in it may be deleted
 
 
 class QuantizedTable(NamedTuple):

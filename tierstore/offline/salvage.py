@@ -1,7 +1,7 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
-The source is only read. Its trees are followed as far as they are sound (io/sound_tree.py). Rows are those of its last
-version, each held against its own checksum; io/sound_rows.py tells which of them are certain to be of that version. The
+The source is only read. Its trees are followed as far as they are sound (io/sound.py). Rows are those of its last
+version, each held against its own checksum; that module tells which of them are certain to be of that version. The
 new store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
 """
 
@@ -19,29 +19,24 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError,
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
-from ..io.known_segments import Segments
 from ..io.mapped import FileMap, queue_parts
 from ..io.pins import Pins
+from ..io.places import Segments
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
-from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
-from ..io.sound_tree import Remains, choose_tree
+from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
 from ..layout import RowLayout
 from ..store import open_store
-from ..store.lineage import NO_LINEAGE
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.target import Steps, new_store, require_outside
-from ..store.version import TableState, pack, repack, unpack
+from ..store.target import Steps, new_store, new_tier, require_outside
+from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file
 from ..system.sizes import format_count
-from .tiers import new_tier
 
-LOST_NAME: Final = "lost.txt"
-"""In the new store: what was lost, a line each."""
-WORK_NAME: Final = "repair.partial"
-"""Where in the target the store is made; what is in it may be deleted."""
+LOST_NAME: Final = "lost.txt"  # in the new store: what was lost, a line each
+WORK_NAME: Final = "repair.partial"  # where in the target the store is made; what is in it may be deleted
 _BATCH_BYTES: Final = 8 << 20
 _MAX_MANIFEST_BYTES: Final = 64 * 2**20
 _DDR: Final = "64MiB"

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cache import resolve_policy
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..system.excerpt import excerpt
 from .accesses import Accesses, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity

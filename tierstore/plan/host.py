@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from ..layout import RowLayout
-from ..settings.options import check_ranges, option
+from ..settings.sections import check_ranges, option
 from ..system.sizes import format_size
 from .dense import DenseWork
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..settings import sections
-from ..settings.options import option
-from ..settings.sections import ConfigError, Override
+from ..settings.sections import ConfigError, Override, option
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .host import Checked

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from ..cache import POLICIES
 from ..config import require_choice
 from ..dist.wire import Precision
-from ..settings.options import option
+from ..settings.sections import option
 from .host import Accelerator, Checked, Host, shared_by, times
 from .workload import Workload
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..layout import DtypeName
-from ..settings.names import nearest
-from ..settings.sections import described, read_toml, toml_value
+from ..settings.sections import described, nearest, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .dense import dlrm_work

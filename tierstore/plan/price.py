@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..settings.options import option
+from ..settings.sections import option
 from .host import Checked, Host, Storage
 from .prediction import Prediction, Price
 

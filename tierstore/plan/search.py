@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from ..cache import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
-from ..settings.options import option
+from ..settings.sections import option
 from ..system.sizes import format_size
 from .assumptions import describe_setup
 from .demand import Demand

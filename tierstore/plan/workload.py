@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from ..config import require_choice
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ..settings.options import option
+from ..settings.sections import option
 from ..system.excerpt import excerpt
 from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
 from .host import Checked

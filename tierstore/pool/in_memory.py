@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..cache import FullCache
-from ..cache.flags import LOADING, RESIDENT
+from ..cache.base import LOADING, RESIDENT
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32
 from . import direct

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cache import FullCache
-from ..cache.flags import CHANGED, DIRTY, LOADING, RESIDENT
+from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT
 from ..kernels.arrays import Int32s
 from ..kernels.jit import JIT_ENABLED
 from . import direct

@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from ..settings.names import nearest
-from ..settings.sections import described, read_toml
+from ..settings.sections import described, nearest, read_toml
 from ..system.hosts import address
 from ..system.signals import handlers_restored
 from .config import ServeConfig

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ..config import require_choice
-from ..settings.options import check_ranges, option
+from ..settings.sections import check_ranges, option
 from ..system.sizes import parse_size
 
 _MAX_PORT: Final = 65_535

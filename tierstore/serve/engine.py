@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ..errors import StoreNotFoundError, StoreReplacedError, TierstoreError
 from ..io.files import take_from_lower_layer
 from ..pool.stats import Stats, TierStats
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..store import Store, open_store
 from ..store.manifest import Manifest
 from ..store.newer import Newer

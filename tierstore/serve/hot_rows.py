@@ -18,7 +18,7 @@ from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..pool import Pool
 from ..store import Store
-from ..store.listing import resident_keys
+from ..store.newer import resident_keys
 from ..system.plainfile import open_plain_file
 from ..trace import read_trace
 

@@ -8,11 +8,46 @@ import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from ..system.excerpt import excerpt
+
+_MAX_CHARACTERS: Final = 100
+_MAX_NAMES: Final = 20
+
+
+def nearest(name: str, known: Iterable[str], *, all_are: str = "there are") -> str:
+    """The nearest of the known names, or some of them; ``all_are`` says what these are."""
+    names = list(known)
+    close = difflib.get_close_matches(name[:_MAX_CHARACTERS], names, 1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"{all_are} {', '.join(names[:_MAX_NAMES]) or 'none'}{', ...' if len(names) > _MAX_NAMES else ''}"
+
+
+_MAX_COUNT: Final = 1 << 31  # a bound far above any use, so that a typing error is reported at once
+
+
+def option(default: Any, text: str, *, low: float | None = None, high: float = _MAX_COUNT) -> Any:
+    """A dataclass's field; ``check_ranges`` looks at it if it has a ``low``."""
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
+
+
+def check_ranges(description: Any) -> None:
+    """Whether each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a float.
+    ValueError: names the field, its value and what is accepted."""
+    for each in fields(description):
+        low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
+        if low is None:
+            continue
+        value, kind = getattr(description, each.name), type(each.default)
+        if type(value) not in (int, kind) or not low <= value <= high:
+            what = "number" if kind is float else "whole number"
+            raise ValueError(f"{each.name}={excerpt(value)}: expected a {what} from {low:,} to {high:,}")
+
 
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
@@ -61,8 +96,7 @@ class Override(NamedTuple):
     section: str
     key: str
     value: Any
-    origin: str
-    """What set it, for errors: a flag with its value."""
+    origin: str  # what set it, for errors: a flag with its value
 
 
 def parse_override(text: str, *, example: str) -> Override:

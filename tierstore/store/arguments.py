@@ -20,8 +20,7 @@ _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
 FLOAT_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Of per-sample weights and of rows that are written."""
-OffsetsType = type[np.int64] | type[np.int32]
-"""Of the offsets that a lookup keeps."""
+OffsetsType = type[np.int64] | type[np.int32]  # of the offsets that a lookup keeps
 _OF_LENGTHS: Final = "(where lengths were given, the sum of those before)"
 
 
@@ -65,8 +64,7 @@ _PRE_DISPATCH: Final = torch._C.DispatchKey.PreDispatch
 _tracing_state: Final[Any] = torch._C._get_tracing_state
 _num_modes: Final[Any] = torch._C._len_torch_dispatch_stack
 _is_included: Final[Any] = torch._C._dispatch_tls_is_dispatch_key_included
-_IN_TRACES: Final = ("FakeTensor", "FunctionalTensor")
-"""Classes of tensors; to import them takes long."""
+_IN_TRACES: Final = ("FakeTensor", "FunctionalTensor")  # classes of tensors; to import them takes long
 
 
 def may_trace() -> bool:

@@ -8,10 +8,9 @@ from typing import Final, NamedTuple
 
 from ..errors import DamagedError
 from ..io import LmdbColdTier, VerifyReport
-from ..io.copying import copied_bytes, copy_rows_file
-from ..io.files import rows_path
+from ..io.files import copied_bytes, copy_rows_file, rows_path
+from ..io.records import read_head
 from ..io.snapshot import Snapshot
-from ..io.stored_records import read_head
 from ..system.output import require_room
 from ..system.signals import shielded
 from .manifest import Manifest

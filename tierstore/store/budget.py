@@ -17,27 +17,22 @@ from ..layout import RowLayout
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..system.sizes import format_size, is_share_of_tables
 
-MIN_CACHED_ROWS: Final = 64
-"""Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
-STAGING_BYTES: Final = 256 * 2**10
-"""A segment under construction."""
+MIN_CACHED_ROWS: Final = 64  # fewest rows a layout's cache must hold (all its rows, if there are fewer)
+STAGING_BYTES: Final = 256 * 2**10  # a segment under construction
 TRANSACTION_SHARE: Final = 1 / 8
 MIN_TRANSACTION_BYTES: Final = 128 * 2**10
 MAX_TRANSACTION_BYTES: Final = 2**20
 """Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds. Larger ones cost as
 much a row, and write more rows that are used once more before they leave."""
-OUTBOX_SHARE: Final = 1 / 16
-"""Rows in a pool's outbox, of the rows in its cache."""
+OUTBOX_SHARE: Final = 1 / 16  # rows in a pool's outbox, of the rows in its cache
 OVERFLOW_SHARE: Final = 1 / 16
 """Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
 MIN_OVERFLOW_ROWS: Final = 64
 _MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
-_NEVER_BYTES: Final = 2**62
-"""Of a tier whose slots int32 cannot number."""
+_NEVER_BYTES: Final = 2**62  # of a tier whose slots int32 cannot number
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
-MAX_STAGING_BYTES: Final = 8 * 2**20
-"""Of each buffer that rows are moved through; below, a share of the cached rows."""
+MAX_STAGING_BYTES: Final = 8 * 2**20  # of each buffer that rows are moved through; below, a share of the cached rows
 
 
 class PoolSize(NamedTuple):

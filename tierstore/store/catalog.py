@@ -26,21 +26,15 @@ _LOG: Final = logging.getLogger("tierstore")
 
 _CHANGEABLE: Final = ("num_embeddings", "feature_names", "pooling", "optimizer")
 
-KeptAs = DtypeName | Literal["stored"] | None
-"""What rows are kept in memory as; see ``open_store``."""
+KeptAs = DtypeName | Literal["stored"] | None  # what rows are kept in memory as; see ``open_store``
 
 
 @dataclass(slots=True)
 class ShownVersion:
-    """What a store shows beside rows.
+    """What a store shows beside rows."""
 
-    Attributes:
-        version: the part of it that is not rows.
-        committed: ``num_changes`` of each table as of that version.
-    """
-
-    version: Version
-    committed: dict[str, int]
+    version: Version  # the part of it that is not rows
+    committed: dict[str, int]  # ``num_changes`` of each table as of that version
 
 
 class Catalog:

@@ -15,8 +15,8 @@ from ..pool import Pool
 from ..system.forks import require_own
 from ..system.killpoints import reach
 from .catalog import Catalog, ShownVersion
+from .lifetime import Shown
 from .pools import Pools
-from .shown import Shown
 from .version import pack, unpack
 
 

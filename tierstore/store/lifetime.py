@@ -1,8 +1,11 @@
-"""How long a store may be used: until it is closed, and in the process that opened it."""
+"""How long a store may be used, and how often it moved to another version meanwhile."""
 
+import contextlib
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from ..errors import ClosedError, ReadOnlyError
 
@@ -58,3 +61,46 @@ def is_open_here(directory: Path) -> bool:
     """Whether this process has the store in ``directory`` open for writing, be it that nobody refers to it any more."""
     found = directory.resolve()
     return any(not each.readonly and each.directory.resolve() == found for each in list(_KEPT))
+
+
+_T = TypeVar("_T")
+
+
+class Shown:
+    """How often a store moved to another version. A lookup that one of them met is made again, so lookups need no lock
+    (a sequence lock: the Linux kernel's documentation, seqlock).
+
+    Attributes:
+        changes: twice the number of moves; odd during one.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within it, rows become those of another version. Order: the follower's lock, this, that of the pools."""
+        with self._lock:
+            self.changes += 1
+            try:
+                yield
+            finally:
+                self.changes += 1
+
+    def at_one(self, look_up: Callable[[], _T], undo: Callable[[], None] | None = None) -> _T:
+        """``look_up()``, with rows of one version. It may be called a second time, after ``undo()``."""
+        before = self.changes
+        if not before & 1:
+            try:
+                found = look_up()
+            except Exception:
+                if self.changes == before:
+                    raise
+            else:
+                if self.changes == before:
+                    return found
+            if undo is not None:
+                undo()
+        with self._lock:
+            return look_up()

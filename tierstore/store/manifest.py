@@ -70,14 +70,11 @@ def is_store_id(value: object) -> bool:
 class Manifest:
     """Identity, page size and tables of a store."""
 
-    store_id: str
-    """16 random bytes in hex; the row file carries the same."""
-    page_bytes: int
-    """Page size of the row file."""
+    store_id: str  # 16 random bytes in hex; the row file carries the same
+    page_bytes: int  # page size of the row file
     tables: tuple[TableConfig, ...] = ()
     """A table's index is its place; one that was dropped keeps it (``TableConfig.is_dropped``)."""
-    has_rows: bool = False
-    """The row file was made; from then on its absence is damage."""
+    has_rows: bool = False  # the row file was made; from then on its absence is damage
 
     @property
     def shapes(self) -> dict[int, tuple[RowLayout, int]]:

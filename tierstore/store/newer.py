@@ -2,21 +2,142 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
+from ..cache import Listing
 from ..errors import ClosedError, DamagedError
 from ..io import ColdTier, NewerVersion
+from ..kernels.arrays import Int64s, Words
+from ..pool import Pool
+from ..pool.converting import RowSource
 from ..system.signals import shielded
 from .catalog import Catalog
-from .changed import CachedRows, changed_rows, rehearse
-from .lifetime import Lifetime
+from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .pools import Pools
-from .shown import Shown
 from .version import Version, unpack, unpack_tensors
+
+_PIECE_ROWS: Final = 1 << 14  # lookups wait while so many are listed: a millisecond
+_PAUSE_SECONDS: Final = 1e-4  # long enough for a waiting thread to wake up and take the lock, which is not kept for it
+
+
+def resident_keys(pool: Pool) -> Int64s:
+    """Keys of the rows in a pool's cache, int64 [n], each once, likely next victims first.
+
+    Every row that is resident throughout is listed. Rows that come or leave meanwhile may be, and the order is a hint:
+    the lock is free between pieces of the list.
+    """
+    cache = pool.cache
+    with pool.arena.lock:
+        num_before = cache.counters().misses
+    listing = Listing()
+    is_more = True
+    while is_more:
+        with pool.arena.lock:
+            is_more = cache.list_more(listing, _PIECE_ROWS)
+            num_after = cache.counters().misses
+        if is_more:
+            time.sleep(_PAUSE_SECONDS)
+    keys = listing.keys()
+    if num_after == num_before:
+        return keys
+    _, places = np.unique(keys[::-1], return_index=True)  # a row that left and came back was used last
+    return keys[np.sort(len(keys) - 1 - places)]
+
+
+_FIND_ROWS: Final = 1 << 14  # lookups wait while so many rows are looked for: a millisecond or two
+_CHUNK_BYTES: Final = 8 << 20  # of rows that are read at a time
+
+
+class CachedRows(NamedTuple):
+    """What changes in one pool's cache: read beside the cache, then copied into it.
+
+    Rows are kept in the memory that write staging has in a store open for writing. Those that do not fit, likely next
+    victims, are evicted when the version is shown, and so are those that came in meanwhile.
+    """
+
+    pool: Pool
+    changed: Int64s  # int64 [n]: keys of all rows that may be others in the newer version
+    keys: Int64s  # int64 [m], of those that were read
+    weights: Words
+    state: Words  # uint64 [m, words], as they are in the newer version
+
+    @classmethod
+    def read(cls, pool: Pool, changed: Int64s, read: RowSource, room_bytes: int) -> "CachedRows":
+        """``read`` those that are cached, of the newer version, as far as they fit ``room_bytes``."""
+        layout, cached = pool.layout, _cached(pool, changed)
+        room = room_bytes // layout.row_bytes
+        if len(cached) > room:
+            listed = resident_keys(pool)  # likely next victims first
+            cached = listed[np.isin(listed, cached)][-room:] if room else cached[:0]
+        count = len(cached)
+        weights = np.zeros((count, layout.weight_words), np.uint64)
+        state = np.zeros((count, layout.state_words), np.uint64)
+        present = np.ones(count, np.bool_)
+        step = max(1, _CHUNK_BYTES // layout.row_bytes)
+        for first in range(0, count, step):
+            part = slice(first, first + step)
+            slots = np.arange(len(cached[part]), dtype=np.int32)
+            read(cached[part], slots, weights[part], state[part], present[part])
+        if not present.all():  # after a rollback the newer version may not have them
+            cached, weights, state = cached[present], weights[present], state[present]
+        return cls(pool, changed, cached, weights, state)
+
+    def show(self) -> None:
+        """Put them into the cache. No row of the pool is in use."""
+        pool, cache = self.pool, self.pool.cache
+        with pool.arena.fill_lock, pool.arena.lock:
+            slots = cache.find(self.keys)
+            is_here = slots >= 0
+            slots = slots[is_here]
+            cache.weights[slots] = self.weights[is_here]
+            cache.state[slots] = self.state[is_here]
+            others = cache.find(self.changed)
+            cache.evict(np.setdiff1d(others[others >= 0], slots))
+
+
+def _cached(pool: Pool, keys: Int64s) -> Int64s:
+    """Those of ``keys`` that a pool's cache has, in their order."""
+    parts = [keys[:0]]
+    for first in range(0, len(keys), _FIND_ROWS):
+        part = keys[first : first + _FIND_ROWS]
+        with pool.arena.lock:
+            slots = pool.cache.find(part)
+        parts.append(part[slots >= 0])
+    return np.concatenate(parts)
+
+
+def changed_rows(
+    pools: Sequence[Pool], changed: Int64s, read: RowSource, room_bytes: int
+) -> Sequence[CachedRows] | None:
+    """``CachedRows.read`` of each pool, as far as there is room for all together.
+
+    None if all that the pools hold is to be dropped: with device memory above them, whose rows are not looked for; and
+    where there are none yet, as others may be made before the version is shown.
+    """
+    if not pools or any(pool.tier.on_device for pool in pools):
+        return None
+    rows = []
+    for pool in pools:
+        rows.append(CachedRows.read(pool, changed, read, room_bytes))
+        room_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
+    return rows
+
+
+def rehearse(pool: Pool, read: RowSource) -> None:
+    """Read a cached row again, of the version that is shown, and list some: what following uses is compiled then."""
+    cache = pool.cache
+    with pool.arena.lock:
+        cache.list_more(Listing(), 1)
+        keys = cache.keys_of(cache.resident_slots()[-1:])
+    rows = CachedRows.read(pool, keys, read, pool.layout.row_bytes)
+    rows._replace(changed=keys[:0]).show()  # a row that was never written stays, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,14 +145,10 @@ class Newer:
     """What ``Store.find_newer`` found. It can be shown once, until it is closed or ``find_newer`` is called again."""
 
     _follower: "Follower"
-    found: NewerVersion
-    """The commit, in the cold tier."""
-    version: Version
-    """Its number, extra and tensors."""
-    manifest: Manifest
-    """Of the store then."""
-    rows: Sequence[CachedRows] | None
-    """What is to change in the caches; None if all that they hold is dropped."""
+    found: NewerVersion  # the commit, in the cold tier
+    version: Version  # its number, extra and tensors
+    manifest: Manifest  # of the store then
+    rows: Sequence[CachedRows] | None  # what is to change in the caches; None if all that they hold is dropped
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""

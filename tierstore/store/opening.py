@@ -25,8 +25,7 @@ from .store import Store
 
 _PAUSES_SECONDS: Final = (0.0, 0.1, 0.4, 1.0)
 """Before a store that this process has open is looked for again among what is garbage."""
-_DROPPED_SECONDS: Final = 60.0
-"""For such a store to be closed."""
+_DROPPED_SECONDS: Final = 60.0  # for such a store to be closed
 
 
 def open_store(

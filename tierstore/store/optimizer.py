@@ -27,8 +27,7 @@ _KEPT: Final = (
     "a backward pass adds to gradients of rows that step applied before: call zero_grad() of store.optimizer() at "
     "each step, as model.zero_grad() and the zero_grad() of other optimizers do not reach rows"
 )
-_GRAD: Final[Any] = Tensor.grad
-"""torch's property, to which mypy knows no setter."""
+_GRAD: Final[Any] = Tensor.grad  # torch's property, to which mypy knows no setter
 
 
 class _Waiting:
@@ -68,17 +67,11 @@ class _Waiting:
 
 
 class _GradAnchor(torch.nn.Parameter):
-    """Stands for a table's rows: of their shape, without content. Its ``grad`` is merged when it is first read.
+    """Stands for a table's rows: of their shape, without content. Its ``grad`` is merged when it is first read."""
 
-    Attributes:
-        table: the table.
-        waiting: of the pass that has its gradient, if that is not merged yet.
-        is_applied: ``step`` has applied the gradient.
-    """
-
-    table: Table
-    waiting: _Waiting | None
-    is_applied: bool
+    table: Table  # the table
+    waiting: _Waiting | None  # of the pass that has its gradient, if that is not merged yet
+    is_applied: bool  # ``step`` has applied the gradient
 
     @classmethod
     def of(cls, table: Table) -> "_GradAnchor":

@@ -24,8 +24,7 @@ from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
 from .table import Table
 
-_MANY_BYTES: Final = 2**62
-"""Of which no percentage that is not zero is no byte."""
+_MANY_BYTES: Final = 2**62  # of which no percentage that is not zero is no byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from ..layout import RowLayout
 from ..optim import Optimizer
 from ..pool import Pool
 from ..pool.stats import Stats
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..system.dropped import hand_over, settle
 from ..system.signals import shielded
 from ..system.sizes import format_count
@@ -35,23 +35,20 @@ from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
 from .changing import change, drop, require_changeable
 from .commits import Commits, PendingCommit
-from .lifetime import Lifetime
+from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .newer import Follower, Newer
 from .opened import open_files
 from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
-from .shown import Shown
 from .table import Table
 from .version import unpack_tensors
 
 _LOG: Final = logging.getLogger("tierstore")
-_IN_MEMORY: Final = Path(":memory:")
-"""In the place of a directory where there is none."""
+_IN_MEMORY: Final = Path(":memory:")  # in the place of a directory where there is none
 _END_SECONDS: Final = 60.0
-_MAX_NAMED: Final = 5
-"""Tables, in a line of the log."""
+_MAX_NAMED: Final = 5  # Tables, in a line of the log
 
 
 class Store(Unpicklable):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import TierstoreError
-from ..io.files import FILE_NAMES, ROW_FILE_NAME
+from ..io import LmdbColdTier
+from ..io.files import FILE_NAMES, ROW_FILE_NAME, rows_path
 from ..system.durable import names_in, output_locked, sync_directory
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_parent
-from .manifest import MANIFEST_NAME, parts_in
+from .manifest import MANIFEST_NAME, Manifest, parts_in
 from .opened import open_files
 
 
@@ -131,3 +132,19 @@ class Steps:
     def verified(self, done: int, total: int) -> None:
         if self._show is not None:
             self._show(self._total + self._total * done // max(1, total), 2 * self._total)
+
+
+@contextlib.contextmanager
+def new_tier(work: Path, manifest: Manifest) -> Iterator[LmdbColdTier]:
+    """A row file to be written, with the store's tables; synced at the end of the block, so that it needs no anchor."""
+    tier = LmdbColdTier(work, store_id=bytes.fromhex(manifest.store_id), readonly=False)
+    with contextlib.closing(tier):
+        manifest.add_tables(tier)
+        yield tier
+    with rows_path(work).open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def bytes_on_device(directory: Path) -> int:
+    """Bytes that a store's row file takes on the device."""
+    return rows_path(directory).stat().st_blocks * 512

@@ -11,7 +11,7 @@ from .. import init, optim
 from ..config import TableConfig
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..store import Store
 from .config import DataSection, OptimizerSection, RunConfig
 from .processes import ALONE, Processes

@@ -17,8 +17,7 @@ from ..dist.wire import Precision
 from ..io.cleaning import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..settings import sections
-from ..settings.options import check_ranges, option
-from ..settings.sections import ConfigError, Override
+from ..settings.sections import ConfigError, Override, check_ranges, option
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers import DataFormat

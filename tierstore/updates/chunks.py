@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError
-from ..io.changes import CHUNK_BYTES
+from ..io.reads import CHUNK_BYTES
 from ..layout import RowLayout
 
 MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES

@@ -11,11 +11,10 @@ from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
 from ..io import LmdbColdTier
-from ..io.changes import ChangedRows
-from ..store.lineage import NO_LINEAGE, Lineage
+from ..io.reads import ChangedRows
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
-from ..store.version import ORIGIN_KEY, pack, unpack, unpack_tensors
+from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
 from .header import UpdateHeader
 from .origin import Origin
 from .update_file import UpdateWriter, file_checksum

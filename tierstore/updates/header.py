@@ -6,8 +6,8 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig, require_int
 from ..layout import MAX_ROWS, MAX_TABLES
-from ..store.lineage import is_commit_id
 from ..store.manifest import is_store_id
+from ..store.version import is_commit_id
 from ..system.excerpt import excerpt
 from .chunks import MAX_CHUNK_BYTES, chunk_bytes
 from .origin import Origin

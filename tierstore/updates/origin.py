@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import FormatError
-from ..store.lineage import is_commit_id
 from ..store.manifest import is_store_id
-from ..store.version import ORIGIN_KEY
+from ..store.version import ORIGIN_KEY, is_commit_id
 from ..system.excerpt import excerpt
 
 

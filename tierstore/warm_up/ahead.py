@@ -27,8 +27,7 @@ from typing import Any, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 
-Use = tuple[str, str, Any]
-"""Module and name of a kernel, and numba's types of its arguments."""
+Use = tuple[str, str, Any]  # module and name of a kernel, and numba's types of its arguments
 
 
 def main(path: str, parent: str, work: str, processes: str) -> None:

@@ -11,8 +11,7 @@ from ..kernels.first_use import start
 from ..kernels.jit import FOLDER, JIT_ENABLED
 from ..kernels.threads import default_threads
 
-_PROCESSES_MAX: Final = 8
-"""More would wait for the kernel that takes longest."""
+_PROCESSES_MAX: Final = 8  # more would wait for the kernel that takes longest
 
 
 class WarmedUp(NamedTuple):

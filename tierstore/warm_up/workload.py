@@ -22,12 +22,10 @@ from ..train.config import DataSection, EmbeddingSection, ModelSection, StoreSec
 from ..train.readers.categories import read_texts
 from ..train.synthetic import write_synthetic
 
-Work = Callable[[Path], None]
-"""Does it in a new folder."""
+Work = Callable[[Path], None]  # does it in a new folder
 
 _BUDGET: Final = "600KiB"
-_MANY: Final = 400
-"""Rows, more than fit; and ``_FEW`` do."""
+_MANY: Final = 400  # Rows, more than fit; and ``_FEW`` do
 _FEW: Final = 40
 _ITEM: Final = TableConfig(name="item", num_embeddings=_FEW, embedding_dim=252, optimizer=optim.RowWiseAdagrad(lr=0.05))
 _IDS: Final = torch.tensor([3, 39, 3, 17])

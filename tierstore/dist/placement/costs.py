@@ -18,8 +18,7 @@ import numpy as np
 from ...kernels.arrays import Float64s
 from ...kernels.least_squares import solve_nonnegative
 from ...optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ...settings.options import check_ranges, option
-from ...settings.sections import described
+from ...settings.sections import check_ranges, described, option
 from ...system.output import write_text
 from ..plan import Sharding
 from .demand import TableDemand, shares_of

@@ -10,7 +10,7 @@ from ...cache import resolve_policy
 from ...config import require_int
 from ...kernels.arrays import Float64s, Int64s
 from ...layout import KEY_ROW_BITS
-from ...settings.names import nearest
+from ...settings.sections import nearest
 from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered, of_tables
 from .base import POLICIES, MissRatioCurve

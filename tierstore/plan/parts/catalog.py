@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...settings.names import nearest
+from ...settings.sections import nearest
 from ...system.sizes import format_size
 from ..host import Link, Memory, Processor, SoftwareCosts, Storage
 

@@ -26,8 +26,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Final, TypeVar, cast
 
-from ...settings.options import check_ranges, option
-from ...settings.sections import ConfigError, converted
+from ...settings.sections import ConfigError, check_ranges, converted, option
 from ...system.output import require_new
 from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage, folded_costs
 from ..json_file import write_json

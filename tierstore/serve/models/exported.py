@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
-from ...settings.names import nearest
+from ...settings.sections import nearest
 from ...store import Store, Table
 from ..base import Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...settings.names import nearest
+from ...settings.sections import nearest
 from ...system.excerpt import excerpt
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 
