@@ -98,7 +98,6 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
     ("begun", "again"),
     [
         (["-P", "-m", "tierstore", "serve", "x.toml"], ["-P", "-m", "tierstore", "serve", "x.toml"]),
-        (["bin/tierstore", "serve", "x.toml"], ["bin/tierstore", "serve", "x.toml"]),
         (["app.py", "--all"], ["-m", "tierstore", "serve", "x.toml"]),
     ],
 )

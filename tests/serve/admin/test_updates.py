@@ -25,7 +25,7 @@ from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import plan, publish
+from tierstore.updates.publish import publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
@@ -142,14 +142,6 @@ def test_a_publisher_goes_on_after_broken_connections(
         assert not cuts
         (path,) = (replica_dir / "incoming").iterdir()
         assert path.read_bytes() == updates[0].path.read_bytes()
-
-
-def test_a_publisher_gives_up_on_a_server_that_is_not_there(source: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    (done,) = publish(source, [f"http://127.0.0.1:{port}"])
-    assert "refused" in done.error
-    assert "publish again" in done.error
 
 
 def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, updates: dict[int, Update]) -> None:
@@ -308,14 +300,6 @@ def test_the_command_serves_all_that_can_be_reached(
         assert cli.main([*arguments, "--to", url, "--keep-file", str(kept)]) == 1
         replica.close()
         assert same(contents(replica_dir), contents(source))
-
-
-def test_wrong_arguments_are_told_before_anything_is_done(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["publish", str(source), "--to", "replica:8002"]) == 2
-    assert "write http://HOST:PORT" in capsys.readouterr().err
-    assert cli.main(["publish", str(source), "--since", "1", "--dry-run"]) == 0
-    assert "120 rows changed since version 1" in capsys.readouterr().out
-    assert "ever written" in plan(source, [])[0]
 
 
 LATER, WRONG = {"error": "later"}, ({"hello": 1}, {"error": "Not Found"})

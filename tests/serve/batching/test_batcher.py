@@ -89,33 +89,6 @@ def status_of(task: asyncio.Task[int]) -> Status:
     return error.status
 
 
-def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Bench]) -> None:
-    told: list[Any] = []
-    bench = make_bench()
-    quick = bench.another(
-        "q",
-        at_once=lambda ask: None if ask.is_poison else -ask.number,
-        observer=lambda *batch: told.append(batch),
-    )
-    assert bench.submit(Ask(1, 3), to=quick).result() == -1
-    assert told == [("q", 1, 3, (0.0,), 0.0)]
-    assert not bench.executor.jobs
-    slow = bench.submit(Ask(2, is_poison=True), to=quick)
-    behind = bench.submit(Ask(3), to=quick)
-    assert not slow.done()
-    assert not behind.done(), "it overtook another"
-    inside = bench.executor.submit(lambda: bench.submit(Ask(4), to=quick).done())
-    bench.work()
-    assert behind.result() == 3
-    assert inside.result() is False, "it was answered beside a job of the executor"
-    bench.submit(Ask(5))
-    assert not bench.submit(Ask(6), to=quick).done(), "it was answered before another model's batch"
-    bench.work()
-    assert bench.submit(Ask(7), 0.0, to=quick).exception() is not None, "its deadline has passed"
-    quick.close()
-    assert status_of(bench.submit(Ask(8), to=quick)) is Status.UNAVAILABLE
-
-
 def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_batch_samples=1)
     second = bench.another("n")

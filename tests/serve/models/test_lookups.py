@@ -322,17 +322,6 @@ def test_weights_only_for_sums_and_kernels_are_given_copies(store: tierstore.Sto
             models[name].parse(GOOD | {"weights": tensor("FP32", [1, 1, 1])})
 
 
-def test_metadata_names_what_is_taken_and_given(store: tierstore.Store) -> None:
-    models = models_of(store).by_name
-    assert list(models) == sorted([*(f"{kind}.{name}" for kind in ("pooled", "rows") for name in NAMES), "pooled"])
-    for name, model in models.items():
-        metadata = model.metadata
-        assert (metadata.name, metadata.versions) == (name, ())
-        if name.startswith("pooled."):
-            assert metadata.outputs[0].shape == (-1, DIMS[name.removeprefix("pooled.")])
-            assert metadata.parameters["rows"] == ROWS[name.removeprefix("pooled.")]
-
-
 def test_a_request_for_rows_fits_a_training_batch_and_is_bounded_by_bytes(store_dir: Path) -> None:
     """One sample for 16 rows, or for 16 KiB of wider ones; the limit of a batch is 4,096 samples by default."""
     with tierstore.open(store_dir, ddr="4MiB") as store:

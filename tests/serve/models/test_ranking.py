@@ -123,17 +123,6 @@ def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) 
     assert parsed.jagged.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
 
 
-def test_metadata_tells_the_order_of_columns(trained: Trained, store: tierstore.Store) -> None:
-    metadata = models_of(store).by_name["ranking"].metadata
-    data = trained.config.data
-    assert metadata.parameters["dense"].split(",") == list(data.dense_columns)
-    assert metadata.parameters["features"].split(",") == list(data.sparse_columns)
-    assert [spec.shape for spec in metadata.inputs] == [(-1, 13), (-1,), (26, -1)]
-    first, *others = models_of(store).by_name
-    assert first == "ranking"
-    assert others == sorted(others)
-
-
 def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTensor]]:
     nan = np.array(good["dense"].data)
     nan[3, 2] = np.nan
