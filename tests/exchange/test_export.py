@@ -26,14 +26,6 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_store_without_a_commit_has_rows_too(tmp_path):
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        store.create_table(config())
-    assert export_store(tmp_path / "store", tmp_path / "out").version == 0
-    (found,) = safetensors.torch.load_file(tmp_path / "out").values()
-    assert bits(found) == bits(weights(tmp_path / "store"))
-
-
 def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch):
     source = make_store(tmp_path / "store", config(rows=3000, dim=8, optimizer=OPTIMIZERS["adam"]))
     export_store(source, tmp_path / "whole", state=True)
@@ -148,24 +140,6 @@ def test_a_disk_too_small_is_told_before_anything_is_written(store, tmp_path, mo
     with pytest.raises(errors.DiskFullError, match=r"out: .* are needed and 4\.0 KiB are free"):
         export_store(store, tmp_path / "out")
     assert names(tmp_path) == ["store"]
-
-
-def test_the_file_gets_its_name_when_it_is_on_the_device(store, tmp_path, monkeypatch):
-    steps = []
-    replace, sync, write = os.replace, os.fsync, os.pwrite
-    monkeypatch.setattr(output_module.os, "replace", lambda *pair: steps.append("name") or replace(*pair))
-    monkeypatch.setattr(output_module.os, "fsync", lambda file: steps.append("sync") or sync(file))
-    monkeypatch.setattr(output_module.os, "pwrite", lambda *each: steps.append("write") or write(*each))
-    export_store(store, tmp_path / "out")
-    assert steps == ["write", "write", "write", "write", "sync", "name", "sync"]
-
-
-def test_short_writes_are_continued(store, tmp_path, monkeypatch):
-    export_store(store, tmp_path / "whole", format="torch")
-    write = os.pwrite
-    monkeypatch.setattr(output_module.os, "pwrite", lambda file, data, at: write(file, data[:100], at))
-    export_store(store, tmp_path / "parts", format="torch")
-    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):

@@ -29,20 +29,6 @@ def store(tmp_path):
     )
 
 
-def test_safetensors_header_tells_how_to_make_the_tables_again(store, tmp_path):
-    export_store(store, tmp_path / "out")
-    with safetensors.safe_open(tmp_path / "out", framework="pt") as file:
-        metadata = file.metadata()
-        assert sorted(file.keys()) == ["embedding_bags.item.weight", "embedding_bags.user.weight"]
-        assert file.get_slice("embedding_bags.item.weight").get_shape() == [7, 3]
-    assert metadata["format"] == "pt"
-    told = json.loads(metadata["tierstore"])
-    assert (told["format_version"], told["store_version"]) == (1, 1)
-    assert [table["config"]["name"] for table in told["tables"]] == ["item", "user"]
-    assert told["tables"][0]["config"]["optimizer"]["kind"] == "adagrad"
-    assert [(table["step"], table["learning_rate"]) for table in told["tables"]] == [(3, 0.0625)] * 2
-
-
 def test_safetensors_data_is_aligned_and_without_gaps(store, tmp_path):
     export_store(store, tmp_path / "out", state=True, dense=True)
     data = (tmp_path / "out").read_bytes()

@@ -144,18 +144,6 @@ def test_a_store_that_is_dropped_gives_its_lock_back(store_dir: Path) -> None:
     tierstore.open(store_dir, ddr="1MiB").close()
 
 
-def test_a_store_stays_where_it_is_when_the_working_directory_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with tierstore.open("here", ddr="1MiB") as store:
-        monkeypatch.chdir(tmp_path / "other")
-        store.create_table(CONFIG).write(torch.tensor([1]), torch.zeros(1, 8))
-        store.commit()
-    assert not any((tmp_path / "other").iterdir())
-
-
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
     """One wins, the other is told; the store is whole."""
     code = """
@@ -239,16 +227,6 @@ def test_torch_modes(store_dir: Path, mode: str) -> None:
                 assert bag(torch.tensor([[1]])).dtype == torch.float32
             finally:
                 torch.set_default_dtype(torch.float32)
-
-
-def test_a_second_backward_is_refused_as_torch_refuses_it(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        table = store.create_table(CONFIG)
-        out = tierstore.TieredEmbeddingBag(table, mode="sum")(torch.tensor([[5]])).sum()
-        out.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            out.backward()
-        assert table.read(torch.tensor([5]))[0, 0] == 0.0
 
 
 def test_per_sample_weights_get_gradients_on_a_read_only_store(store_dir: Path) -> None:

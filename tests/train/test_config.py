@@ -34,15 +34,6 @@ def test_keys_reach_their_fields_and_keep_their_types(write):
     assert load(write("[embedding]\nnum_embeddings = 7\n")).table_sizes == (7,) * 26
 
 
-def test_a_device_and_its_memory_are_taken_as_text_for_the_store_to_judge(write):
-    assert (RunConfig().store.hbm, RunConfig().store.device, RunConfig().store.has_hbm) == (0, "cpu", False)
-    path = write('[store]\nhbm = "10% of tables"\ndevice = "cuda:1"\n')
-    store = load(path).store
-    assert (store.hbm, store.device, store.has_hbm) == ("10% of tables", "cuda:1", True)
-    assert load(path, "store.hbm=4096").store.hbm == 4096
-    assert not load(path, "store.hbm=0MiB").store.has_hbm
-
-
 def test_overrides_win_and_may_be_bare_words(write):
     path = write('[train]\nbatch_size = 64\n[store]\nddr = "1GiB"\n')
     config = load(path, "train.batch_size=1", "store.ddr=5% of tables", "data.log_dense=false", "train.batch_size=256")

@@ -1,14 +1,11 @@
 """Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
 
-import asyncio
 import errno
 import http.client
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -206,28 +203,6 @@ def test_a_token_that_others_may_read_on_its_way_is_told(caplog: pytest.LogCaptu
     AdminClient("http://example.com", token="s3cret").close()
     assert "http://example.com gets the token unencrypted" in caplog.text
     assert "s3cret" not in caplog.text
-
-
-def test_a_writer_that_takes_too_long_ends_with_its_pipes(replica_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    made: list[Any] = []
-
-    class Kept(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    async def refresh() -> None: ...
-
-    monkeypatch.setattr(subprocess, "Popen", Kept)
-    monkeypatch.setattr(admin_updates, "_WRITE_LIMIT_SECONDS", 0.0)
-    replica = admin_updates.Replica(replica_dir, extra=dict, refresh=refresh)
-    with pytest.raises(admin_updates.UpdateError, match="took over 0 s"):
-        asyncio.run(replica._write("rollback", str(replica_dir)))
-    (process,) = made
-    assert process.returncode == -signal.SIGKILL
-    assert process.stdout.closed
-    assert process.stderr.closed
 
 
 def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[int, Update]) -> None:
