@@ -30,13 +30,7 @@ class _NotingRefusals:
 
 
 class Front:
-    """One protocol's side of the engine.
-
-    Args:
-        protocol: "http" or "grpc".
-        token: that requests must show, but for those about the server's health; None for none. ValueError if it cannot
-            be sent.
-    """
+    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health."""
 
     def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine
@@ -52,7 +46,6 @@ class Front:
         return self._token is not None
 
     def noting_refusals(self, request_id: str = "") -> "_NotingRefusals":
-        """Tell the engine of requests that do not reach it."""
         return _NotingRefusals(self.engine, self._protocol, request_id)
 
     def require_token(self, shown: Sequence[str | bytes], way_out: str) -> None:

@@ -101,13 +101,8 @@ class Server:
         return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
-        """Listen, open the store, and be ready.
-
-        Workers open the store first: on a port that is shared, who is not ready would be asked like the others.
-
-        Raises:
-            OSError: a port is taken. TierstoreError, ValueError: as ``StoreEngine.start``. Nothing is left open then.
-        """
+        """Listen, open the store, and be ready. Workers open the store first: a shared port has no unready ones.
+        OSError: a port is taken. Or as ``StoreEngine.start``. Nothing is left open then."""
         config, is_shared = self._config, self._config.workers > 1
         rest, grpc, admin = -1, -1, -1
         try:
@@ -138,8 +133,7 @@ class Server:
         return Ports(rest, grpc, admin)
 
     async def _require_answers(self, rest: int, grpc: int) -> None:
-        """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used, which others than
-        the tested versions may lack."""
+        """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""
         host = _OWN.get(self._config.host, self._config.host)
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -175,10 +169,10 @@ async def _refuse_rollback() -> int:
 
 
 def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status. Leaves handlers of signals behind that do nothing.
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Handlers of signals are left that do nothing.
 
     Args:
-        on_ready: called with the ports, once requests are taken, or once a replica waits for its first update.
+        on_ready: called with the ports once requests are taken, or a replica waits for its first update.
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)

@@ -18,12 +18,8 @@ class TableInfo(NamedTuple):
 
 
 class State(NamedTuple):
-    """Attributes:
-    version, newest_version: that is served; that is known to exist, served or not.
-    staleness_seconds: for how long a newer version than the one that is served has been known; 0 when there is none.
-    tiers: running totals since the server started, over all versions it served.
-    queued_samples: that wait for a batch, by model; every model is named.
-    """
+    """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
+    served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model."""
 
     live: bool
     ready: bool

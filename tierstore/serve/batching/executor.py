@@ -16,8 +16,7 @@ class OneThread(Executor):
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job is done. If only one other thread gives it jobs, besides the jobs themselves, that thread
-        may then do what jobs do."""
+        """Whether every job is done. The only other thread that gives it jobs may then do what jobs do."""
         return self._last is None or self._last.done()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

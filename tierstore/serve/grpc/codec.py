@@ -40,12 +40,8 @@ _CONTENTS: Final = {
 
 
 class RawRequest(NamedTuple):
-    """A ``ModelInferRequest``, parsed and not yet checked.
-
-    Attributes:
-        message: all of it but its raw contents.
-        raws: those, as views of the bytes that arrived. Outputs leave raw if inputs came so.
-    """
+    """A ``ModelInferRequest`` not yet checked: all but its raw contents, and those, as views of the bytes that
+    arrived."""
 
     message: Any
     raws: list[memoryview]
@@ -74,16 +70,7 @@ def id_of(data: bytes) -> str:
 
 
 def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None, client: str = "") -> InferRequest:
-    """Check a request; its inputs may be views of the bytes that arrived.
-
-    Args:
-        raw_request: just arrived.
-        seconds_left: until the call's deadline; the request's parameter "timeout" may end it sooner.
-        client: whose connection it came by.
-
-    Raises:
-        ServeError: INVALID or TOO_LARGE.
-    """
+    """Check a request; its inputs may be views of the bytes that arrived. ServeError INVALID or TOO_LARGE."""
     arrival = time.monotonic()
     message, raws = raw_request
     limits = [seconds for seconds in (seconds_left, _timeout_seconds(message)) if seconds is not None]
@@ -120,15 +107,7 @@ def _wanted_outputs(message: Any) -> tuple[str, ...]:
 
 
 def _decode_tensors(tensors: Sequence[Any], raws: Sequence[memoryview]) -> dict[str, InferTensor]:
-    """A request's inputs by name; arrays may be views of ``raws``, and none is writable.
-
-    Args:
-        tensors: ``InferInputTensor`` messages.
-        raws: the contents of each, in the same order, or empty where contents are typed.
-
-    Raises:
-        ServeError: INVALID, with the input's name; TOO_LARGE beyond ``MAX_ELEMENTS``.
-    """
+    """A request's inputs by name, none writable; ``raws``: the contents of each, or empty where they are typed."""
     if len(tensors) > MAX_TENSORS:
         raise ServeError(Status.INVALID, f"{len(tensors)} inputs; at most {MAX_TENSORS} are taken")
     if raws and len(raws) != len(tensors):
@@ -167,7 +146,6 @@ def _from_contents(head: TensorHead, contents: Any) -> NDArray[Any]:
 
 
 async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
-    """A ``ModelInferResponse``."""
     message = message_class("ModelInferResponse")(
         model_name=response.model, model_version=response.version, id=response.id
     )
@@ -182,7 +160,6 @@ async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
 
 
 def encode_stream_response(response: bytes) -> bytes:
-    """A ``ModelStreamInferResponse`` around a response's bytes."""
     return join_fields(b"", _STREAM_RESPONSE, [response])
 
 

@@ -45,11 +45,8 @@ def _varint(value: int) -> bytes:
 
 
 def split_field(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
-    """Take a bytes field out of a message: the rest, and the field's values in their order, views of ``message``.
-
-    Raises:
-        ServeError: INVALID, if the bytes are no message or it has more than ``MAX_FIELDS`` fields at its top level.
-    """
+    """Take a bytes field out of a message: the rest, and the field's values, views of ``message``. ServeError
+    INVALID."""
     data = memoryview(message)
     rest, values = [], []
     position = count = 0

@@ -13,17 +13,13 @@ _INTEGERS: Final = ("INT64", "INT32")
 
 
 def invalid(name: str, what: str) -> ServeError:
-    """The error for an input that cannot be."""
     return ServeError(Status.INVALID, f"input {name!r} {what}")
 
 
 def check_inputs(
     inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = ()
 ) -> None:
-    """ServeError unless all required inputs are there, and no others than these and the optional ones, as specified.
-
-    Where a spec says INT64, INT32 is taken too.
-    """
+    """ServeError unless all required inputs are there and no others but optional ones; INT32 is taken for INT64."""
     known = {spec.name: spec for spec in (*required, *optional)}
     for name in inputs:
         if name not in known:

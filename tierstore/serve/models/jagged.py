@@ -23,13 +23,7 @@ PART_IDS: Final = 8192
 
 
 class JaggedIds(NamedTuple):
-    """Of one request or batch.
-
-    Attributes:
-        values: int64 [N].
-        lengths: int64 [F, B].
-        weights: float32 [N], or None for ones.
-    """
+    """Of one request or batch: values int64 [N], lengths int64 [F, B], weights float32 [N] or None for ones."""
 
     values: Any
     lengths: Any
@@ -46,8 +40,6 @@ class JaggedIds(NamedTuple):
 
 
 class DenseAndIds(NamedTuple):
-    """A request to a model that takes both; ``dense``: an array, or several."""
-
     dense: Any
     jagged: JaggedIds
 
@@ -64,9 +56,7 @@ class Features:
     """A model's jagged ids.
 
     Args:
-        model: its name.
-        rows: how many rows the table of each feature has, by feature, in order; ``1 << 63`` where ids are categories
-            that are hashed later.
+        rows: of each feature's table, in order; ``1 << 63`` where ids are categories that are hashed later.
         dropped: None to refuse requests with ids that are no rows.
         ids: name of the input of ids.
     """
@@ -79,12 +69,8 @@ class Features:
         self._ids = ids
 
     def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True) -> JaggedIds:
-        """The ids of a request, all of them rows, and its weights if it has any. Arrays are copies: what came in may be
-        read-only, for which kernels would be compiled again and torch warns.
-
-        Raises:
-            ServeError: INVALID, naming the input, for what does not fit together, and for an id that is no row.
-        """
+        """The ids of a request, all of them rows, and its weights; copies, as kernels are compiled again for
+        read-only arrays. ServeError INVALID names the input."""
         given = inputs[self._ids].data
         lengths = lengths_of(inputs, len(given), self._ids).reshape(len(self.names), -1)
         if not lengths.shape[1]:
@@ -109,11 +95,7 @@ class Features:
         return JaggedIds(ids[~outside], lengths, None if weights is None else weights[~outside])
 
     def outside(self, ids: Any, lengths: Any) -> Any:
-        """Which ids are no rows, bool [N], once they are counted; None if all are rows.
-
-        Raises:
-            ServeError: INVALID, naming the first, if such requests are refused.
-        """
+        """Which ids are no rows, bool [N], counted; None if all are rows. ServeError INVALID if they are refused."""
         first = int(_first_outside(ids, lengths, self._last))
         if first < 0:
             return None
@@ -145,14 +127,8 @@ def _first_outside(values: Any, lengths: Any, last: Any) -> int:
 
 
 class Merged(NamedTuple):
-    """A batch of requests.
-
-    Attributes:
-        values: int64 [N].
-        offsets: int64 [F * B + 1].
-        weights: float32 [N], or None.
-        samples: where each request's samples begin, and how many there are; int64 [requests + 1].
-    """
+    """A batch: values int64 [N], offsets int64 [F * B + 1], weights float32 [N] or None, and where each request's
+    samples begin, int64 [requests + 1]."""
 
     values: Any
     offsets: Any

@@ -29,17 +29,10 @@ class Ranking:
     """Model "ranking": probabilities of the label.
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
-    BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
+    BYTES
+    for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
     missing.
-    Output: probabilities FP32 [B].
-
-    Args:
-        store: at a commit of the run, whose dense weights the model has.
-        config: the run's.
-        dropped: see ``Features``: of negative categories.
-
-    Raises:
-        DamagedError: the commit has no weights for the model.
+    Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model.
     """
 
     def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None) -> None:
@@ -124,7 +117,6 @@ def _require_texts(values: InferTensor) -> None:
 
 
 def _as_categories(tensor: InferTensor) -> InferTensor:
-    """Texts as the categories that they stand for; other tensors as they are."""
     if tensor.datatype != "BYTES":
         return tensor
     texts = tensor.data.reshape(-1).tolist()

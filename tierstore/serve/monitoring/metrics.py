@@ -31,8 +31,6 @@ class LastUpdate(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """Requests, and how long they took, together."""
-
     requests: int = 0
     seconds: float = 0.0
 
@@ -51,13 +49,8 @@ _NO_BATCH: Final = [0.0] * 6
 
 
 class Metrics:
-    """All that one worker process counts; for any thread, at some microseconds a request.
-
-    Args:
-        models: names that get series of their own; all others share one, ``OTHER``.
-        worker: index of the process among those that serve; a label of every series.
-        clock: seconds that only grow.
-    """
+    """All that one worker process counts; for any thread. ``models`` get series of their own; all others share
+    ``OTHER``."""
 
     def __init__(self, models: Sequence[str], *, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.worker = worker
@@ -98,8 +91,8 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
-        """Give these models series of their own: counters now, so that each has a rate from its first count on; what
-        has a series for each bucket once the model is asked, as most of many models never are."""
+        """Give these models series of their own: counters now, so that each has a rate from its first count on;
+        histograms once the model is asked, as most of many models never are."""
         for name in models:
             for each in (self._queries, self._samples, self._out_of_range):
                 each.labels(name)
@@ -108,7 +101,7 @@ class Metrics:
     # What happened
 
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
-        """A request was answered; ``status`` None: well. ``seconds`` since it arrived."""
+        """A request was answered ``seconds`` after it arrived; ``status`` None: well."""
         key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
         if key not in self._answers:
             self._answers[key] = self._requests.labels(*key)
@@ -122,7 +115,6 @@ class Metrics:
     def batched(
         self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
     ) -> None:
-        """A batch was computed; ``queue_seconds`` of each of its queries."""
         model = self._known(model)
         series = self._series.get(model) or self._series_of(model)
         series.queries.observe(num_queries)
@@ -146,7 +138,6 @@ class Metrics:
         self._refused.labels(protocol, status.name.lower()).inc()
 
     def updated(self, version: int, seconds: float) -> None:
-        """Another version is served since now."""
         self._updates.observe(seconds)
         self.last_update = LastUpdate(version, seconds, self.clock())
 
@@ -157,7 +148,7 @@ class Metrics:
         self._out_of_range.labels(self._known(model)).inc(count)
 
     def add(self, collector: Collector) -> None:
-        """Expose what another collector knows, a ``StateCollector`` say; it is asked at each scrape."""
+        """Expose what another collector knows; it is asked at each scrape."""
         self._registry.register(collector)
 
     # What it came to

@@ -24,11 +24,7 @@ class Recent(NamedTuple):
 
 
 class Window:
-    """Every request of the last minute, at 8 bytes each; for any thread.
-
-    Args:
-        clock: seconds that only grow.
-    """
+    """Every request of the last minute, at 8 bytes each; for any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -34,8 +34,7 @@ _T = TypeVar("_T")
 
 
 class InferCall(NamedTuple):
-    """A request, and which outputs its client wants as binary data: those for which it says so by name, and all
-    others."""
+    """A request, and which outputs its client wants as binary data: some by name, and all others."""
 
     request: InferRequest
     binary: Mapping[str, bool]
@@ -55,20 +54,9 @@ def parse_infer(
     default_id: str = "",
     client: str = "",
 ) -> InferCall:
-    """The request in a body.
-
-    Args:
-        json_bytes: length of the JSON, as ``JSON_LENGTH_HEADER`` gives it; None: all of the body.
-        json_bytes_max: longest JSON that is parsed.
-        default_id: the request's id where the body has none.
-        client: whose connection it came by.
-
-    Returns:
-        Tensors of binary data are read-only views of ``body``, which must not change.
-
-    Raises:
-        ServeError: INVALID, naming the input; TOO_LARGE.
-    """
+    """The request in a body, whose first ``json_bytes`` are JSON (None: all); ``default_id`` if it has none. Tensors
+    of binary data are read-only views of ``body``, which must not change. ServeError INVALID, naming the input,
+    or TOO_LARGE."""
     view = memoryview(body).toreadonly()
     end = len(view) if json_bytes is None else json_bytes
     if not 0 <= end <= len(view):
@@ -108,7 +96,6 @@ def _parse_json(text: bytes) -> object:
 
 
 def _typed(kind: type[_T], value: object, what: str) -> _T:
-    """The value, if it is of that type; ServeError INVALID else."""
     if not isinstance(value, kind):
         raise ServeError(Status.INVALID, f"{what} must be {_KINDS[kind]}, not {excerpt(value)}")
     return value
@@ -178,7 +165,6 @@ def count_slow_elements(response: InferResponse, call: InferCall) -> int:
 
 
 async def write_infer(response: InferResponse, call: InferCall) -> Reply:
-    """The answer to a call."""
     outputs: list[dict[str, Any]] = []
     parts: list[memoryview] = []
     for name, tensor in response.outputs.items():

@@ -18,11 +18,7 @@ from ..tensors import TensorHead, objects, pieces_of
 
 
 def parse_json_data(head: TensorHead, data: object) -> InferTensor:
-    """The tensor that ``data`` gives, flat or nested as the shape says.
-
-    Raises:
-        ServeError: INVALID; names the input.
-    """
+    """The tensor that ``data`` gives, flat or nested as the shape says. ServeError INVALID names the input."""
     if not isinstance(data, list):
         raise head.invalid(f"data must be a list, not {excerpt(data)}")
     flat = _flatten(head, data)
@@ -63,8 +59,7 @@ def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
 
 
 async def write_json_data(tensor: InferTensor) -> orjson.Fragment:
-    """A tensor's flat ``data`` as text, written piece by piece: the same numbers when read back, but for NaN and
-    infinity."""
+    """A tensor's flat ``data`` as text, written piece by piece."""
     texts = [
         orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         async for piece in pieces_of(tensor.data.reshape(-1))
