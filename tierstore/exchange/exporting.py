@@ -34,8 +34,6 @@ class ExportReport(NamedTuple):
 
 
 class _TablePlan(NamedTuple):
-    """A table and where its parts go: weights, then states."""
-
     table: Table
     specs: list[TensorSpec]
     states: Sequence[StateTensor]

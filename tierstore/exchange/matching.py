@@ -29,8 +29,6 @@ class Settings(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """One state tensor and where it is."""
-
     state: StateTensor
     source: Source
     key: str
@@ -50,8 +48,8 @@ class _Files(NamedTuple):
 
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
-    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the state
-    that is not."""
+    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the
+    state that is not."""
 
     source: Source
     key: str
@@ -65,7 +63,6 @@ class Match(NamedTuple):
 
     @property
     def place(self) -> str:
-        """For messages."""
         return _place(self.source, self.key)
 
     @property
@@ -84,12 +81,7 @@ def _place(source: Source, key: str) -> str:
 def match_tables(
     sources: Sequence[Source], mapping: Mapping[str, str], settings: Settings, existing: Mapping[str, TableConfig]
 ) -> list[Match]:
-    """The tables that the files hold.
-
-    Args:
-        mapping: table, or ``TABLE.STATE`` of a table that it names too, by key; if there are any, these tensors alone
-            are taken.
-        existing: the store's tables, whose configurations stand.
+    """The tables that the files hold; ``mapping`` as of ``import_files``, ``existing`` are the store's, which stand.
 
     Raises:
         ValueError: no tensor, an unknown one, two for one table, or one that cannot be a table; names file and key.
@@ -132,7 +124,6 @@ def _divided(
 
 
 def _places(sources: Sequence[Source]) -> dict[str, Source]:
-    """The file that each key is in."""
     places: dict[str, Source] = {}
     for source in sources:
         for key in source.tensors:
@@ -147,7 +138,6 @@ def _places(sources: Sequence[Source]) -> dict[str, Source]:
 def _chosen(
     sources: Sequence[Source], tables: dict[str, str], parts: Mapping[tuple[str, str], str], files: _Files
 ) -> dict[str, str]:
-    """Table by key."""
     paths, places = ", ".join(str(source.path) for source in sources), files.places
     for key, target in [*tables.items(), *((key, ".".join(part)) for part, key in parts.items())]:
         if key not in places and (key in tables or key not in files.numbers):
@@ -244,7 +234,6 @@ def _require_table(info: TensorInfo, place: str) -> None:
 
 
 def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str) -> TableConfig:
-    """The configuration of a table that is to be made."""
     rows, dim = info.shape
     dtype = settings.dtype or str(info.dtype).removeprefix("torch.")
     changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "dtype": dtype}
@@ -264,8 +253,7 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
 
 
 def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
-    """TableError, naming both, unless the tensor has the table's columns, at most its rows, and its dtype (or is to be
-    converted to it)."""
+    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is to be converted)."""
     if config.dtype in get_args(QuantizedName):
         raise TableError(
             f"{match.place} cannot be taken as table {config.name!r}, whose rows are {config.dtype}: import it as "

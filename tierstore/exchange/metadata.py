@@ -19,13 +19,11 @@ class TableMetadata(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Of a whole export, of this version of the store."""
-
     version: int
     tables: tuple[TableMetadata, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back."""
+        """JSON-able form; ``from_dict`` reads it back, and has FormatError for anything else."""
         tables = [
             {"key": table.key, "config": table.config.to_dict(), **table.state._asdict()} for table in self.tables
         ]
@@ -33,7 +31,6 @@ class Metadata(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: Any, where: str) -> "Metadata":
-        """Inverse of ``to_dict``; FormatError names ``where`` for anything that it did not write."""
         try:
             if fields["format_version"] != _FORMAT:
                 raise ValueError(f"format version {fields['format_version']}; this release reads version {_FORMAT}")

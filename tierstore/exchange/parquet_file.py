@@ -19,14 +19,9 @@ _ID, _WEIGHT = "id", "weight"
 def write_parquet(
     table: Table, file: IO[bytes], *, state: bool, progress: Callable[[int, int], None] | None
 ) -> tuple[tuple[str, ...], int]:
-    """Write a table's rows to a file; the names of the columns, and how many rows there are.
-
-    Columns: ``id`` int64, ascending; ``weight``, ``embedding_dim`` float32, whatever the dtype; with ``state``, each
-    state as ``export_store`` names it, float32, in a list where it has more than one number a row.
-
-    Raises:
-        TierstoreError: there is no pyarrow. DamagedError, ClosedError: as of ``Table.read``.
-    """
+    """Write a table's rows to a file; the names of the columns, and how many rows there are. Columns: ``id`` int64,
+    ascending; ``weight``, ``embedding_dim`` float32; with ``state``, each state as ``export_store`` names it,
+    float32. TierstoreError: there is no pyarrow."""
     try:
         import pyarrow as pa
         from pyarrow import parquet

@@ -34,8 +34,8 @@ class TensorInfo(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An open file; its metadata if it is an export of ours; ``others``, what else lies in it: numbers, and
-    None for what is none."""
+    """An open file; its metadata if it is an export of ours; ``others``: what else lies in it, numbers, and None for
+    the rest."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -51,8 +51,8 @@ class Source(NamedTuple):
 
 
 def open_source(path: Path) -> Source:
-    """The file, by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file
-    nor a torch checkpoint."""
+    """The file, by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: it is neither kind of
+    file."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; give a safetensors file or a torch checkpoint")
     if path.is_dir():
@@ -116,7 +116,6 @@ def _load(path: Path) -> Any:
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Everything in nested dicts that is no dict, by dotted name."""
     if not isinstance(value, dict) or depth > _MAX_DEPTH:
         return
     for name, inner in value.items():

@@ -26,12 +26,8 @@ class TensorSpec(NamedTuple):
 
 
 class TensorFile(ABC):
-    """A file to be written: several tensors at a time, each in order, then the rest.
-
-    Attributes:
-        places: where the next of each tensor's data goes.
-        size_bytes: up to the end of the last tensor's data.
-    """
+    """A file to be written: several tensors at a time, each in order, then the rest. ``places``: where the next data
+    of each goes."""
 
     def __init__(self, places: dict[str, int], size_bytes: int) -> None:
         self.places = places

@@ -36,16 +36,12 @@ _STORAGES: Final[dict[torch.dtype, Any]] = {
 
 
 class _Storage(NamedTuple):
-    """Stands for a storage in the pickle: an entry of the archive."""
-
     kind: Any
     number: int
     numel: int
 
 
 class _Tensor:
-    """Stands for a tensor in the pickle."""
-
     def __init__(self, spec: TensorSpec, number: int) -> None:
         self.storage = _Storage(_STORAGES[spec.dtype], number, spec.numel)
         self.shape = spec.shape

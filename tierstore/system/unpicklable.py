@@ -7,7 +7,6 @@ class Unpicklable:
     """Base of what holds files, locks or threads; whatever refers to it, as a module does, cannot be pickled either."""
 
     def __reduce__(self) -> NoReturn:
-        """TypeError: for ``pickle``, ``copy``, ``torch.save`` and processes that are spawned."""
         raise TypeError(
             f"{self!r} cannot be pickled or copied: its files, memory and threads are this process's. In another "
             'process open the store again, with mode="r" if this one writes it. To save a model with its rows: '

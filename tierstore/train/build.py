@@ -39,8 +39,7 @@ class Run(NamedTuple):
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
-    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: no path is given, or
-    what is there cannot be read."""
+    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: it cannot be read."""
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
@@ -65,8 +64,8 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         categories: [n]: texts, read as CSV fields are, or integers.
 
     Raises:
-        ValueError: there is no such column; one stands for a missing category, which has no row; or with
-            ``data.hashing = "mod"`` one is no row of the table.
+        ValueError: no such column, a missing category, or with ``data.hashing = "mod"`` one that is no row of the
+            table.
     """
     columns = list(config.data.sparse_columns)
     if column not in columns:
@@ -90,7 +89,6 @@ def _category(text: str) -> int:
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
-    """The store of the run, created where there is none: a ``Store``, or over ranks a ``ShardedStore``."""
     section = config.store
     return processes.open(
         config,
@@ -104,11 +102,8 @@ def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
 
 
 def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Run:
-    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch. TableError
-    if the store has a table of the same name and another configuration.
-
-    The weights are drawn on the CPU, from its random numbers, and then moved to the store's device.
-    """
+    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only, drawn on the CPU.
+    Seeds torch. TableError: the store has a table of the same name and another configuration."""
     configs = table_configs(config)
     for table_config in configs:
         store.create_table(table_config)

@@ -9,8 +9,8 @@ from .config import RunConfig
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
-    """The lookups of one epoch: those of the training rows, or of as many from the start, in their order. 16 bytes of
-    memory a lookup, and more. ValueError if the data cannot be read, or has no such rows."""
+    """The lookups of one epoch: those of the training rows, or of as many from the start, in their order. 16 bytes
+    of memory a lookup, and more. ValueError if the data cannot be read, or has no such rows."""
     reader, hasher = open_data(config)
     stop = config.data.train_rows or None if rows is None else rows
     if stop is not None and stop < 1:

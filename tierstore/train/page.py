@@ -58,12 +58,7 @@ def _test(run: Run, name: str) -> str:
 
 
 def page_of(title: str, runs: Mapping[str, Run], *, notes: Sequence[str] = ()) -> str:
-    """The page, some 100 KB.
-
-    Args:
-        runs: one or two, by what they are called on the page.
-        notes: sentences to stand below the title.
-    """
+    """The page, some 100 KB, of one or two runs by their names; ``notes`` stand below the title."""
     notes = [*notes, *(_describe(name, run) for name, run in runs.items())]
     rows = [
         (html.escape(row.label.strip()), "".join(f"<td>{html.escape(text)}</td>" for text in row.texts))
@@ -92,7 +87,6 @@ def _describe(name: str, run: Run) -> str:
 
 
 def _plots(runs: Mapping[str, Run]) -> list[str]:
-    """Those that have something to show."""
     hits = _lines(runs, _hit_rate("ddr"))
     if any(run["tiers"]["hbm"]["capacity_rows"] for run in runs.values()):
         hits = [
@@ -144,7 +138,6 @@ def _lines(runs: Mapping[str, Run], value: Callable[[Run, Run], float | None]) -
 
 
 def _figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = None) -> list[str]:
-    """None if there are no steps."""
     if not any(line.steps for line in lines):
         return []
     keys = "".join(

@@ -23,11 +23,7 @@ class Step(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Attributes:
-    name: what a reader calls it.
-    tone: a CSS class of the page, which gives its colour and dashes.
-    steps: one after the other.
-    """
+    """``tone`` is a CSS class of the page, which gives its colour and dashes; ``steps`` are one after the other."""
 
     name: str
     tone: str
@@ -35,8 +31,6 @@ class Line(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """Values, and where they are in the picture."""
-
     low: float
     high: float
     begin: float
@@ -47,8 +41,7 @@ class _Axis(NamedTuple):
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Two to seven multiples of 1, 2 or 5 times a power of ten, evenly apart; the first is at or below ``low``, the
-    last at or above ``high``."""
+    """Two to seven multiples of 1, 2 or 5 times a power of ten, evenly apart, around ``low`` and ``high``."""
     size = max(abs(low), abs(high))
     span = high - low if high - low > max(1e-6 * size, 1e-9) else max(size, 1.0)
     power = 10.0 ** math.floor(math.log10(span / _TICKS))
@@ -58,15 +51,8 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = None, over: str = "step") -> str:
-    """One picture.
-
-    Args:
-        lines: one of them at least has steps; values are finite.
-        title: for readers of screens.
-        unit: of the values; stands at their axis.
-        low: where the axis begins; by default near the least value.
-        over: what is counted along the other axis.
-    """
+    """One picture of lines, one of which has steps; ``low`` is where the axis begins, by default near the least
+    value."""
     every = [step for line in lines for step in line.steps]
     values = [step.value for step in every]
     y_ticks = ticks(min(values) if low is None else low, max(values))

@@ -23,14 +23,13 @@ _MIN_KEPT: Final = 2
 
 
 class OneProcess:
-    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same calls
-    in the same order. A store is that which ``open`` gave."""
+    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same
+    calls."""
 
     rank = 0
     size = 1
 
     def open(self, config: RunConfig, **options: Any) -> Store:
-        """The run's store; ``options`` are of ``open_store``."""
         return open_store(config.store.path, mode="w", keep=config.store.keep, **options)
 
     def local(self, store: Store) -> Store:
@@ -38,11 +37,9 @@ class OneProcess:
         return store
 
     def make_embeddings(self, store: Store, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
-        """The module over the tables."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
-        """Begin to commit."""
         return store.commit_async(extra=extra, tensors=tensors)
 
     def read(self, store: Store, table: str, ids: Tensor) -> Tensor:
@@ -101,7 +98,6 @@ class ManyProcesses:
         return done
 
     def read(self, store: Any, table: str, ids: Tensor) -> Tensor:
-        """Rank 0 looks them up, the others bring them."""
         (feature,) = store.tables[table].config.feature_names
         wanted = ids if self.rank == 0 else ids[:0]
         module = ShardedTieredEmbeddingCollection(store, tables=[table])
@@ -125,11 +121,8 @@ Processes = OneProcess | ManyProcesses
 @contextlib.contextmanager
 def joined(config: RunConfig) -> Iterator[Processes]:
     """The processes of this run: the ranks of the process group that there is, or that torchrun's environment tells
-    of and that is joined here; else this one alone.
-
-    Raises:
-        RankError: the others did not come within ``ranks.timeout_seconds``.
-    """
+    of and that is joined here; else this one alone. RankError: the others did not come within
+    ``ranks.timeout_seconds``."""
     if dist.is_available() and dist.is_initialized():
         yield ManyProcesses()
     elif launched_rank() is not None:

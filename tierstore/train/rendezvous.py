@@ -18,7 +18,7 @@ _POLL_SECONDS: Final = 0.02
 
 @contextlib.contextmanager
 def meeting(seconds: int) -> Iterator[None]:
-    """All ranks are in a process group within; see ``_meet``."""
+    """All ranks are in a process group within. RankError: they did not come in time."""
     _meet(seconds)
     try:
         yield
@@ -27,14 +27,7 @@ def meeting(seconds: int) -> Iterator[None]:
 
 
 def _meet(seconds: int) -> None:
-    """``init_process_group`` of gloo by torchrun's environment, with a store of this start's own.
-
-    Args:
-        seconds: the group's timeout.
-
-    Raises:
-        RankError: not all ranks came within it.
-    """
+    """``init_process_group`` of gloo by torchrun's environment, with a store of this start's own."""
     try:
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -48,11 +41,9 @@ def _meet(seconds: int) -> None:
 
 
 def _start(store: Any, rank: int, size: int, seconds: int) -> str:
-    """A name of this start, the same in all ranks and in no other start.
-
-    Each rank draws a token and shows which tokens it sees. All see the same once each shows those of now: what a rank
-    of an earlier start shows has an earlier token of this one.
-    """
+    """A name of this start, the same in all ranks and in no other start. Each rank draws a token and shows which
+    tokens it sees. All see the same once each shows those of now: what a rank of an earlier start shows has an
+    earlier token."""
     token, deadline = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"tierstore/token/{rank}", token)
     others = range(size)

@@ -23,10 +23,7 @@ _SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class Progress:
-    """Samples/s, mean loss of the last steps, the tiers' hit rates and bytes from SSD, on a terminal's stderr.
-
-    Where stderr is no terminal, only ``say`` writes; unless ``shown``, nothing does.
-    """
+    """Samples/s, mean loss, hit rates and bytes from SSD, on a terminal's stderr; elsewhere only ``say`` writes."""
 
     def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
         self._history = history
@@ -42,7 +39,6 @@ class Progress:
         self._shown = shown
 
     def step(self, rows: int) -> None:
-        """Show one more step."""
         now = time.monotonic()
         if not self._bar.disable and now >= self._next_refresh:
             self._next_refresh = now + _REFRESH_SECONDS
@@ -66,11 +62,8 @@ class Progress:
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual.
-
-    The run then stops once the step under way is done and committed.
-    Outside the main thread, where Python allows no signal handlers, it never is requested.
-    """
+    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual. Outside
+    the main thread, where Python allows no signal handlers, it never is requested."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -59,8 +59,7 @@ class Batcher:
     """One model's queries on their way through the executor. All methods are for one event loop.
 
     Args:
-        run: runs a batch, in the executor: the answer to each query, or a ``ServeError``. It may call the pause between
-            parts.
+        run: runs a batch, in the executor: the answer to each query, or a ``ServeError``. It may pause between parts.
         at_once: called in the event loop while the executor is idle: the answer, or None if it would take long.
         others: batchers of the same executor, whose batches run in pauses.
         observer: called after each batch: model, queries, samples, seconds that each waited, seconds that it ran.
@@ -113,8 +112,7 @@ class Batcher:
 
         Raises:
             ServeError: INVALID, more samples than a batch may have; OVERLOADED; UNAVAILABLE, draining or closed;
-                DEADLINE;
-                INTERNAL, ``run`` failed; or what ``run`` said of this query alone.
+                DEADLINE; INTERNAL, ``run`` failed; or what ``run`` said of this query alone.
         """
         num_samples, now = query.num_samples, self._clock()
         self._require_takable(num_samples, deadline, now)

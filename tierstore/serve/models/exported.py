@@ -31,8 +31,7 @@ class Exported:
 
     Inputs: the program's others; values INT64 [N] and lengths INT32 [F, B], feature by feature in the order of the
     metadata's parameter ``features``. Outputs: the program's. ``features``: inputs that get rows; None for all that
-    can.
-    ValueError: the program's inputs and the store's features do not fit.
+    can. ValueError: the program's inputs and the store's features do not fit.
     """
 
     def __init__(

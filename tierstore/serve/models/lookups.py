@@ -48,8 +48,7 @@ class Pooled:
     """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
 
     Inputs: ids INT64 [N] and lengths INT32 [B] of one table, or values INT64 [N] and lengths INT32 [F, B], feature by
-    feature;
-    optionally weights FP32 [N] where every pooling is "sum". Output: embeddings FP32 [B, sum of D].
+    feature; optionally weights FP32 [N] where every pooling is "sum". Output: embeddings FP32 [B, sum of D].
     """
 
     def __init__(

@@ -28,8 +28,7 @@ class Models:
     """The lookups of a store's tables, the ranking model of the run that committed it, and a model of one's own.
 
     ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the program
-    does
-    not fit the store. ``by_name`` is another mapping after each move that changes it.
+    does not fit the store. ``by_name`` is another mapping after each move that changes it.
     """
 
     def __init__(self, store: Store, *, dropped: Dropped | None = None, program: Program | None = None) -> None:
@@ -67,8 +66,7 @@ class Models:
         the same. A run whose model cannot be made is left out, with a word in the log.
 
         ConfigError: the commit's run is of another release. DamagedError: its weights are not all there. Or as
-        ``Newer.show``.
-        Nothing has changed then. After another error the next call makes the models again.
+        ``Newer.show``. Nothing has changed then. After another error the next call makes the models again.
         """
         config = saved_config(newer.version.extra, "the newest commit")
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None

@@ -29,10 +29,8 @@ class Ranking:
     """Model "ranking": probabilities of the label.
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
-    BYTES
-    for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing.
-    Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model.
+    BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
+    missing. Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model.
     """
 
     def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None) -> None:

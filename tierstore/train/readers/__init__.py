@@ -53,8 +53,8 @@ def open_reader(
         quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
     Raises:
-        DataError: if there is nothing at the path, or what is there is not in the format.
-        ValueError: for an unknown format, another schema with Criteo's text format, or a name that tells no format.
+        DataError: there is nothing at the path, or what is there is not in the format.
+        ValueError: an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
     if "://" in str(path):
         raise DataError(f"{path} is no path; readers take local files: copy the data to this machine, or mount it")

@@ -44,11 +44,8 @@ class Head(NamedTuple):
 
 class ArrowReader(Reader):
     """Reads one file, or all files of a folder that have the format's endings, in the order of their names.
-
-    Raises:
-        ImportError: without pyarrow.
-        DataError: for a file that is not of the format or lacks a column, or a value that its column cannot hold.
-    """
+    ImportError: without pyarrow. DataError: for a file that is not of the format or lacks a column, or a value
+    its column cannot hold."""
 
     endings: ClassVar[tuple[str, ...]]
     what: ClassVar[str]
@@ -109,8 +106,8 @@ class ArrowReader(Reader):
 
     @abstractmethod
     def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
-        """The wanted columns of all rows, with the number of each record's first row. Records within the first ``skip``
-        rows may be left out, but for the last one."""
+        """The wanted columns of all rows, with the number of each record's first row. Records within the first
+        ``skip`` rows may be left out, but for the last one."""
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         row = start_row
@@ -168,8 +165,6 @@ class ArrowReader(Reader):
 
 
 class _Record:
-    """One record batch; ``row`` of the file is its first."""
-
     def __init__(self, path: Path, row: int, record: "pa.RecordBatch", *, reads_floats: bool) -> None:
         self._path = path
         self._row = row

@@ -13,8 +13,8 @@ _HIDDEN: Final = (".", "_")
 
 
 def names_below(folder: Path) -> list[str]:
-    """The files below the folder, but for hidden folders, by their paths relative to it, in order. Folders behind
-    symbolic links count as files."""
+    """The files below the folder, but for hidden folders, by their relative paths, in order. Links to folders count
+    as files."""
     found = []
     for place, folders, names in os.walk(folder):
         linked = [name for name in folders if Path(place, name).is_symlink()]

@@ -20,9 +20,7 @@ _BUFFER_BYTES: Final = 1 << 20
 
 class ParquetReader(ArrowReader):
     """Reads Parquet: numbers for dense columns, numbers, strings or lists of them for sparse ones; null is missing.
-
-    Row groups before the first wanted row are not read. For errors see ``ArrowReader``.
-    """
+    Row groups before the first wanted row are not read. For errors see ``ArrowReader``."""
 
     endings: ClassVar = (".parquet", ".pq")
     what: ClassVar = "a Parquet file"
