@@ -9,9 +9,7 @@ import safetensors
 import torch
 
 from tierstore.exchange import export_store
-from tierstore.exchange.safetensors_file import SafetensorsFile
-from tierstore.exchange.tensor_file import TensorSpec
-from tierstore.exchange.torch_file import TorchFile
+from tierstore.exchange.tensor_file import SafetensorsFile, TensorSpec, TorchFile
 
 from .support import OPTIMIZERS, config, make_store
 

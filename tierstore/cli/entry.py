@@ -13,7 +13,7 @@ from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.names import nearest
 from ..system.excerpt import excerpt
-from ..system.launch import launched_rank
+from ..system.hosts import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD

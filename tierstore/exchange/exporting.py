@@ -15,9 +15,7 @@ from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_key
 from .metadata import Metadata, TableMetadata
 from .parquet_file import write_parquet
 from .rows import chunks, read_rows
-from .safetensors_file import SafetensorsFile
-from .tensor_file import TensorFile, TensorSpec
-from .torch_file import TorchFile
+from .tensor_file import SafetensorsFile, TensorFile, TensorSpec, TorchFile
 
 FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile, "parquet": None}
 """What writes tensors; Parquet has rows."""

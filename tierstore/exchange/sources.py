@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from .metadata import Metadata
-from .safetensors_file import DTYPES, METADATA_KEY
-from .torch_file import METADATA_ENTRY
+from .tensor_file import DTYPES, METADATA_ENTRY, METADATA_KEY
 
 _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

@@ -32,8 +32,7 @@ from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, sav
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
 from .models import Models, Program, load_program, rehearse
-from .monitoring.metrics import Metrics
-from .source import State, TableInfo
+from .monitoring.metrics import Metrics, State, TableInfo
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _T = TypeVar("_T")

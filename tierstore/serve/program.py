@@ -5,31 +5,33 @@ import gc
 import logging
 import resource
 import signal
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import grpc
 import torch
 import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
+from ..system.hosts import address
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .engine import StoreEngine
+from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
-from .health import ask_grpc, ask_rest
 from .limits import Limits
 from .logs import configure
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
-from .monitoring.metrics import Metrics
+from .monitoring.metrics import Metrics, StateCollector
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
-from .source import StateCollector
 from .tls import WATCH_SECONDS, Tls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -227,3 +229,26 @@ def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:
     for each in signals:
         loop.remove_signal_handler(each)
         signal.signal(each, signal.SIG_DFL)
+
+
+async def ask_rest(host: str, port: int, *, is_tls: bool) -> None:
+    """OSError unless there is an answer."""
+    context = None
+    if is_tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+    finally:
+        writer.close()
+    if not answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")):
+        raise OSError(f"REST answers {answer[:100]!r}")
+
+
+async def ask_grpc(host: str, port: int) -> None:
+    """grpc.RpcError unless there is an answer."""
+    options = [("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(address(host, port), options=options) as channel:
+        await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"")

@@ -25,7 +25,7 @@ from ..store import open_store
 from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
-from .build import table_configs
+from .build import table_configs, trace_run
 from .config import (
     DataSection,
     EmbeddingSection,
@@ -35,7 +35,6 @@ from .config import (
     StoreSection,
     TrainSection,
 )
-from .lookups import trace_run
 from .page import Row, page_of, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name

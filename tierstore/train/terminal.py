@@ -1,5 +1,6 @@
 """A run at a terminal: its progress bar, Ctrl-C as a request to stop, and the command that starts it again."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -8,18 +9,19 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final
+from types import FrameType
+from typing import Final
 
 from tqdm import tqdm
 
 from ..pool.stats import Stats
-from ..system.launch import launched_rank
+from ..system.hosts import launched_rank
+from ..system.signals import handlers_restored
 from ..system.sizes import format_size
 from .history import History
 
 _REFRESH_SECONDS: Final = 0.5
-_SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Progress:
@@ -67,24 +69,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: dict[int, Any] = {}
+        self._own = contextlib.ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._own.enter_context(handlers_restored(*_SIGNALS))
+            for number in _SIGNALS:
+                signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        self._previous = {}
+    def __exit__(self, *_: object) -> None:
+        self._own.close()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        self._own.close()
         # A plain write: a handler may run in the middle of any other output.
         sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 

@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc import wire as grpc_wire
-from tierstore.serve.grpc.wire import join_fields, split_field
+from tierstore.serve.grpc.codec import join_fields, split_field
 from tierstore.serve.messages import ServeError, Status
 
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])

@@ -25,8 +25,7 @@ from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
 from tierstore.serve.admin.updates import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
-from tierstore.serve.monitoring.metrics import Metrics
-from tierstore.serve.source import StateCollector
+from tierstore.serve.monitoring.metrics import Metrics, StateCollector
 
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}

@@ -16,10 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.monitored import Clock, FakeSource
 from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.messages import Status
-from tierstore.serve.monitoring.metrics import Metrics
+from tierstore.serve.monitoring.metrics import Latencies, Metrics, StateCollector, Window, summarize
 from tierstore.serve.monitoring.status import snapshot
-from tierstore.serve.monitoring.window import Latencies, Window, summarize
-from tierstore.serve.source import StateCollector
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -14,8 +14,7 @@ from tierstore.pool.stats import TierStats
 from tierstore.serve.admin.app import admin_app
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.app import monitoring_routes
-from tierstore.serve.monitoring.metrics import Metrics
-from tierstore.serve.source import TableInfo
+from tierstore.serve.monitoring.metrics import Metrics, TableInfo
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 NOTHING = "\N{EN DASH}"

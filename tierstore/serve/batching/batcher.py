@@ -35,15 +35,37 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from ..base import LONG_IDS, Pause, Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
-from .executor import OneThread
 from .isolation import Attempt, Isolation, Waiter, concerns_all
+
+
+class OneThread(Executor):
+    """Runs jobs one after the other, in a thread of this name."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()  # so that the last is the last in line
+        self._last: Future[Any] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job is done. The only other thread that gives it jobs may then do what jobs do."""
+        return self._last is None or self._last.done()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        with self._lock:
+            self._last = future = self._thread.submit(fn, *args, **kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
+
 
 _SUSPECT_SECONDS: Final = 60.0
 """For which a client's queries are run alone, after one that failed."""

@@ -11,10 +11,9 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from ..base import Engine
-from ..front import SERVER, Front
+from ..front import DATA_TYPES, SERVER, Front
 from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
-from ..triton import DATA_TYPES
 from . import codec
 from .arrivals import Arrivals
 from .calls import Call

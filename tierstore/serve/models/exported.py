@@ -15,8 +15,7 @@ from ...settings.names import nearest
 from ...store import Store, Table
 from ..base import Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
-from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, Merged, merge, parts_of
+from .jagged import DenseAndIds, Dropped, Features, Merged, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs
 from .program import Program
 

@@ -11,8 +11,7 @@ from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec
-from .inputs import check_inputs
-from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, merge, parts_of
+from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, check_inputs, merge, parts_of
 
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
 _SAMPLE_ROWS: Final = 16

@@ -20,8 +20,7 @@ from ...train.readers import FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
-from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, merge, parts_of
+from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, pool_features, split_rows
 
 

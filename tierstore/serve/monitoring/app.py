@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..source import Source
+from ..monitoring.metrics import Source
 from .metrics import CONTENT_TYPE, Metrics
 from .status import snapshot
 

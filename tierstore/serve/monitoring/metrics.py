@@ -3,14 +3,18 @@
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, Summary, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ...pool.stats import Stats
 from ..messages import ModelStatistics, Status
-from .window import Window
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
@@ -238,3 +242,123 @@ def _values(families: Iterable[Metric], suffix: str) -> dict[tuple[str, ...], fl
         for sample in family.samples
         if sample.name.endswith(suffix)
     }
+
+
+WINDOW_SECONDS: Final = 60
+Latencies: TypeAlias = NDArray[np.float64]
+"""Seconds of each request; NaN for one that failed, as how soon a server says no is not its latency."""
+
+
+class Recent(NamedTuple):
+    """What up to ``WINDOW_SECONDS`` last whole seconds held; quantiles are None where no request was ok."""
+
+    requests_per_second: float
+    failed_per_second: float
+    seconds_p50: float | None
+    seconds_p95: float | None
+    seconds_p99: float | None
+
+
+class Window:
+    """Every request of the last minute, at 8 bytes each; for any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._first = int(clock())
+        self._told: dict[int, dict[str, array[float]]] = {}
+
+    def add(self, model: str, seconds: float, *, failed: bool) -> None:
+        now = int(self._clock())
+        with self._lock:
+            if now not in self._told:
+                self._told = {second: each for second, each in self._told.items() if second >= now - WINDOW_SECONDS}
+                self._told[now] = {}
+            told = self._told[now]
+            if model not in told:
+                told[model] = array("d")
+            told[model].append(np.nan if failed else seconds)
+
+    def seconds(self) -> list[Mapping[str, Latencies]]:
+        """Latencies by model of each whole second that has passed, up to ``WINDOW_SECONDS``, oldest first."""
+        now = int(self._clock())
+        with self._lock:
+            return [
+                {model: np.array(each) for model, each in self._told.get(second, {}).items()}
+                for second in range(max(self._first, now - WINDOW_SECONDS), now)
+            ]
+
+
+def summarize(seconds: Sequence[Latencies]) -> Recent:
+    """Of the latencies of each second."""
+    every = np.concatenate([np.empty(0), *seconds])
+    number, good = len(seconds) or 1, every[~np.isnan(every)]
+    quantiles = np.quantile(good, (0.5, 0.95, 0.99), method="inverted_cdf").tolist() if len(good) else [None] * 3
+    return Recent(len(every) / number, (len(every) - len(good)) / number, *quantiles)
+
+
+class TableInfo(NamedTuple):
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: str
+
+
+class State(NamedTuple):
+    """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
+    served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model."""
+
+    live: bool
+    ready: bool
+    version: int
+    newest_version: int
+    staleness_seconds: float
+    tiers: Stats
+    tables: list[TableInfo]
+    queued_samples: dict[str, int]
+
+
+Source = Callable[[], State]
+"""The server as it is now. Called in any thread, at each scrape and each second that a status page is open: it waits
+for no batch and raises nothing, also while the store moves to another version or is closed."""
+
+_STATE: Final = {
+    "live": "Whether the server works, 1 or 0.",
+    "ready": "Whether the server takes requests, 1 or 0.",
+    "version": "Version of the store that is served.",
+    "newest_version": "Newest version of the store that is known.",
+    "staleness_seconds": "For how long a newer version than the one served has been known.",
+}
+_TIER_COUNTERS: Final = {
+    "lookups": "Ids asked of the tier, duplicates counted.",
+    "hits": "Rows asked of the tier, once a batch, that it held; of ssd, that were stored.",
+    "misses": "Rows asked of the tier, once a batch, that it did not hold; of ssd, that were never written.",
+    "evictions": "Rows that left the tier for others.",
+    "bytes_read": "Bytes of pages read from the tier; of ssd.",
+}
+_TIER_GAUGES: Final = {
+    "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
+    "capacity_rows": "Rows that the tier can hold.",
+}
+
+
+class StateCollector(Collector):
+    """A source's values as metrics."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._source()
+        for field, documentation in _STATE.items():
+            yield GaugeMetricFamily(f"tierstore_{field}", documentation, value=float(getattr(state, field)))
+        queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
+        for model, samples in state.queued_samples.items():
+            queued.add_metric([model], samples)
+        yield queued
+        for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
+            for field, documentation in fields.items():
+                family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
+                for tier, stats in state.tiers._asdict().items():
+                    family.add_metric([tier], getattr(stats, field))
+                yield family

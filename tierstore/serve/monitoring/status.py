@@ -7,9 +7,8 @@ import numpy as np
 import psutil
 
 from ...system.sizes import machine_memory_bytes
-from ..source import Source, State
-from .metrics import OK, OTHER, Metrics
-from .window import WINDOW_SECONDS, Latencies, summarize
+from ..monitoring.metrics import Source, State
+from .metrics import OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, summarize
 
 Seconds = Sequence[Mapping[str, Latencies]]
 """Of each second, the latencies by model."""
