@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tierstore import errors
-from tierstore.exchange import export_store, parquet_file
+from tierstore.exchange import export_store, exporting
 from tierstore.exchange.rows import chunks
 from tierstore.system import output as output_module
 
@@ -179,7 +179,7 @@ def test_a_kept_version_is_exported(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_were_written_are_rows_of_a_parquet_file(tmp_path, monkeypatch, rule, dtype):
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
-    monkeypatch.setattr(parquet_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", 1000)
     store = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS[rule], dtype=dtype), config("other"))
     report = export_store(store, tmp_path / "rows.parquet", format="parquet", tables=["item"], state=True)
     file = parquet.read_table(tmp_path / "rows.parquet")

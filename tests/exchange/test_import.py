@@ -13,7 +13,7 @@ import tierstore
 from tests.stored import segments_of
 from tierstore import errors
 from tierstore.exchange import export_store, import_files
-from tierstore.exchange.metadata import Metadata, TableMetadata
+from tierstore.exchange.sources import Metadata, TableMetadata
 from tierstore.store.version import TableState
 
 from .support import OPTIMIZERS, bits, config, contents, make_store, weights

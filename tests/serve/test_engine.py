@@ -272,39 +272,6 @@ def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -
     assert "tierstore rollback" in refused.json()["error"]
 
 
-def test_new_tables_are_new_models_and_no_request_fails(writer: Writer, server: InThread) -> None:
-    done = threading.Event()
-
-    def ask() -> list[Status]:
-        refused, count = [], 0
-        with Client(server.url) as client:
-            while not done.is_set():
-                assert client.rows([1, 2], table="t").shape == (2, DIM)
-                lengths = [[1]] * len(client.metadata("pooled")["parameters"]["features"].split(","))
-                try:
-                    client.infer("pooled", {"values": np.zeros(len(lengths), np.int64), "lengths": np.int32(lengths)})
-                except ServeError as error:  # it takes one feature more since the metadata was given
-                    refused.append(error.status)
-                count += 1
-        assert count
-        return refused
-
-    with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask) for _ in range(2)]
-        try:
-            for version, table in enumerate(("u", "v", "w"), 2):
-                writer("create", table, ROWS, DIM)
-                number(writer, version, "t", table)
-                wait_for(lambda version=version: server.engine.version == version)
-        finally:
-            done.set()
-        assert all(set(each.result()) <= {Status.INVALID} for each in asking)
-    with Client(server.url) as client:
-        assert "pooled.w" in client.models()
-        assert (client.rows([7], table="v") == 3.0).all()
-    assert server.metric("tierstore_request_seconds_count", status="unavailable") == 0
-
-
 def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
     name = "a/b %2F?é/infer"
     writer("create", name, ROWS, DIM)

@@ -102,13 +102,7 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         (b"a = " + b"9" * 5000, "is not valid TOML: .*4300 digits"),
         (b"\xff\xfe", "is not valid TOML: .*decode"),
         (b"#" * (2**18 + 1), "has more than 262144 bytes"),
-        (b"[optimizer]\nsparse_lr = " + b"9" * 400, "sparse_lr = an integer of .* bits: expected a number"),
-        (
-            b"[train]\nbatch_size = " + b"9" * 400,
-            "batch_size=an integer of .* bits: expected a whole number from 1 to 16,777,216",
-        ),
-        (b"[store]\nthreads = 1000000000", r"store\.threads=1000000000: expected a whole number from 0 to 1,024"),
-        (b"[train]\nseed = 9223372036854775808", r"train\.seed"),
+        (b"[train]\nbatch_size = " + b"9" * 400, "batch_size=an integer of .* bits: expected a whole number from 1"),
         (b"[embedding]\nnum_embeddings = 1099511627777", "expected 1 or more, up to 1099511627776"),
         (b"[model]\ntop_mlp = [" + b"1," * 2000 + b"]", "up to 1000 widths"),
         (b"[train]\n" + b"x" * 10**5 + b" = 1", r"unknown key \"x{80}\.\.\."),
@@ -116,9 +110,7 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         (b"[" + b"x" * 10**5 + b"]\n", r"unknown section \[x{80}"),
         (b"x" * 10**5 + b" = 1", "stands outside a section"),
     ],
-    ids=str.split(
-        "lists tables dots digits bytes long rate batch threads seed rows widths key value section loose-key"
-    ),
+    ids=str.split("lists tables dots digits bytes long batch rows widths key value section loose-key"),
 )
 def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
     path = tmp_path / "run.toml"

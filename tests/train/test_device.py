@@ -16,21 +16,6 @@ FEW, ALL = 26_000, "1MiB"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture
-def run(folder, request):
-    """Train the small run in a store of the test's own; returns the summary with bits."""
-
-    def run_it(*, resume=False, **changes):
-        return train(config_of(folder, str(abs(hash(request.node.nodeid))), **changes), resume=resume, bits=True)
-
-    return run_it
-
-
-@pytest.fixture(scope="module")
 def plain(folder):
     """The run without device memory, on the CPU."""
     return train(config_of(folder, "plain"), bits=True)

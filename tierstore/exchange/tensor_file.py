@@ -1,4 +1,7 @@
-"""What the two file formats have in common: tensors whose places are known before the first byte is written."""
+"""The two formats of a whole model, safetensors and torch's: tensors whose places are known before the first byte.
+
+A checkpoint of torch is a ZIP file of uncompressed entries with 64-bit headers; our metadata is an entry of its own.
+"""
 
 import io
 import json

@@ -4,12 +4,10 @@ import asyncio
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
@@ -298,53 +296,3 @@ def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
         finally:
             # The answer comes when the loop is closed: it must not fail in the thread either.
             let_go.set()
-
-
-def test_many_callers_and_a_thread() -> None:
-    generator = np.random.default_rng(0)
-    successes: set[int] = set()
-    threads: set[int] = set()
-
-    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
-        threads.add(threading.get_ident())
-        result = answer(queries)
-        successes.update(each.number for each in queries)
-        return result
-
-    async def call(batcher: Batcher, number: int) -> str:
-        num_samples, kind = int(generator.integers(1, 20)), generator.integers(0, 10)
-        submitted = batcher.submit(Ask(number, num_samples, bool(kind == 0)), time.monotonic() + 60)
-        task = asyncio.ensure_future(submitted)
-        for _ in range(int(generator.integers(0, 4)) if kind == 1 else 0):
-            await asyncio.sleep(0)
-        if kind == 1:
-            task.cancel()
-        try:
-            assert await task == number
-        except asyncio.CancelledError:
-            return "cancelled"
-        except ServeError as error:
-            return error.status.name
-        return "answered"
-
-    async def main() -> tuple[list[str], Batcher]:
-        config = ServeConfig(store="x", max_batch_samples=64, max_queue_samples=1024, max_queue_requests=100)
-        batcher = Batcher("m", run, executor, config)
-
-        async def client(first: int) -> list[str]:
-            return [await call(batcher, number) for number in range(first, first + 50)]
-
-        ended = await asyncio.wait_for(asyncio.gather(*[client(50 * each) for each in range(40)]), 60)
-        await batcher.drain(10)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return [each for row in ended for each in row], batcher
-
-    with OneThread("test") as executor:
-        ended, batcher = asyncio.run(main())
-    batcher.check_integrity()
-    assert (len(batcher._present), batcher.num_waiting_samples) == (0, 0)
-    assert set(ended) == {"answered", "cancelled", "INTERNAL"}
-    assert {number for number, each in enumerate(ended) if each == "answered"} <= successes
-    assert not any(ended[number] == "INTERNAL" for number in successes)
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}

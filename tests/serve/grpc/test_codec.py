@@ -10,7 +10,6 @@ from tritonclient.grpc import service_pb2
 
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
-from tierstore.serve.grpc import wire as grpc_wire
 from tierstore.serve.grpc.codec import join_fields, split_field
 from tierstore.serve.messages import ServeError, Status
 
@@ -65,7 +64,7 @@ def test_elements_handled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_wire, "MAX_FIELDS", 4)
+    monkeypatch.setattr(codec, "MAX_FIELDS", 4)
     assert len(split_field(b"\x3a\0" * 4, 7)[1]) == 4
     with pytest.raises(ServeError, match="more than 4 fields"):
         split_field(b"\x3a\0" * 5, 7)

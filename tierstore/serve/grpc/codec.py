@@ -1,6 +1,8 @@
 """Inference requests and responses, from and to the bytes that gRPC carries.
 
-Tensors are "raw" (little-endian bytes) or typed (repeated numbers, which Python handles one by one).
+Tensors are "raw" (little-endian bytes) or typed (repeated numbers, which Python handles one by one). Raw contents are
+cut out of the message's bytes and put back into them here, since protobuf's Python copies them more than once
+(https://protobuf.dev/programming-guides/encoding).
 """
 
 import time

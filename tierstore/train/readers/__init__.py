@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ...system.excerpt import excerpt_names as _excerpt_names
+from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
@@ -12,7 +13,6 @@ from .criteo import CriteoReader
 from .csv import CsvReader
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
-from .parquet import ParquetReader
 
 __all__ = [
     "CRITEO_SCHEMA",
