@@ -107,7 +107,7 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
     light = ("", ".command", ".config", ".messages")
     of_serve = ["tierstore.serve" + name for name in light]
     of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
-    of_system = ["tierstore.system.hosts", "tierstore.system.launch", "tierstore.system.terminal"]
+    of_system = ["tierstore.system.hosts", "tierstore.system.terminal"]
     assert command_line.split() == [*of_cli, *of_serve, *of_system]
 
 

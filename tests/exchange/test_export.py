@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 from tierstore import errors
-from tierstore.exchange import export_store, parquet_file
+from tierstore.exchange import export_store, exporting
 from tierstore.exchange.rows import chunks
 from tierstore.system import output as output_module
 
@@ -24,14 +24,6 @@ def store(tmp_path):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def test_a_store_without_a_commit_has_rows_too(tmp_path):
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        store.create_table(config())
-    assert export_store(tmp_path / "store", tmp_path / "out").version == 0
-    (found,) = safetensors.torch.load_file(tmp_path / "out").values()
-    assert bits(found) == bits(weights(tmp_path / "store"))
 
 
 def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch):
@@ -150,24 +142,6 @@ def test_a_disk_too_small_is_told_before_anything_is_written(store, tmp_path, mo
     assert names(tmp_path) == ["store"]
 
 
-def test_the_file_gets_its_name_when_it_is_on_the_device(store, tmp_path, monkeypatch):
-    steps = []
-    replace, sync, write = os.replace, os.fsync, os.pwrite
-    monkeypatch.setattr(output_module.os, "replace", lambda *pair: steps.append("name") or replace(*pair))
-    monkeypatch.setattr(output_module.os, "fsync", lambda file: steps.append("sync") or sync(file))
-    monkeypatch.setattr(output_module.os, "pwrite", lambda *each: steps.append("write") or write(*each))
-    export_store(store, tmp_path / "out")
-    assert steps == ["write", "write", "write", "write", "sync", "name", "sync"]
-
-
-def test_short_writes_are_continued(store, tmp_path, monkeypatch):
-    export_store(store, tmp_path / "whole", format="torch")
-    write = os.pwrite
-    monkeypatch.setattr(output_module.os, "pwrite", lambda file, data, at: write(file, data[:100], at))
-    export_store(store, tmp_path / "parts", format="torch")
-    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
-
-
 def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):
     path = store / "rows.lmdb"
     data = bytearray(path.read_bytes())
@@ -205,7 +179,7 @@ def test_a_kept_version_is_exported(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_were_written_are_rows_of_a_parquet_file(tmp_path, monkeypatch, rule, dtype):
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
-    monkeypatch.setattr(parquet_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", 1000)
     store = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS[rule], dtype=dtype), config("other"))
     report = export_store(store, tmp_path / "rows.parquet", format="parquet", tables=["item"], state=True)
     file = parquet.read_table(tmp_path / "rows.parquet")

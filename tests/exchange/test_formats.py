@@ -9,9 +9,7 @@ import safetensors
 import torch
 
 from tierstore.exchange import export_store
-from tierstore.exchange.safetensors_file import SafetensorsFile
-from tierstore.exchange.tensor_file import TensorSpec
-from tierstore.exchange.torch_file import TorchFile
+from tierstore.exchange.tensor_file import SafetensorsFile, TensorSpec, TorchFile
 
 from .support import OPTIMIZERS, config, make_store
 
@@ -27,20 +25,6 @@ def store(tmp_path):
         config(rows=7, dim=3, dtype="float16", optimizer=OPTIMIZERS["adagrad"]),
         config("user", 9, 1, optimizer=OPTIMIZERS["rowwise_adagrad"]),
     )
-
-
-def test_safetensors_header_tells_how_to_make_the_tables_again(store, tmp_path):
-    export_store(store, tmp_path / "out")
-    with safetensors.safe_open(tmp_path / "out", framework="pt") as file:
-        metadata = file.metadata()
-        assert sorted(file.keys()) == ["embedding_bags.item.weight", "embedding_bags.user.weight"]
-        assert file.get_slice("embedding_bags.item.weight").get_shape() == [7, 3]
-    assert metadata["format"] == "pt"
-    told = json.loads(metadata["tierstore"])
-    assert (told["format_version"], told["store_version"]) == (1, 1)
-    assert [table["config"]["name"] for table in told["tables"]] == ["item", "user"]
-    assert told["tables"][0]["config"]["optimizer"]["kind"] == "adagrad"
-    assert [(table["step"], table["learning_rate"]) for table in told["tables"]] == [(3, 0.0625)] * 2
 
 
 def test_safetensors_data_is_aligned_and_without_gaps(store, tmp_path):

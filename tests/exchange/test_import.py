@@ -13,7 +13,7 @@ import tierstore
 from tests.stored import segments_of
 from tierstore import errors
 from tierstore.exchange import export_store, import_files
-from tierstore.exchange.metadata import Metadata, TableMetadata
+from tierstore.exchange.sources import Metadata, TableMetadata
 from tierstore.store.version import TableState
 
 from .support import OPTIMIZERS, bits, config, contents, make_store, weights
@@ -47,19 +47,6 @@ def test_torchrec_keys_are_tables_under_any_prefix(tmp_path, form, prefix):
     ]
     assert sorted(report.left_out) == ["over.bias", "over.weight"]
     assert torch.equal(weights(tmp_path / "store", "t_b"), some(9))
-
-
-def test_torch_views_are_read_as_the_tensors_they_are(tmp_path):
-    whole = some(8, 6)
-    tensors = {
-        "embedding_bags.item.weight": whole[2:5, 1:3],
-        "embedding_bags.turned.weight": whole.t(),
-        "embedding_bags.param.weight": torch.nn.Parameter(whole),
-    }
-    import_files(tmp_path / "store", [saved(tmp_path / "file", tensors, "torch")])
-    assert torch.equal(weights(tmp_path / "store"), whole[2:5, 1:3])
-    assert torch.equal(weights(tmp_path / "store", "turned"), whole.t())
-    assert torch.equal(weights(tmp_path / "store", "param"), whole)
 
 
 def test_tables_may_be_spread_over_files(tmp_path):
@@ -153,7 +140,8 @@ def test_what_state_a_table_lacks_is_told(tmp_path):
     assert notes(alone) == ("no optimizer state in the file: the table keeps its own",)
     directory = tmp_path / "sgd"
     assert notes(moments) == (
-        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam()",
+        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam() "
+        "(--optimizer)",
     )
     assert notes(alone) == ()
     directory = tmp_path / "adagrad"
@@ -224,15 +212,6 @@ def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, targ
         errors.TableError, match=f"is 40 x 7 {source}, table 'item' is 40 x 7 {target}; convert it with dtype="
     ):
         import_files(tmp_path / "store", [file])
-
-
-def test_new_tables_are_as_the_caller_says(tmp_path):
-    file = saved(tmp_path / "file", {KEY: some()})
-    import_files(tmp_path / "store", [file], optimizer=OPTIMIZERS["adam"], pooling="mean")
-    found = contents(tmp_path / "store")["item"][0]
-    assert (found.optimizer, found.pooling, found.dtype) == (OPTIMIZERS["adam"], "mean", "float32")
-    with pytest.raises(errors.TableError, match="leave the optimizer as it is"):
-        import_files(tmp_path / "store", [file], optimizer=OPTIMIZERS["sgd"])
 
 
 ADAM, ADAGRAD = {"optimizer": OPTIMIZERS["adam"]}, {"optimizer": OPTIMIZERS["adagrad"]}

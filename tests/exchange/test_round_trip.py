@@ -40,35 +40,6 @@ def test_export_and_import_give_the_same_bits(tmp_path, form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_files_hold_the_rows_that_the_table_gives(tmp_path, form):
-    source = make_store(tmp_path / "source", config(dtype="bfloat16"), config("user", 10, 3))
-    export_store(source, tmp_path / "out", format=form, state=True, dense=True)
-    tensors = load(tmp_path / "out", form)
-    assert set(tensors) == {"embedding_bags.item.weight", "embedding_bags.user.weight", "dense.weight", "count"}
-    assert tensors["embedding_bags.item.weight"].dtype == torch.bfloat16
-    for name in ("item", "user"):
-        assert bits(tensors[f"embedding_bags.{name}.weight"]) == bits(weights(source, name))
-    assert torch.equal(tensors["dense.weight"], torch.ones(2, 3))
-    assert tensors["count"].item() == 7
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_optimizer_state_is_what_torch_keeps(tmp_path, form):
-    config_ = config(rows=4, dim=2, optimizer=tierstore.optim.Adam(lr=0.1), init=tierstore.init.Constant(1.0))
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        bag = tierstore.TieredEmbeddingBag(store.create_table(config_))
-        bag(torch.tensor([1]), torch.tensor([0])).sum().backward()
-        store.commit()
-    export_store(tmp_path / "store", tmp_path / "out", format=form, state=True)
-    tensors = load(tmp_path / "out", form)
-    # The gradient is one; the moments are its shares.
-    moments = tensors["embedding_bags.item.exp_avg"], tensors["embedding_bags.item.exp_avg_sq"]
-    assert torch.allclose(moments[0][1], torch.full((2,), 0.1))
-    assert torch.allclose(moments[1][1], torch.full((2,), 0.001))
-    assert not any(moment[[0, 2, 3]].any() for moment in moments)
-
-
-@pytest.mark.parametrize("form", FORMATS)
 def test_a_plain_embedding_bag_loads_an_export_and_is_imported(tmp_path, form):
     source = make_store(tmp_path / "source", config(rows=50, dim=4))
     export_store(source, tmp_path / "out", format=form, tables=["item"], key="weight")

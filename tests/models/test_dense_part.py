@@ -58,14 +58,6 @@ def assert_same_bits(ends, others):
     assert all(torch.equal(one, other) for one, other in zip(ends, others, strict=True))
 
 
-@pytest.mark.parametrize("interaction", ["dot", "dcn"])
-def test_forward_is_the_dense_part_of_the_pooled_rows(tmp_path, interaction):
-    store, model = build(tmp_path / "store", interaction)
-    with store:
-        dense, sparse, _ = next(batches())
-        assert torch.equal(model(dense, sparse), model.dense_part(dense, model.embeddings(sparse).values()))
-
-
 # torch's compiler looks at the gradient of every input; it hides the warning, but not from a filter that raises it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])

@@ -1,15 +1,13 @@
 """A source of made-up numbers, and apps behind real sockets, to test what monitors a server."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
-from tests.serve.loops import WAIT_SECONDS, wait_for
+from tests.serve.loops import LoopThread
 from tierstore.pool.stats import Stats, TierStats
-from tierstore.serve.source import State, TableInfo
+from tierstore.serve.monitoring.metrics import State, TableInfo
+from tierstore.serve.rest.server import HttpServer, listen
 
 
 class Clock:
@@ -66,30 +64,28 @@ class FakeSource:
         )
 
 
-class Served:
+class Served(LoopThread):
     """An app on a port of its own, in a thread."""
 
-    def __init__(self, app: Any, **settings: Any) -> None:
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none", loop="asyncio", **settings
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        wait_for(lambda: self._server.started or not self._thread.is_alive(), "the server's start")
-        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+    def __init__(self, app: Any) -> None:
+        super().__init__()
+        self.port: int = self.call(self._start(app))
         self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _start(self, app: Any) -> int:
+        self._server = HttpServer(app)
+        return await self._server.start(listen("127.0.0.1", 0))
 
     def stop(self) -> None:
         """Close all connections and the port."""
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(WAIT_SECONDS)
-        assert not self._thread.is_alive()
+        if not self.loop.is_closed():
+            self.call(self._server.stop(0))
+            self.end_loop()
 
 
 @contextmanager
-def serving(app: Any, **settings: Any) -> Iterator[Served]:
-    served = Served(app, **settings)
+def serving(app: Any) -> Iterator[Served]:
+    served = Served(app)
     try:
         yield served
     finally:

@@ -1,9 +1,7 @@
 """The whole server over real sockets, asked by independent clients, while another process commits."""
 
 import json
-import logging
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -121,23 +119,6 @@ def bags_of(ids: list[int], lengths: list[int] | None = None) -> list[Any]:
     return [tensor.set_data_from_numpy(each) for tensor, each in zip(made, given.values(), strict=True)]
 
 
-def test_all_clients_get_the_rows_of_the_store(server: InThread) -> None:
-    ids, lengths = [3, 4, 5, 6], [2, 0, 2]
-    want = np.array([[2.0] * DIM, [0.0] * DIM, [2.0] * DIM], np.float32)
-    names = ["pooled", "pooled.t", "rows", "rows.t"]
-    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-        assert [each.name for each in client.get_model_repository_index().models] == names
-        assert client.get_model_metadata("pooled.t").versions == ["1"]
-        found = client.infer("pooled.t", bags_of(ids, lengths), model_version="1", request_id="a")
-        assert np.array_equal(found.as_numpy("embeddings"), want)
-        assert (found.get_response().model_version, found.get_response().id) == ("1", "a")
-    with Client(server.url) as own:
-        assert own.ready()
-        assert own.models() == names
-        assert np.array_equal(own.pooled(ids, lengths, table="t"), want)
-        assert np.array_equal(own.rows([0, ROWS - 1], table="t"), np.ones((2, DIM), np.float32))
-
-
 def test_what_is_not_there_is_named(server: InThread) -> None:
     inputs = {"ids": np.array([1])}
     with Client(server.url) as client:
@@ -169,25 +150,6 @@ def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
         assert "start the server with a larger --max-batch-samples" in too_large.json()["error"]
         assert server.metric("tierstore_request_seconds_count", status="overloaded") == 1
         assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
-
-
-def test_who_waits_too_long_or_goes_away_is_waited_for_no_more(server: InThread) -> None:
-    def waiting() -> int:
-        return int(server.engine.state().queued_samples["rows.t"])
-
-    body = json.dumps({"inputs": [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [1]}]})
-    head = f"POST /v2/models/rows.t/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-    with server.held():
-        late = ask_rows(server, [1], parameters={"timeout": 20_000})
-        assert (late.status_code, "deadline" in late.json()["error"]) == (504, True)
-        wait_for(lambda: waiting() == 0)
-        with socket.create_connection(("127.0.0.1", server.ports.rest)) as connection:
-            connection.sendall((head + body).encode())
-            wait_for(lambda: waiting() == 1)
-        wait_for(lambda: waiting() == 0)
-    assert server.metric("tierstore_request_seconds_count", status="ok") == 0
-    assert ask_rows(server, [1]).status_code == 200
-    assert server.metric("tierstore_request_seconds_count", status="ok", protocol="http", model="rows.t") == 1
 
 
 def test_answers_are_of_one_version_while_another_process_commits(
@@ -310,39 +272,6 @@ def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -
     assert "tierstore rollback" in refused.json()["error"]
 
 
-def test_new_tables_are_new_models_and_no_request_fails(writer: Writer, server: InThread) -> None:
-    done = threading.Event()
-
-    def ask() -> list[Status]:
-        refused, count = [], 0
-        with Client(server.url) as client:
-            while not done.is_set():
-                assert client.rows([1, 2], table="t").shape == (2, DIM)
-                lengths = [[1]] * len(client.metadata("pooled")["parameters"]["features"].split(","))
-                try:
-                    client.infer("pooled", {"values": np.zeros(len(lengths), np.int64), "lengths": np.int32(lengths)})
-                except ServeError as error:  # it takes one feature more since the metadata was given
-                    refused.append(error.status)
-                count += 1
-        assert count
-        return refused
-
-    with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask) for _ in range(2)]
-        try:
-            for version, table in enumerate(("u", "v", "w"), 2):
-                writer("create", table, ROWS, DIM)
-                number(writer, version, "t", table)
-                wait_for(lambda version=version: server.engine.version == version)
-        finally:
-            done.set()
-        assert all(set(each.result()) <= {Status.INVALID} for each in asking)
-    with Client(server.url) as client:
-        assert "pooled.w" in client.models()
-        assert (client.rows([7], table="v") == 3.0).all()
-    assert server.metric("tierstore_request_seconds_count", status="unavailable") == 0
-
-
 def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
     name = "a/b %2F?é/infer"
     writer("create", name, ROWS, DIM)
@@ -458,18 +387,6 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
     ddr = ddr_of(status)
     assert ddr["unique"] - rehearsed == 3 * 3 + 2 + 1
     assert 0 < ddr["bytes"] <= 4 << 20
-
-
-def test_answered_requests_are_logged_for_who_wants_it(server: InThread, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "tierstore.serve.requests")
-    ask_rows(server, [1])
-    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-        client.infer("rows.t", bags_of([4]))
-    found: Any = [record for record in caplog.records if record.message == "request answered"]
-    assert [(record.protocol, record.status, record.version) for record in found] == [
-        ("http", "OK", "1"),
-        ("grpc", "OK", "1"),
-    ]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int4"])

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -122,9 +121,31 @@ def test_metadata(served: Fronted, client: Any) -> None:
         models = index if isinstance(index, list) else index["models"]
         names = ["broken", "double", "echo", "full", "late", "slow", "zeros"]
         assert models == [{"name": name, "version": VERSION, "state": state} for name in names]
-    for call in (client.get_model_metadata, client.get_model_config):
-        with refused(Status.NOT_FOUND, "'echo'"):
-            call("absent")
+    with refused(Status.NOT_FOUND, "'echo'"):
+        client.get_model_metadata("absent")
+
+
+def test_tritons_configuration_and_statistics(client: Any) -> None:
+    found = as_dict(client.get_model_config("double"))
+    config = found.get("config", found)
+    assert (config["name"], config["platform"], config["backend"]) == ("double", "tierstore", "tierstore")
+    assert config.get("max_batch_size", 0) == 0
+    tensors = [(each["name"], each["data_type"], [int(size) for size in each["dims"]])
+               for each in config["input"] + config["output"]]  # fmt: skip
+    assert tensors == [(name, "TYPE_FP32", [-1, 3]) for name in "xy"]
+    assert config["parameters"] == {"features": {"string_value": "a,b"}}
+    (about,) = as_dict(client.get_inference_statistics("double", VERSION))["model_stats"]
+    counts = [int(about[name]) for name in ("last_inference", "inference_count", "execution_count")]
+    assert (about["name"], about["version"], counts) == ("double", VERSION, [1_700_000_000_123, 3, 1])
+    spent = {
+        name: (int(each["count"]), int(each["ns"])) for name, each in about["inference_stats"].items() if "ns" in each
+    }
+    wanted = {"success": (3, 500_000_000), "fail": (2, 250_000_000), "queue": (3, 125_000_000)}
+    assert wanted | {"compute_infer": (3, 62_500_000)} == {name: each for name, each in spent.items() if each[1]}
+    assert len(as_dict(client.get_inference_statistics())["model_stats"]) == 7
+    for call in (client.get_model_config, client.get_inference_statistics):
+        with refused(Status.NOT_FOUND):
+            call("double", "99")
 
 
 @given(plain_tensors(), st.booleans(), st.text("abc-", max_size=9))
@@ -149,12 +170,6 @@ def test_tensors_come_as_they_are_and_go_back(
             assert found.flags.aligned
             assert found.tolist() == data.tolist()
             np.testing.assert_array_equal(np.array(result.as_numpy(name), data.dtype).reshape(data.shape), data)
-
-
-def test_outputs_reach_the_engine_and_other_parameters_do_no_harm(served: Fronted, client: Any) -> None:
-    outputs = [MODULES[served.protocol].InferRequestedOutput(name) for name in "yx"]
-    ask(served, client, outputs=outputs, priority=3, parameters={"a": "text", "b": True, "c": -5, "d": 0.5})
-    assert served.engine.seen[-1].outputs == ("y", "x")
 
 
 @pytest.mark.parametrize(
@@ -196,17 +211,22 @@ def test_an_unexpected_error_tells_nothing(
     assert "secret" in caplog.text
 
 
-def test_deadline(served: Fronted, client: Any) -> None:
+def test_outputs_and_the_deadline_reach_the_engine(served: Fronted, client: Any) -> None:
+    """Other parameters do no harm."""
     before = time.monotonic()
-    ask(served, client, timeout=30_000_000)
+    outputs = [MODULES[served.protocol].InferRequestedOutput(name) for name in "yx"]
+    more = {"a": "text", "b": True, "c": -5, "d": 0.5}
+
+    ask(served, client, timeout=30_000_000, outputs=outputs, priority=3, parameters=more)
     (request,) = served.engine.seen
+    assert request.outputs == ("y", "x")
     assert before + 30 <= request.deadline <= time.monotonic() + 30
 
 
 # Many at once, and who leaves.
 
 
-@pytest.mark.parametrize(("protocol", "use_uvloop"), [("http", False), ("http", True), ("grpc", False)])
+@pytest.mark.parametrize(("protocol", "use_uvloop"), [("http", False), ("http", True), ("grpc", True)])
 def test_many_at_once(protocol: str, use_uvloop: bool) -> None:
     module = {"http": tritonclient.http.aio, "grpc": tritonclient.grpc.aio}[protocol]
 
@@ -355,13 +375,6 @@ def test_answers_in_flight_are_bounded_in_bytes(protocol: str, monkeypatch: pyte
         first.result(SECONDS)
 
 
-def test_headers_that_are_too_large(protocol: str) -> None:
-    with serving(protocol, Limits(header_bytes=2048)) as served, served.client() as client:
-        client.get_server_metadata(headers={"a": "b" * 100})
-        with refused(Status.HEADERS_TOO_LARGE):
-            client.get_server_metadata(headers={"a": "b" * 5000})
-
-
 def test_connections_are_bounded(protocol: str) -> None:
     with serving(protocol, Limits(connections=2)) as served, ExitStack() as opened:
 
@@ -459,13 +472,6 @@ def test_who_does_not_shake_hands_is_cut_off(protocol: str, tls: Tls, use_tls: b
         except ConnectionError:
             pass
         served.wait_free()
-
-
-def test_tls_files_are_checked(tls: Tls, tmp_path: Path) -> None:
-    (tmp_path / "other.pem").write_text("no key")
-    for key in ("absent.pem", "other.pem"):
-        with pytest.raises(ValueError, match=key):
-            Tls(tls.certificate, tmp_path / key)
 
 
 def test_ports(protocol: str) -> None:

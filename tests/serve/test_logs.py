@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import children
 from tierstore.serve import logs
 from tierstore.serve.logs import Formatter, configure, log_refused, log_request
 from tierstore.serve.messages import InferRequest, ServeError, Status
@@ -94,10 +93,12 @@ def test_tracebacks_are_parts_of_their_line(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn.error", "grpc._cython"])
 def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
-    capsys: pytest.CaptureFixture[str], name: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
+    monkeypatch.delenv("GRPC_VERBOSITY")
     configure("INFO", as_json=True)
+    assert os.environ["GRPC_VERBOSITY"] == "NONE", "its core would write lines that are no JSON"
     logging.getLogger(name).info("hello %s", "you", extra={"color_message": "\x1b[1mhello"})
     logging.getLogger(name).debug("not shown")
     (line,) = lines(capsys)
@@ -110,28 +111,6 @@ def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
     assert err.count("\n") == 1
     with pytest.raises(ValueError, match="LOUD"):
         configure("LOUD")
-
-
-def test_grpc_is_told_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its core would write lines of its own, which are no JSON."""
-    code = """
-os.dup2(1, 2)
-assert "grpc" not in sys.modules
-from tierstore.serve.logs import configure
-configure("INFO", as_json=True)
-import asyncio
-from grpc import aio
-async def main():
-    server = aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    try:
-        aio.server(options=[("grpc.so_reuseport", 0)]).add_insecure_port(f"127.0.0.1:{port}")
-    except RuntimeError:
-        print("refused")
-asyncio.run(main())
-"""
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
-    assert children.run(code) == "refused\n"
 
 
 def test_requests(capsys: pytest.CaptureFixture[str]) -> None:

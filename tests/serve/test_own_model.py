@@ -61,15 +61,6 @@ def test_a_version_without_one_of_its_tables_is_served_without_it(
     assert after.outputs["output"].tobytes() == before.outputs["output"].tobytes()
 
 
-def test_a_program_that_does_not_fit_is_told_before_the_server_is_ready(tmp_path: Path, program: Path) -> None:
-    change(tmp_path / "store", 1, names=("other",))
-    with (
-        pytest.raises(ValueError, match=r"none of its inputs \(dense, item, user\) .* the store's features are other$"),
-        serving(tmp_path / "store", model=str(program)),
-    ):
-        pass
-
-
 class Scored(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -19,8 +19,7 @@ from tests.fuzz import infer
 from tests.serve.requests import FAULTS, WAYS, Drawn, Tensor, grpc_message, parse, rest_body, valid
 from tierstore.serve.grpc.codec import decode_request, read_request
 from tierstore.serve.messages import DATATYPES, NUMBERS, InferResponse, InferTensor, ServeError, Status
-from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, InferCall, parse_infer, write_infer
-from tierstore.serve.rest.json_tensors import write_json_data
+from tierstore.serve.rest.infer_body import MAX_JSON_LISTS, InferCall, parse_infer, write_infer, write_json_data
 from tierstore.serve.tensors import MAX_TENSORS, MAX_TEXTS, PIECE_ELEMENTS
 
 

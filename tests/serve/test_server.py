@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -98,7 +97,6 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
     ("begun", "again"),
     [
         (["-P", "-m", "tierstore", "serve", "x.toml"], ["-P", "-m", "tierstore", "serve", "x.toml"]),
-        (["bin/tierstore", "serve", "x.toml"], ["bin/tierstore", "serve", "x.toml"]),
         (["app.py", "--all"], ["-m", "tierstore", "serve", "x.toml"]),
     ],
 )
@@ -292,22 +290,6 @@ def test_a_server_that_does_not_answer_is_never_ready(
         with monkeypatch.context() as patched:
             patched.setattr(place, name, lambda *_: 1 // 0)
             assert "the server does not answer itself" in said(capfd, "--store", str(store), *FREE_PORTS)
-
-
-@pytest.mark.parametrize(("limits", "after", "is_told"), [((256, 4096), 2256, False), ((256, 300), 300, True)])
-def test_room_for_connections_is_made_or_missed(
-    limits: tuple[int, int],
-    after: int,
-    is_told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda _, made: found.append(made))
-    program._make_room_for(1000)
-    assert found == [(after, limits[1])]
-    assert is_told == ("ulimit -n is 300, and 1000 connections" in caplog.text)
 
 
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

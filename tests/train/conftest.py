@@ -2,9 +2,26 @@
 
 import pytest
 
+from tests.train.runs import config_of
 from tierstore.train import trainer
 
 
 @pytest.fixture(autouse=True)
 def without_warm_up(monkeypatch):
     monkeypatch.setattr(trainer, "warm_up", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def run(folder, request):
+    """Train the small run in a store of the test's own; returns the summary with bits."""
+
+    def run_it(name="run", *, resume=False, **changes):
+        store = f"{abs(hash(request.node.nodeid))}-{name}"
+        return trainer.train(config_of(folder, store, **changes), resume=resume, bits=True)
+
+    return run_it

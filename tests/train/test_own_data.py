@@ -17,12 +17,9 @@ from tests.train.readers.test_hashing import splitmix64
 from tests.train.readers.test_values import category_of
 from tierstore.serve.messages import InferTensor
 from tierstore.serve.tensors import objects
-from tierstore.trace import read_trace
-from tierstore.train import train, trainer
+from tierstore.train import train
 from tierstore.train.build import build_run, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, ModelSection, RunConfig, StoreSection, TrainSection
-from tierstore.train.lookups import trace_run
-from tierstore.train.readers import DataError
 from tierstore.train.summary import digest_bits
 
 pa = pytest.importorskip("pyarrow")
@@ -123,39 +120,6 @@ def test_a_run_ends_in_the_bits_of_a_plain_loop(config, by_hand, tmp_path):
     assert train(stored_in(config, tmp_path / "store"), bits=True).bits == by_hand[0]
 
 
-def test_a_run_that_broke_off_goes_on_to_the_same_bits(config, by_hand, tmp_path, monkeypatch):
-    config = stored_in(config, tmp_path / "store")
-    steps = 0
-
-    def step(*arguments):
-        nonlocal steps
-        steps += 1
-        if steps == 9:
-            raise RuntimeError("a power cut")
-        return train_step(*arguments)
-
-    train_step = trainer.train_step
-    monkeypatch.setattr(trainer, "train_step", step)
-    with pytest.raises(RuntimeError, match="a power cut"):
-        train(config)
-    with tierstore.open(config.store.path, mode="r", ddr="8MiB") as store:
-        assert 0 < store.extra["tierstore.train"]["position"]["row"] < ROWS
-    assert train(config, resume=True, bits=True).bits == by_hand[0]
-
-
-def test_a_run_is_traced_and_recorded(config, columns, tmp_path):
-    bags = ids_by_hand(columns)
-    traced = trace_run(config)
-    for number, name in enumerate(COLUMNS):
-        assert traced.tables[name].ids.tolist() == [each for bag in bags[number] for each in bag]
-        assert np.diff(traced.tables[name].offsets).tolist() == [len(bag) for bag in bags[number]]
-    train(stored_in(config, tmp_path / "store", record=str(tmp_path / "run.npz"), record_rate=1.0))
-    recorded = read_trace(tmp_path / "run.npz")
-    for number, name in enumerate(COLUMNS):
-        looked_up = sorted(each for bag in bags[number] for each in bag)
-        assert sorted(recorded.tables[name].ids.tolist()) == sorted(2 * looked_up)
-
-
 def test_a_server_takes_what_the_data_holds(config, by_hand, columns, tmp_path):
     config = stored_in(config, tmp_path / "store")
     train(config)
@@ -174,31 +138,3 @@ def test_a_server_takes_what_the_data_holds(config, by_hand, columns, tmp_path):
     with tierstore.open(config.store.path, mode="r", ddr="8MiB") as store:
         (answer,) = asked(models_of(store).by_name["ranking"], inputs)
     assert torch.equal(torch.tensor(answer["probabilities"]), by_hand[1])
-
-
-@pytest.fixture(scope="module")
-def formats(tmp_path_factory):
-    """The same rows of row numbers in each format."""
-    folder = tmp_path_factory.mktemp("formats")
-    random = np.random.default_rng(7)
-    label, ids = random.integers(0, 2, ROWS), random.integers(0, TABLE, ROWS)
-    bags = [random.integers(0, TABLE, int(random.integers(4))) for _ in range(ROWS)]
-    pq.write_table(pa.table({"label": label, "a": ids, "b": [bag.tolist() for bag in bags]}), folder / "x.parquet")
-    (folder / "npy").mkdir()
-    np.save(folder / "npy" / "label.npy", label * 2 - 1)
-    np.save(folder / "npy" / "a.npy", ids.astype(np.float32))
-    np.save(folder / "npy" / "b.npy", np.concatenate(bags))
-    np.save(folder / "npy" / "b.offsets.npy", np.append(0, np.cumsum([len(bag) for bag in bags])))
-    return folder
-
-
-def test_bags_of_row_numbers_are_the_same_in_parquet_and_npy(config, formats, tmp_path):
-    def run(path, rows=TABLE):
-        data = DataSection(path=str(formats / path), hashing="mod", dense_columns=(), sparse_columns=("a", "b"))
-        embedding = dataclasses.replace(config.embedding, num_embeddings=rows)
-        with_data = dataclasses.replace(config, data=data, embedding=embedding)
-        return train(stored_in(with_data, tmp_path / f"{path}-{rows}"), bits=True).bits
-
-    assert run("x.parquet") == run("npy")
-    with pytest.raises(DataError, match=r"npy, row \d+, column [ab]: category 39 has no row in a table of 39 rows"):
-        run("npy", TABLE - 1)

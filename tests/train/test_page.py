@@ -17,8 +17,7 @@ from tierstore.pool.stats import Stats, TierStats
 from tierstore.settings.sections import to_toml
 from tierstore.train.history import Point
 from tierstore.train.metrics import Evaluation
-from tierstore.train.page import page_of
-from tierstore.train.plot import ticks
+from tierstore.train.page import page_of, ticks
 from tierstore.train.summary import Summary
 
 from .runs import config_of

@@ -9,8 +9,8 @@ from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
 from tierstore.train import train
+from tierstore.train.build import trace_run
 from tierstore.train.config import ConfigError
-from tierstore.train.lookups import trace_run
 
 EPOCHS = 2
 

@@ -32,22 +32,6 @@ FITS_NOTHING = 412_000
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture
-def run(folder, request):
-    """Train the small run in a store of the test's own; returns the summary with bits."""
-
-    def run_it(name="run", *, resume=False, **changes):
-        store = f"{abs(hash(request.node.nodeid))}-{name}"
-        return train(config_of(folder, store, **changes), resume=resume, bits=True)
-
-    return run_it
-
-
-@pytest.fixture(scope="module")
 def unbroken(folder):
     """The summary of the run that everything is compared with, and of variants of it."""
     summaries = {}

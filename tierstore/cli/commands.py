@@ -1,16 +1,12 @@
 """The commands that move tables between stores and files. What they need is imported when they run."""
 
 import argparse
-import contextlib
-import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
 from ..config import Pooling, Rounding
-from ..errors import TableError
 from ..layout import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
@@ -24,17 +20,12 @@ if TYPE_CHECKING:
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
 _NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
-_ARGUMENTS: Final = {
-    r"mapping=\{'?(.*?)'?: '?([^'{}]*)'?\}": r"--map \1=\2",
-    r'dtype="(\w+)"': r"--dtype \1",
-    r"optimizer=RowWiseAdagrad\(\)": "--optimizer rowwise_adagrad",
-    r"optimizer=Adagrad\(\)": "--optimizer adagrad",
-    r"optimizer=Adam\(\)": "--optimizer adam",
-}
-"""Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
+_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
+_NEW_DIRECTORY: Final = arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
+_VERSION: Final = arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
 _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
 
 
@@ -67,9 +58,8 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     from ..exchange import import_files
 
-    mapping = _mapping(options.map)
-    optimizer = _optimizer(options)
-    with byte_bar("import") as show, _by_flags():
+    mapping, optimizer = _mapping(options.map), _optimizer(options)
+    with byte_bar("import") as show:
         report = import_files(
             options.directory,
             options.files,
@@ -85,23 +75,6 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _by_flags() -> Iterator[None]:
-    """Errors of ``import_files`` name flags where they name its arguments."""
-    try:
-        yield
-    except (ValueError, TableError) as error:
-        if type(error) not in (ValueError, TableError):
-            raise
-        raise type(error)(_in_flags(str(error))) from error
-
-
-def _in_flags(text: str) -> str:
-    for argument, flag in _ARGUMENTS.items():
-        text = re.sub(argument, flag, text)
-    return text
-
-
 def _describe_import(directory: str, report: "ImportReport") -> None:
     print(f"{directory}: version {report.version}")
     for table in report.tables:
@@ -112,7 +85,7 @@ def _describe_import(directory: str, report: "ImportReport") -> None:
         )
         print(f"  {table.name}: {rows}")
         for note in table.notes:
-            print(f"    {_in_flags(note)}")
+            print(f"    {note}")
         if table.nonfinite:
             print(f"    {table.nonfinite:,} values are NaN or infinite")
     _print_some("not taken: ", report.left_out)
@@ -157,7 +130,7 @@ def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
 EXPORT: Final = command(
     _export,
     (
-        arg("directory", metavar="DIR", help="folder of the store"),
+        _DIRECTORY,
         arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
         arg(
             "--format",
@@ -174,7 +147,7 @@ EXPORT: Final = command(
         ),
         arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
         arg("--dense", help="add the dense tensors of the commit, under their names"),
-        arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last"),
+        _VERSION,
         arg("--force", help="replace OUT if it exists"),
         _MEMORY,
     ),
@@ -256,7 +229,7 @@ def _compact(options: argparse.Namespace) -> int:
 COMPACT: Final = command(
     _compact,
     (
-        arg("directory", metavar="DIR", help="folder of the store"),
+        _DIRECTORY,
         arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
         arg(
             "--trace",
@@ -335,7 +308,7 @@ QUANTIZE: Final = command(
     _quantize,
     (
         arg("directory", metavar="DIR", help="folder of the trained store"),
-        arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty"),
+        _NEW_DIRECTORY,
         arg("--dtype", required=True, choices=_SMALLER, help="of the new rows"),
         arg(
             "--table",
@@ -343,7 +316,7 @@ QUANTIZE: Final = command(
             metavar="NAME",
             help="a table to convert; default: all. The others stay as they are",
         ),
-        arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last"),
+        _VERSION,
     ),
     "make a store for inference, its rows in fewer bytes",
     "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "

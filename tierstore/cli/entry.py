@@ -1,6 +1,7 @@
 """The command line: ``tierstore COMMAND``."""
 
 import argparse
+import importlib
 import io
 import shlex
 import sys
@@ -13,7 +14,7 @@ from ..serve.command import add_arguments as add_serve_arguments
 from ..serve.command import serve
 from ..settings.sections import nearest
 from ..system.excerpt import excerpt
-from ..system.launch import launched_rank
+from ..system.hosts import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
@@ -249,22 +250,14 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
-def _shard_commands() -> "Mapping[str, Command]":
-    from .shard import COMMANDS
+def _commands_of(module: str) -> "Callable[[], Mapping[str, Command]]":
+    """Those of a group, whose module is loaded only then."""
 
-    return COMMANDS
+    def load() -> "Mapping[str, Command]":
+        commands: Mapping[str, Command] = importlib.import_module(module, __package__).COMMANDS
+        return commands
 
-
-def _trace_commands() -> "Mapping[str, Command]":
-    from .trace import COMMANDS
-
-    return COMMANDS
-
-
-def _plan_commands() -> "Mapping[str, Command]":
-    from ..plan.command import COMMANDS
-
-    return COMMANDS
+    return load
 
 
 def _values(what: str | tuple[str, ...]) -> dict[str, Any]:
@@ -354,10 +347,12 @@ _COMMANDS: Final = {
     "compact": COMPACT,
     "reshard": RESHARD,
     "shard": group(
-        _shard_commands, "plan which rank gets which tables", "Measure ranks, and plan which of them gets which tables."
+        _commands_of(".shard"),
+        "plan which rank gets which tables",
+        "Measure ranks, and plan which of them gets which tables.",
     ),
     "trace": group(
-        _trace_commands,
+        _commands_of(".trace"),
         "write down, draw and describe which rows are looked up",
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",
@@ -380,7 +375,7 @@ _COMMANDS: Final = {
     "publish": PUBLISH,
     "compile": COMPILE,
     "plan": group(
-        _plan_commands,
+        _commands_of("..plan.command"),
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:

@@ -27,9 +27,9 @@ _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 def _measure(options: argparse.Namespace) -> int:
     from ..dist.placement.measure import measure_ranks
-    from ..system.launch import launched_rank
+    from ..system.hosts import launched_rank
     from ..system.output import require_new
-    from ..train.rendezvous import meeting
+    from ..train.processes import meeting
 
     rank = launched_rank()
     if rank is None:

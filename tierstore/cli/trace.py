@@ -23,8 +23,8 @@ def _write(trace: Trace, options: argparse.Namespace) -> int:
 
 def _record(options: argparse.Namespace) -> int:
     from ..settings.sections import Override
+    from ..train.build import trace_run
     from ..train.config import load
-    from ..train.lookups import trace_run
 
     data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
     return _write(trace_run(load(options.run_file, data), rows=options.rows), options)

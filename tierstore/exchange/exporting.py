@@ -2,22 +2,76 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ..config import require_choice
+from ..errors import TierstoreError
 from ..store import Store, Table, open_store
 from ..system.output import partial_file, require_room
 from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
-from .metadata import Metadata, TableMetadata
-from .parquet_file import write_parquet
-from .rows import chunks, read_rows
-from .safetensors_file import SafetensorsFile
-from .tensor_file import TensorFile, TensorSpec
-from .torch_file import TorchFile
+from .rows import CHUNK_BYTES, chunks, read_rows
+from .sources import Metadata, TableMetadata
+from .tensor_file import SafetensorsFile, TensorFile, TensorSpec, TorchFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ID, _WEIGHT = "id", "weight"
+
+
+def write_parquet(
+    table: Table, file: IO[bytes], *, state: bool, progress: Callable[[int, int], None] | None
+) -> tuple[tuple[str, ...], int]:
+    """Write a table's rows to a file; the names of the columns, and how many rows there are. Columns: ``id`` int64,
+    ascending; ``weight``, ``embedding_dim`` float32; with ``state``, each state as ``export_store`` names it,
+    float32. TierstoreError: there is no pyarrow."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise TierstoreError(
+            "format=\"parquet\" needs pyarrow; install it with: pip install 'PATH_OF_THE_CHECKOUT[parquet]'"
+        ) from None
+    dim = table.config.embedding_dim
+    states = state_tensors(table.config.optimizer, dim) if state else ()
+    lists = [pa.float32() if each.per_row else pa.list_(pa.float32(), each.last - each.first) for each in states]
+    columns = [(_ID, pa.int64()), (_WEIGHT, pa.list_(pa.float32(), dim))]
+    schema = pa.schema(columns + [(each.name, kind) for each, kind in zip(states, lists, strict=True)])
+    count, total = 0, table.size_bytes
+    with parquet.ParquetWriter(file, schema) as writer:
+        for ids in _some(table):
+            writer.write_batch(pa.record_batch(_columns(table, ids, states, schema), schema=schema))
+            count += len(ids)
+            if progress is not None:
+                progress((int(ids[-1]) + 1) * table.layout.row_bytes, total)
+    return tuple(schema.names), count
+
+
+def _some(table: Table) -> Iterator[torch.Tensor]:
+    step = max(1, CHUNK_BYTES // (8 * (1 + table.config.embedding_dim + table.layout.state_dim)))
+    for part in table.written():
+        for first in range(0, len(part), step):
+            yield part[first : first + step]
+
+
+def _columns(table: Table, ids: torch.Tensor, states: tuple[StateTensor, ...], schema: "pa.Schema") -> list[Any]:
+    import pyarrow as pa
+
+    parts = [table.read(ids).float().cpu()]
+    rest = table.read_state(ids) if states else None
+    parts += [rest[:, each.first : each.last] for each in states if rest is not None]
+    columns = [pa.array(ids.numpy())]
+    for part, field in zip(parts, list(schema)[1:], strict=True):
+        flat = pa.array(part.contiguous().reshape(-1).numpy())
+        columns.append(
+            flat if pa.types.is_float32(field.type) else pa.FixedSizeListArray.from_arrays(flat, type=field.type)
+        )
+    return columns
+
 
 FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile, "parquet": None}
 """What writes tensors; Parquet has rows."""
@@ -34,8 +88,6 @@ class ExportReport(NamedTuple):
 
 
 class _TablePlan(NamedTuple):
-    """A table and where its parts go: weights, then states."""
-
     table: Table
     specs: list[TensorSpec]
     states: Sequence[StateTensor]
@@ -57,7 +109,7 @@ def export_store(
 ) -> ExportReport:
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
-    In Parquet one table has only its rows that were ever written, as ``parquet_file.write_parquet`` says; it is not
+    In Parquet one table has only its rows that were ever written, as ``write_parquet`` says; it is not
     imported again. Elsewhere quantized rows are written as they are, uint8 [rows, stored columns]: what
     ``torch.ops.quantized`` looks up in. The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``,
     4 bytes a row and at most 64 MiB, however large the tables are.

@@ -24,8 +24,6 @@ from .sources import open_source
 
 
 class TableImport(NamedTuple):
-    """One table."""
-
     name: str
     key: str
     created: bool

@@ -15,14 +15,8 @@ _TORCHREC: Final = re.compile(r"(?:.*\.)?embedding_bags\.(?P<table>.+)\.weight")
 
 
 def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
-    """The key of each table's weights.
-
-    Args:
-        template: text in which ``{table}`` stands for the table's name.
-
-    Raises:
-        ValueError: two tables would have one key.
-    """
+    """The key of each table's weights; ``{table}`` in the template stands for its name. ValueError: two would have
+    one key."""
     keys = {table: template.replace(_PLACE, table) for table in tables}
     owners: dict[str, str] = {}
     for table, key in keys.items():
@@ -48,11 +42,7 @@ def part_of(target: str) -> tuple[str, str] | None:
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:
-    """The table that a key's tensor is the weights of; None if the key does not say.
-
-    Args:
-        known: tables by key, as the file itself tells them.
-    """
+    """The table that a key's tensor is the weights of; ``known``: those that the file itself tells. None if unknown."""
     if key in known:
         return known[key]
     found = _TORCHREC.fullmatch(key)
@@ -60,10 +50,7 @@ def table_of(key: str, known: Mapping[str, str]) -> str | None:
 
 
 class StateTensor(NamedTuple):
-    """Columns ``[first, last)`` of a row's state.
-
-    One value a row is a tensor [rows], any other number a tensor [rows, last - first].
-    """
+    """Columns ``[first, last)`` of a row's state: a tensor [rows] of one value a row, else [rows, last - first]."""
 
     name: str
     first: int

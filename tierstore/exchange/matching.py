@@ -4,7 +4,7 @@ import difflib
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import torch
 
@@ -18,6 +18,9 @@ from ..system.excerpt import excerpt, excerpt_names
 from .keys import STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
 
+_MAPPING: Final = "mapping={KEY: TABLE} (--map KEY=TABLE)"
+"""The way out for callers, and for those of the command."""
+
 
 class Settings(NamedTuple):
     """What the caller of ``import_files`` asks of new tables."""
@@ -29,8 +32,6 @@ class Settings(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """One state tensor and where it is."""
-
     state: StateTensor
     source: Source
     key: str
@@ -50,8 +51,8 @@ class _Files(NamedTuple):
 
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
-    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the state
-    that is not."""
+    ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the
+    state that is not."""
 
     source: Source
     key: str
@@ -65,7 +66,6 @@ class Match(NamedTuple):
 
     @property
     def place(self) -> str:
-        """For messages."""
         return _place(self.source, self.key)
 
     @property
@@ -84,12 +84,7 @@ def _place(source: Source, key: str) -> str:
 def match_tables(
     sources: Sequence[Source], mapping: Mapping[str, str], settings: Settings, existing: Mapping[str, TableConfig]
 ) -> list[Match]:
-    """The tables that the files hold.
-
-    Args:
-        mapping: table, or ``TABLE.STATE`` of a table that it names too, by key; if there are any, these tensors alone
-            are taken.
-        existing: the store's tables, whose configurations stand.
+    """The tables that the files hold; ``mapping`` as of ``import_files``, ``existing`` are the store's, which stand.
 
     Raises:
         ValueError: no tensor, an unknown one, two for one table, or one that cannot be a table; names file and key.
@@ -105,9 +100,7 @@ def match_tables(
         match = _match(files, key, table, settings, existing.get(table))
         other = matches.setdefault(table, match)
         if other is not match:
-            raise ValueError(
-                f"both {other.place} and {match.place} would be table {table!r}; choose with mapping={{KEY: TABLE}}"
-            )
+            raise ValueError(f"both {other.place} and {match.place} would be table {table!r}; choose with {_MAPPING}")
     return list(matches.values())
 
 
@@ -124,7 +117,7 @@ def _divided(
         elif part[0] not in mapping.values():
             raise ValueError(
                 f"mapping={{{excerpt(key)}: {target!r}}}: {part[1]} is optimizer state of a table {part[0]!r}, whose "
-                f"weights are not named; add mapping={{KEY: {part[0]!r}}}"
+                f"weights are not named; add mapping={{KEY: {part[0]!r}}} (--map)"
             )
         elif parts.setdefault(part, key) != key:
             raise ValueError(f"both {excerpt(parts[part])} and {excerpt(key)} would be {target!r}; choose one")
@@ -132,7 +125,6 @@ def _divided(
 
 
 def _places(sources: Sequence[Source]) -> dict[str, Source]:
-    """The file that each key is in."""
     places: dict[str, Source] = {}
     for source in sources:
         for key in source.tensors:
@@ -147,7 +139,6 @@ def _places(sources: Sequence[Source]) -> dict[str, Source]:
 def _chosen(
     sources: Sequence[Source], tables: dict[str, str], parts: Mapping[tuple[str, str], str], files: _Files
 ) -> dict[str, str]:
-    """Table by key."""
     paths, places = ", ".join(str(source.path) for source in sources), files.places
     for key, target in [*tables.items(), *((key, ".".join(part)) for part, key in parts.items())]:
         if key not in places and (key in tables or key not in files.numbers):
@@ -163,7 +154,7 @@ def _chosen(
     if not chosen:
         raise ValueError(
             f"no tensor in {paths} is named embedding_bags.TABLE.weight; there are {excerpt_names(places) or 'none'}. "
-            "Say which to take: mapping={KEY: TABLE}"
+            f"Say which to take: {_MAPPING}"
         )
     return chosen
 
@@ -194,8 +185,8 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
 
 def _other_optimizer(beside: Sequence[str]) -> str:
     """What to do with state that a table's optimizer does not have."""
-    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in beside else "Adam()"
-    return f"import into a new table with optimizer={names}"
+    names = "RowWiseAdagrad() or Adagrad()" if "sum" in beside else "Adam()"
+    return f"import into a new table with optimizer={names} (--optimizer)"
 
 
 def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
@@ -244,7 +235,6 @@ def _require_table(info: TensorInfo, place: str) -> None:
 
 
 def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str) -> TableConfig:
-    """The configuration of a table that is to be made."""
     rows, dim = info.shape
     dtype = settings.dtype or str(info.dtype).removeprefix("torch.")
     changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "dtype": dtype}
@@ -259,13 +249,12 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         config.layout(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).pages_per_block  # noqa: B018 - ValueError for rows too wide
         return config
     except (ValueError, TypeError) as error:
-        hint = '; say what to store it as with dtype="float32"' if info.dtype is torch.float64 else ""
+        hint = '; say what to store it as with dtype="float32" (--dtype)' if info.dtype is torch.float64 else ""
         raise ValueError(f"{place}: {error}{hint}") from error
 
 
 def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
-    """TableError, naming both, unless the tensor has the table's columns, at most its rows, and its dtype (or is to be
-    converted to it)."""
+    """TableError unless the tensor has the table's columns, at most its rows, and its dtype (or is to be converted)."""
     if config.dtype in get_args(QuantizedName):
         raise TableError(
             f"{match.place} cannot be taken as table {config.name!r}, whose rows are {config.dtype}: import it as "
@@ -277,11 +266,12 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         larger = f", or Store.change_table({config.name!r}, num_embeddings={shape[0]}) before"
         raise TableError(
             f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with "
-            f"mapping={{KEY: TABLE}}{larger if shape[1] == config.embedding_dim else ''}"
+            f"{_MAPPING}{larger if shape[1] == config.embedding_dim else ''}"
         )
     if (settings.dtype or dtype) != config.dtype:
         raise TableError(
-            f'{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with dtype="{config.dtype}"'
+            f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with "
+            f'dtype="{config.dtype}" (--dtype)'
         )
     if settings.optimizer not in (None, config.optimizer):
         raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")

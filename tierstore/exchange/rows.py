@@ -17,8 +17,6 @@ _BOOKKEEPING_BYTES: Final = 64
 
 
 class RowValues(NamedTuple):
-    """Neighbouring rows."""
-
     weights: Weights
     """float32 or uint16 (the bits of a 16-bit type) [n, dim], or uint8 (quantized) [n, stored columns]."""
     state: Floats
@@ -37,8 +35,8 @@ def _keys(table: Table, start: int, stop: int) -> Int64s:
 
 
 def read_rows(table: Table, start: int, stop: int) -> RowValues:
-    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values. ChecksumError: a row on SSD
-    is damaged. ClosedError."""
+    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values. ChecksumError,
+    ClosedError."""
     table.store.require_open()
     pool, layout = table.pool, table.layout
     pool.tier.flush()
@@ -53,14 +51,9 @@ def read_rows(table: Table, start: int, stop: int) -> RowValues:
 
 
 def write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
-    """Overwrite rows from ``start`` on; returns how many had other bits before. Arrays as in ``Rows``; a ``state`` of
-    None keeps what there is.
-
-    A row that has these very bits already is left alone: one that was never written stays unwritten.
-
-    Raises:
-        ReadOnlyError, ClosedError, DiskFullError. ChecksumError: a row on SSD is damaged.
-    """
+    """Overwrite rows from ``start`` on; returns how many had other bits before. Arrays as in ``RowValues``; a
+    ``state`` of None keeps what there is. A row that has these very bits already is left alone. ReadOnlyError,
+    ClosedError, DiskFullError, ChecksumError."""
     table.store.require_writable()
     pool, layout, stop = table.pool, table.layout, start + len(weights)
     with pool.tier.emptied():

@@ -14,10 +14,53 @@ import safetensors
 import torch
 from torch import Tensor
 
+from ..config import TableConfig
 from ..errors import FormatError
-from .metadata import Metadata
-from .safetensors_file import DTYPES, METADATA_KEY
-from .torch_file import METADATA_ENTRY
+from ..store.version import TableState
+from ..system.excerpt import excerpt
+from .tensor_file import DTYPES, METADATA_ENTRY, METADATA_KEY
+
+_FORMAT: Final = 1
+
+
+class TableMetadata(NamedTuple):
+    """One table of an export; the key is that of its weights."""
+
+    key: str
+    config: TableConfig
+    state: TableState
+
+
+class Metadata(NamedTuple):
+    version: int
+    tables: tuple[TableMetadata, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back, and has FormatError for anything else."""
+        tables = [
+            {"key": table.key, "config": table.config.to_dict(), **table.state._asdict()} for table in self.tables
+        ]
+        return {"format_version": _FORMAT, "store_version": self.version, "tables": tables}
+
+    @classmethod
+    def from_dict(cls, fields: Any, where: str) -> "Metadata":
+        try:
+            if fields["format_version"] != _FORMAT:
+                raise ValueError(f"format version {fields['format_version']}; this release reads version {_FORMAT}")
+            tables = [
+                TableMetadata(
+                    str(table["key"]),
+                    TableConfig.from_dict(table["config"]),
+                    TableState.checked(table["step"], table["learning_rate"]),
+                )
+                for table in fields["tables"]
+            ]
+            return cls(int(fields["store_version"]), tuple(tables))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise FormatError(
+                f"{where}: its tierstore metadata cannot be read ({excerpt(str(error), 200)}); export it again"
+            ) from error
+
 
 _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -34,8 +77,8 @@ class TensorInfo(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An open file; its metadata if it is an export of ours; ``others``, what else lies in it: numbers, and
-    None for what is none."""
+    """An open file; its metadata if it is an export of ours; ``others``: what else lies in it, numbers, and None for
+    the rest."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -51,8 +94,8 @@ class Source(NamedTuple):
 
 
 def open_source(path: Path) -> Source:
-    """The file, by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file
-    nor a torch checkpoint."""
+    """The file, by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: it is neither kind of
+    file."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; give a safetensors file or a torch checkpoint")
     if path.is_dir():
@@ -116,7 +159,6 @@ def _load(path: Path) -> Any:
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Everything in nested dicts that is no dict, by dotted name."""
     if not isinstance(value, dict) or depth > _MAX_DEPTH:
         return
     for name, inner in value.items():

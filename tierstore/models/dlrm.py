@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, followed by the dot products of all pairs of the sample's vectors.
-
-    Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
-    """
+    """The dense vector, followed by the dot products of all pairs of the sample's vectors (Naumov et al., 2019)."""
 
     pairs: Tensor
 
@@ -127,16 +124,12 @@ class DLRM(nn.Module):
         return {name: each for name, each in self.named_parameters() if not name.startswith("embeddings.")}
 
     def forward(self, dense_BC: Tensor | None, sparse: Any) -> Tensor:
-        """Returns the logits, Tensor [B]; ``sparse`` is what the embeddings are called with, ``dense_BC`` may be None
-        without dense features."""
+        """Returns the logits, Tensor [B]; ``dense_BC`` may be None without dense features."""
         return self.dense_part(dense_BC, self.embeddings(sparse).values())
 
     def dense_part(self, dense_BC: Tensor | None, pooled_BE: Tensor) -> Tensor:
-        """All but the embeddings: the logits, Tensor [B], from their pooled rows.
-
-        Tensors in, a tensor out, on one device and without a look at their values: ``torch.compile`` and CUDA graphs
-        take it.
-        """
+        """All but the embeddings: the logits, Tensor [B], from their pooled rows; ``torch.compile`` and CUDA graphs
+        take it."""
         if dense_BC is None:
             dense_BC = pooled_BE.new_empty(pooled_BE.shape[0], 0)
         sparse_BFD = torch.unflatten(pooled_BE, 1, self._sparse_shape)

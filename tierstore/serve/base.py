@@ -13,7 +13,7 @@ LONG_IDS: Final = 32_768
 
 
 class Query(Protocol):
-    """A request's inputs, checked, as its model wants them; ``num_samples``, at least 1, is what they count for."""
+    """A request's inputs, checked, as its model wants them."""
 
     @property
     def num_samples(self) -> int: ...
@@ -29,23 +29,18 @@ class Model(Protocol):
     """Without versions: it is for the engine to say which is served."""
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> Query:
-        """Check a request's inputs.
-
-        Raises:
-            ServeError: INVALID; names the input and what is wrong with it.
-        """
+        """Check a request's inputs; ServeError INVALID names the input."""
 
     def answer_at_once(self, query: Any) -> Outputs | None:
         """What ``run`` gives of this query alone, if that takes some 0.1 ms and reads nothing from SSD; else None."""
 
     def run(self, queries: Sequence[Any], pause: Pause | None = None) -> Sequence[Outputs | ServeError]:
-        """The outputs of each query, or why it has none; all are computed as one batch, and each as if it were alone in
-        it. With ``pause`` rows are looked up in parts, and it is called between them."""
+        """The outputs of each query, as if it were alone, or its error; with ``pause`` rows are looked up in parts."""
 
 
 class Engine(Protocol):
-    """Everything that is served, at one version of the store at a time. Its methods are for the event loop. It is live
-    while it can recover by itself, and ready while it takes requests: warmed up, and not draining."""
+    """All that is served, at one version at a time; for the event loop. Live: it can recover by itself. Ready: it
+    takes requests."""
 
     @property
     def is_live(self) -> bool: ...
@@ -53,24 +48,18 @@ class Engine(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
-    def models(self) -> tuple[ModelMetadata, ...]:
-        """All of them, by name."""
+    def models(self) -> tuple[ModelMetadata, ...]: ...
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         """ServeError NOT_FOUND, with the nearest name or the version that is served."""
 
     def require(self, name: str, version: str = "") -> None:
-        """The ServeError of ``model``, if it has one."""
+        """``model``'s ServeError, if it has one."""
 
-    def statistics(self, name: str) -> ModelStatistics:
-        """Of a model that there is."""
+    def statistics(self, name: str) -> ModelStatistics: ...
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer; to cancel the task takes the request back.
-
-        Raises:
-            ServeError: for all that can go wrong; nothing else.
-        """
+        """Answer, or ServeError and nothing else; to cancel the task takes the request back."""
 
     def note_refused(self, protocol: str, error: ServeError, request_id: str = "") -> None:
         """Count a request ("http" or "grpc") that was refused before it could be asked here."""

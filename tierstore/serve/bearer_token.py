@@ -19,11 +19,7 @@ def read_token(path: str, *, name: str = "token_file") -> str:
 
 
 class Token:
-    """Knows it when it sees it. A comparison takes the same time wherever the shown token differs.
-
-    Args:
-        text: printable ASCII without spaces, else ValueError.
-    """
+    """A token of printable ASCII without spaces, else ValueError. It is compared in constant time."""
 
     def __init__(self, text: str) -> None:
         if not (text and text.isascii() and text.isprintable() and " " not in text):
@@ -31,11 +27,8 @@ class Token:
         self._token = text.encode()
 
     def is_shown(self, authorization: Sequence[str | bytes], *, or_as_password: bool = False) -> bool:
-        """Whether the values of a request's header Authorization are one, of the form "Bearer TOKEN".
-
-        Args:
-            or_as_password: take "Basic ..." too, with the token as the password of any user.
-        """
+        """Whether a request's Authorization headers are one "Bearer TOKEN"; or "Basic ...", with the token as the
+        password."""
         if len(authorization) != 1:
             return False
         given = authorization[0]

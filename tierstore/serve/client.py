@@ -35,12 +35,7 @@ _MAX_ERROR_CHARS: Final = 2000
 
 
 class Answer(NamedTuple):
-    """What a model answered.
-
-    Attributes:
-        outputs: by name, read-only.
-        version: of the store, that all outputs are of.
-    """
+    """A model's outputs by name, read-only, all of the store's ``version``."""
 
     outputs: dict[str, NDArray[Any]]
     version: str
@@ -101,7 +96,7 @@ class Client:
             self._idle.pop().close()
 
     def disown(self) -> None:
-        """In a forked process: answers on these connections are the parent's. To close a copy does not end one."""
+        """In a forked process: answers on these connections are the parent's."""
         self.close()
 
     def ready(self) -> bool:
@@ -125,7 +120,7 @@ class Client:
         """Ask a model.
 
         Args:
-            inputs: by name; on any device. They go as they are: no dtype is converted. Arrays of strings go as BYTES.
+            inputs: by name; on any device. No dtype is converted. Arrays of strings go as BYTES.
             version: of the store, or "" for whichever is served.
             timeout: seconds, instead of the client's. The server gets it too, and drops a request that is late.
 
@@ -242,11 +237,8 @@ class Client:
 
 
 def _array(values: Values, name: str, dtype: type[np.integer[Any] | np.float32]) -> NDArray[Any]:
-    """An array of that dtype: integers of integers alone, none changed; float32 of any real numbers, rounded.
-
-    Raises:
-        TypeError: values are no such numbers. ValueError: an integer does not fit.
-    """
+    """Integers as integers of that dtype, none changed, or any real numbers as float32; else TypeError or
+    ValueError."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
@@ -305,11 +297,7 @@ def _as_wire(name: str, tensor: Tensor) -> InferTensor:
 
 
 def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """A request's body and headers.
-
-    Raises:
-        ValueError: a dtype that no model takes; names the input.
-    """
+    """A request's body and headers; ValueError names an input of a dtype that no model takes."""
     wires = {name: _as_wire(name, tensor) for name, tensor in inputs.items()}
     parts = [binary_data(wire) for wire in wires.values()]
     described = [

@@ -49,11 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve as the flags say; returns the exit status.
-
-    Raises:
-        ImportError: what only servers need is not installed. StoreNotFoundError, DamagedError: there is no store.
-    """
+    """Serve as the flags say; returns the exit status. ImportError: what only servers need is not installed."""
     try:
         from ..store.opened import require_store
         from ..store.recording import require_recordable
@@ -98,11 +94,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
 
 
 def begin_anew(words: Sequence[str]) -> None:
-    """Become ``tierstore WORDS`` again, in the environment of now. Does not return.
-
-    With the interpreter's own arguments, if it was begun so: else what lies in the working directory would be taken for
-    modules.
-    """
+    """Become ``tierstore WORDS`` again, in the environment of now and with the interpreter's own arguments."""
     sys.stdout.flush()
     sys.stderr.flush()
     own = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 from ..config import require_choice
 from ..settings.sections import check_ranges, option
 from ..system.sizes import parse_size
+from .bearer_token import read_token
 
 _MAX_PORT: Final = 65_535
 _INT32_MAX: Final = (1 << 31) - 1
@@ -129,18 +130,12 @@ class ServeConfig:
     @property
     def token(self) -> str | None:
         """What the clients' token file holds; ValueError if it cannot be read or is empty."""
-        return _read_token("token_file", self.token_file)
+        return read_token(self.token_file, name="token_file") if self.token_file else None
 
     @property
     def admin_token(self) -> str | None:
         """The operators'; ValueError also if it is the clients'."""
-        found = _read_token("admin_token_file", self.admin_token_file)
+        found = read_token(self.admin_token_file, name="admin_token_file") if self.admin_token_file else None
         if found is not None and found == self.token:
             raise ValueError("admin_token_file holds the token of clients, who may change nothing; make another")
         return found
-
-
-def _read_token(name: str, path: str) -> str | None:
-    from .bearer_token import read_token
-
-    return read_token(path, name=name) if path else None

@@ -32,8 +32,7 @@ from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, sav
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
 from .models import Models, Program, load_program, rehearse
-from .monitoring.metrics import Metrics
-from .source import State, TableInfo
+from .monitoring.metrics import Metrics, State, TableInfo
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _T = TypeVar("_T")
@@ -48,8 +47,6 @@ class _Served(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    """A query's answer, and the store's version that its batch ran at."""
-
     outputs: Outputs
     version: str
 
@@ -78,12 +75,7 @@ class StoreEngine:
     # Starting and stopping
 
     async def start(self) -> None:
-        """Open the store, if there is one, bring its hot rows in, and be ready.
-
-        Raises:
-            StoreNotFoundError: there is no store, and it is no replica that waits for its first update.
-            TierstoreError, ValueError: as ``tierstore.open``.
-        """
+        """Open the store, if there is one, bring its hot rows in, and be ready. Errors as of ``tierstore.open``."""
         try:
             await _in(self._executor, self._open)
         except StoreNotFoundError:
@@ -137,7 +129,7 @@ class StoreEngine:
         _LOG.info("%d rows are in memory after %.1f s of warm-up", count, time.perf_counter() - started)
 
     def _serve_models(self) -> None:
-        """A batcher for each model of now; who waits for one that is gone is sent to the one in its place."""
+        """A batcher for each model; who waits for one that is gone is sent to the one in its place."""
         assert self._models is not None
         before, models = self._served, self._models.by_name
         self._metrics.know(models)
@@ -179,7 +171,7 @@ class StoreEngine:
         await self.drain()
 
     async def stop(self) -> None:
-        """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
+        """Answer what came, within ``grace_seconds``, and close the store; its hot rows are kept for next time."""
         await self.begin_to_stop()
         batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))

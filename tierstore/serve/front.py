@@ -7,9 +7,11 @@ from ..system.release import __version__
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
-from .messages import ServeError, Status
-from .triton import EXTENSIONS, model_config, model_statistics
+from .messages import ModelMetadata, ModelStatistics, ServeError, Status, TensorSpec
 
+EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "statistics")
+DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
+"""By the names in JSON, the numbers over gRPC."""
 SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
 """The server's metadata."""
 
@@ -30,13 +32,7 @@ class _NotingRefusals:
 
 
 class Front:
-    """One protocol's side of the engine.
-
-    Args:
-        protocol: "http" or "grpc".
-        token: that requests must show, but for those about the server's health; None for none. ValueError if it cannot
-            be sent.
-    """
+    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health."""
 
     def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine
@@ -52,7 +48,6 @@ class Front:
         return self._token is not None
 
     def noting_refusals(self, request_id: str = "") -> "_NotingRefusals":
-        """Tell the engine of requests that do not reach it."""
         return _NotingRefusals(self.engine, self._protocol, request_id)
 
     def require_token(self, shown: Sequence[str | bytes], way_out: str) -> None:
@@ -87,3 +82,47 @@ class Front:
         """All models as Triton lists them."""
         state = "READY" if self.engine.is_ready else "UNAVAILABLE"
         return [{"name": each.name, "version": each.versions[-1], "state": state} for each in self.engine.models()]
+
+
+def model_config(model: ModelMetadata) -> dict[str, Any]:
+    """``max_batch_size`` is 0: the shapes have their batch dimension."""
+    return {
+        "name": model.name,
+        "platform": model.platform,
+        "backend": model.platform,
+        "max_batch_size": 0,
+        "input": [_tensor(spec) for spec in model.inputs],
+        "output": [_tensor(spec) for spec in model.outputs],
+        "parameters": {name: {"string_value": str(value)} for name, value in model.parameters.items()},
+    }
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
+    return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
+
+
+def model_statistics(model: ModelMetadata, found: ModelStatistics) -> dict[str, Any]:
+    """Of a model since the server started, over all versions; it has no numbers by batch size."""
+    return {
+        "name": model.name,
+        "version": model.versions[-1],
+        "last_inference": found.last_ms,
+        "inference_count": found.success_count,
+        "execution_count": found.batches,
+        "inference_stats": {
+            "success": _duration(found.success_count, found.success_seconds),
+            "fail": _duration(found.fail_count, found.fail_seconds),
+            "queue": _duration(found.queries, found.queue_seconds),
+            "compute_input": _duration(found.queries, 0.0),
+            "compute_infer": _duration(found.queries, found.compute_seconds),
+            "compute_output": _duration(found.queries, 0.0),
+            "cache_hit": _duration(0, 0.0),
+            "cache_miss": _duration(0, 0.0),
+        },
+        "batch_stats": [],
+    }
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": round(seconds * 1e9)}

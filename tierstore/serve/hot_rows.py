@@ -29,7 +29,6 @@ _CHUNK_ROWS: Final = 1 << 16
 
 
 def hot_rows_path(store: Path) -> Path:
-    """Where those of a store lie."""
     return store.with_name(store.name + ".hot")
 
 
@@ -58,7 +57,7 @@ def save_hot_rows(path: Path, keys: Any) -> None:
 
 
 def load_hot_rows(path: Path, store: Store) -> dict[str, Any]:
-    """int64 ids by table, next victims first, of what was saved; nothing, with a word in the log, if the file is of no
+    """int64 ids by table, next victims first, of what was saved; nothing, with a word in the log, if it is of no
     use."""
     room_bytes = _KEY.itemsize * sum(pool.cache.capacity for pool in _pools(store))
     try:
@@ -89,12 +88,8 @@ def rows_of_trace(path: Path) -> dict[str, Any]:
 
 
 def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> int:
-    """Bring rows in, as many of the last ones as fit; returns how many.
-
-    Args:
-        rows: ids by table; what is no row of the store is passed over.
-        stop: asked between chunks.
-    """
+    """Bring rows in, ids by table, as many of the last ones as fit, until ``stop``; returns how many. Other ids are
+    passed over."""
     done = 0
     for pool in _pools(store):
         keys = []

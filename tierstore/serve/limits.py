@@ -32,14 +32,12 @@ class Limits:
 
 
 class Hold:
-    """A part of a budget; given back once, at ``release`` or the end of a ``with``."""
-
     def __init__(self, budget: "Budget") -> None:
         self._budget = budget
         self.size = 0
 
     def grow(self, size: int) -> None:
-        """Take more. Raises ServeError OVERLOADED if the budget is used up."""
+        """Take more; ServeError OVERLOADED if the budget is used up."""
         self._budget.take(size)
         self.size += size
 
@@ -55,15 +53,7 @@ class Hold:
 
 
 class Budget:
-    """What all requests together may hold of something. For one event loop.
-
-    Args:
-        limit: in bytes, or a number.
-        what: that there is too much of, with {} for the limit, for the error.
-
-    Attributes:
-        held: now.
-    """
+    """What all requests together may hold of something; ``what`` is the error's text, with {} for the limit."""
 
     def __init__(self, limit: int, what: str) -> None:
         self._limit = limit
@@ -77,7 +67,6 @@ class Budget:
         self.held += size
 
     def hold(self, size: int = 0) -> Hold:
-        """A part of that size. Raises ServeError OVERLOADED if the budget is used up."""
         hold = Hold(self)
         hold.grow(size)
         return hold

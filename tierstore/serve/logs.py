@@ -33,11 +33,7 @@ _requests = logging.getLogger("tierstore.serve.requests")
 
 
 class Formatter(logging.Formatter):
-    """An object with time (UTC), level, logger, message, the record's extra fields, and exception if there is one.
-
-    Args:
-        as_json: JSON in ASCII; else the same for people, in the same order.
-    """
+    """An object with time (UTC), level, logger, message, extra fields and exception, as JSON in ASCII or for people."""
 
     def __init__(self, *, as_json: bool = True) -> None:
         super().__init__()
@@ -72,7 +68,7 @@ def _field(value: object) -> bool | int | float | str | None:
 
 
 def _printable(text: str) -> str:
-    """The text with everything escaped that a terminal would obey or show as a new line."""
+    """The text, with everything escaped that a terminal would obey or show as a new line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -83,8 +79,8 @@ def _shown(value: object) -> str:
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to whatever ``sys.stderr`` is at the moment. Where that is the process's own, nobody waits for its reader:
-    while it takes nothing, lines are left out, and counted by the next one."""
+    """Writes to today's ``sys.stderr``, if that is the process's own without waiting: lines left out are counted by
+    the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +114,6 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
 
 def _write_now(descriptor: int, data: bytes) -> int:
-    """How many bytes went out without a wait."""
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         if kind == stat.S_IFSOCK:
@@ -135,8 +130,7 @@ def _write_now(descriptor: int, data: bytes) -> int:
 
 
 def _opened_again(descriptor: int) -> io.FileIO | None:
-    """A pipe without waits, for us alone: that is a property of what is open, which others share. None if another user
-    has made it."""
+    """A pipe opened again, without waits for us alone; None if another user has made it."""
     try:
         return io.FileIO(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "wb")
     except OSError:
@@ -144,14 +138,8 @@ def _opened_again(descriptor: int) -> io.FileIO | None:
 
 
 def configure(level: str | int = "INFO", as_json: bool = True) -> None:
-    """Send every log of the process through one handler to stderr; a second call replaces the first's.
-
-    Call it before gRPC is imported: gRPC's core writes lines of its own to stderr, and is kept from it by a variable of
-    the environment (GRPC_VERBOSITY, unless it is set). uvicorn wants ``log_config=None`` and ``access_log=False``.
-
-    Raises:
-        ValueError: no such level.
-    """
+    """Send every log of the process through one handler to stderr. Call it before gRPC is imported, whose core
+    writes lines of its own unless GRPC_VERBOSITY keeps it from it. ValueError: no such level."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root = logging.getLogger()
     root.setLevel(level)
@@ -182,8 +170,8 @@ def _log_failure(status: str, message: str, fields: dict[str, Any]) -> None:
 def log_request(
     request: InferRequest, status: str, seconds: float, *, version: str = "", error: Exception | None = None
 ) -> None:
-    """Log a request that was answered: at DEBUG if its status is "OK", at WARNING, so many a second, if it failed.
-    ``status`` is then the name of gRPC's."""
+    """Log a request that was answered: at DEBUG if "OK", else at WARNING, so many a second, by the name of gRPC's
+    status."""
     if status == "OK" and not _requests.isEnabledFor(logging.DEBUG):
         return
     fields = {

@@ -52,12 +52,7 @@ class ServeError(TierstoreError):
 
 
 class InferTensor(NamedTuple):
-    """One tensor.
-
-    Attributes:
-        datatype: a key of ``DATATYPES``.
-        data: C-contiguous array of the tensor's shape and the datatype's dtype; not to be written to.
-    """
+    """``datatype`` is a key of ``DATATYPES``; ``data`` is C-contiguous, of its dtype, and not to be written to."""
 
     datatype: str
     data: NDArray[Any]
@@ -74,10 +69,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetadata:
-    """Attributes:
-    versions: what may be asked for: the store's version that is served, and no other.
-    parameters: what else a client may want to know, as the order of features.
-    """
+    """``versions``: those that may be asked for. ``parameters``: what else clients may want, as the order of
+    features."""
 
     name: str
     versions: tuple[str, ...] = ()
@@ -88,14 +81,7 @@ class ModelMetadata:
 
 
 class ModelStatistics(NamedTuple):
-    """Of a model since the server started.
-
-    Attributes:
-        last_ms: when it last answered, in milliseconds since 1970; 0 for never.
-        success_count, success_seconds: requests answered, and how long each took, together; likewise those that failed.
-        batches, queries: that it ran, and the requests in these.
-        queue_seconds, compute_seconds: of each of these requests, together; a batch's own time counts for each of it.
-    """
+    """Of a model since the server started; seconds are sums over requests, ``last_ms`` is since 1970, 0 for never."""
 
     last_ms: int = 0
     success_count: int = 0
@@ -110,16 +96,7 @@ class ModelStatistics(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
-    """Attributes:
-    model: its name.
-    version: "" for whichever is served.
-    id: the client's, given back with the response; "" if it gave none.
-    inputs: by name.
-    outputs: names of the wanted outputs; empty for all.
-    deadline: ``time.monotonic()`` seconds after which nobody waits for the answer, or None.
-    protocol: that it came by, "http" or "grpc"; for metrics and logs.
-    client: whose connection it came by; "" if that is not known.
-    """
+    """``version`` and ``client`` may be ""; ``outputs`` empty is all; ``deadline`` is of ``time.monotonic()``."""
 
     model: str
     version: str = ""
@@ -133,10 +110,7 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferResponse:
-    """Attributes:
-    version: of the store, whose rows and weights all outputs are of.
-    outputs: by name, in the model's order.
-    """
+    """``version``: of the store, whose rows and weights all outputs are of."""
 
     model: str
     version: str

@@ -5,31 +5,33 @@ import gc
 import logging
 import resource
 import signal
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import grpc
 import torch
 import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import TierstoreError
+from ..system.hosts import address
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
 from .engine import StoreEngine
+from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
-from .health import ask_grpc, ask_rest
 from .limits import Limits
 from .logs import configure
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
-from .monitoring.metrics import Metrics
+from .monitoring.metrics import Metrics, StateCollector
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
-from .source import StateCollector
 from .tls import WATCH_SECONDS, Tls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
@@ -101,13 +103,8 @@ class Server:
         return admin_app(routes, token=token)
 
     async def start(self) -> Ports:
-        """Listen, open the store, and be ready.
-
-        Workers open the store first: on a port that is shared, who is not ready would be asked like the others.
-
-        Raises:
-            OSError: a port is taken. TierstoreError, ValueError: as ``StoreEngine.start``. Nothing is left open then.
-        """
+        """Listen, open the store, and be ready. Workers open the store first: a shared port has no unready ones.
+        OSError: a port is taken. Or as ``StoreEngine.start``. Nothing is left open then."""
         config, is_shared = self._config, self._config.workers > 1
         rest, grpc, admin = -1, -1, -1
         try:
@@ -138,8 +135,7 @@ class Server:
         return Ports(rest, grpc, admin)
 
     async def _require_answers(self, rest: int, grpc: int) -> None:
-        """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used, which others than
-        the tested versions may lack."""
+        """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""
         host = _OWN.get(self._config.host, self._config.host)
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -175,10 +171,10 @@ async def _refuse_rollback() -> int:
 
 
 def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status. Leaves handlers of signals behind that do nothing.
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Handlers of signals are left that do nothing.
 
     Args:
-        on_ready: called with the ports, once requests are taken, or once a replica waits for its first update.
+        on_ready: called with the ports once requests are taken, or a replica waits for its first update.
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)
@@ -233,3 +229,26 @@ def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:
     for each in signals:
         loop.remove_signal_handler(each)
         signal.signal(each, signal.SIG_DFL)
+
+
+async def ask_rest(host: str, port: int, *, is_tls: bool) -> None:
+    """OSError unless there is an answer."""
+    context = None
+    if is_tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+    finally:
+        writer.close()
+    if not answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")):
+        raise OSError(f"REST answers {answer[:100]!r}")
+
+
+async def ask_grpc(host: str, port: int) -> None:
+    """grpc.RpcError unless there is an answer."""
+    options = [("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(address(host, port), options=options) as channel:
+        await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"")

@@ -33,12 +33,7 @@ _MAX_BYTES: Final = (1 << 63) - 1
 
 
 class TensorHead(NamedTuple):
-    """A tensor without its data.
-
-    Attributes:
-        num_elements: the product of the shape.
-        kind: "input" or "output", for messages.
-    """
+    """A tensor without its data; ``kind`` is "input" or "output", for messages."""
 
     name: str
     datatype: str
@@ -51,23 +46,19 @@ class TensorHead(NamedTuple):
 
 
 def invalid_tensor(kind: str, name: str, problem: str) -> ServeError:
-    """The error for an "input" or "output" that cannot be used."""
     return ServeError(Status.INVALID, f"{kind} {excerpt(name)}: {problem}")
 
 
 def require_supported(kind: str, name: str, parameters: Container[str]) -> None:
-    """ServeError INVALID for a parameter of an "input" or "output" that asks for what is not there."""
+    """ServeError INVALID for a parameter that asks for what is not there."""
     for unsupported in ("shared_memory_region", "classification"):
         if unsupported in parameters:
             raise invalid_tensor(kind, name, f"parameter {unsupported} is not supported; leave it out")
 
 
 def parse_head(name: object, datatype: object, shape: object, *, kind: str = "input") -> TensorHead:
-    """The three, as they stand in JSON.
-
-    Raises:
-        ServeError: INVALID. That a shape passed says nothing of its size: compare it with the data before allocating.
-    """
+    """The three, as they stand in JSON, or ServeError INVALID. A shape says nothing of its size: compare it with the
+    data."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
         raise ServeError(
             Status.INVALID,
@@ -105,14 +96,8 @@ def parse_timeout(timeout: object) -> float | None:
 
 
 def parse_binary_data(head: TensorHead, data: memoryview) -> InferTensor:
-    """The tensor that all of ``data`` gives.
-
-    Returns:
-        A read-only array over ``data`` itself, which it keeps alive; a copy if ``data`` is not aligned to the datatype.
-
-    Raises:
-        ServeError: INVALID; names the input.
-    """
+    """The tensor that all of ``data`` gives: read-only, over ``data`` itself where that is aligned. ServeError
+    INVALID."""
     dtype = DATATYPES[head.datatype]
     if dtype.kind == "O":
         return InferTensor(head.datatype, _split(head, data).reshape(head.shape))
@@ -165,8 +150,7 @@ async def pause() -> None:
 
 
 async def pieces_of(flat: NDArray[Any]) -> AsyncIterator[NDArray[Any]]:
-    """An array [n], whose numbers are encoded one by one, in pieces; others are served in between. None of an empty
-    one."""
+    """An array [n], whose numbers are encoded one by one, in pieces; others are served in between."""
     for first in range(0, len(flat), PIECE_ELEMENTS):
         if first:
             await pause()

@@ -13,18 +13,8 @@ WATCH_SECONDS: Final = 5.0
 
 
 class Tls:
-    """What all ports show. New connections get what ``renew`` has found; those that are open stay as they are.
-
-    Args:
-        certificate: PEM file of the certificate with its chain.
-        key: of its key, without a pass phrase.
-
-    Attributes:
-        context: for HTTP.
-
-    Raises:
-        ValueError: the files cannot be used.
-    """
+    """What all ports show, from PEM files. New connections get what ``renew`` has found. ValueError: they cannot be
+    used."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self.certificate: Final = certificate

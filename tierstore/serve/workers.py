@@ -37,7 +37,7 @@ def share_of(size: int | str, workers: int) -> int | str:
 
 
 def recording_paths(config: ServeConfig) -> list[str]:
-    """The file that each process records in: what is named, or, of several, NAME.0.npz and so on; none, if none is."""
+    """The file that each process records in: what is named, or, of several, NAME.0.npz and so on."""
     if not config.record:
         return []
     if config.workers == 1:
@@ -47,13 +47,9 @@ def recording_paths(config: ServeConfig) -> list[str]:
 
 
 def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int:
-    """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
-
-    If one ends by itself, all are stopped, and the status is 1: the supervisor of the command starts it again.
-
-    Raises:
-        OSError: a port is taken.
-    """
+    """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status. If one ends by
+    itself, all are stopped, and the status is 1: the supervisor of the command starts it again. OSError: a port
+    is taken."""
     part = replace(config, ddr=share_of(config.ddr, config.workers))
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
@@ -83,8 +79,8 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
 
 
 def _work(config: ServeConfig, index: int, ready: Any) -> None:
-    """One worker. Ctrl-C in a terminal, and a service manager's signal, reach it and its parent, which tells it
-    too: so a second signal is not taken for impatience."""
+    """One worker. A signal may reach it and its parent, which sends it too: a second one is not taken for
+    impatience."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run(config, worker=index, on_ready=lambda _: ready.set(), is_patient=True)

@@ -14,8 +14,8 @@ from ..lookup.joined import OfKeys
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import RowGradients, TrainsRows
 from ..lookup.training import train
+from ..system.hints import Unpicklable
 from ..system.signals import shielded
-from ..system.unpicklable import Unpicklable
 from .table import Table
 
 if TYPE_CHECKING:

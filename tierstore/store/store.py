@@ -27,9 +27,9 @@ from ..pool import Pool
 from ..pool.stats import Stats
 from ..settings.sections import nearest
 from ..system.dropped import hand_over, settle
+from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from ..system.sizes import format_count
-from ..system.unpicklable import Unpicklable
 from .arguments import OffsetsType
 from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs

@@ -25,7 +25,7 @@ from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
-from ..system.unpicklable import Unpicklable
+from ..system.hints import Unpicklable
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
 from .version import TableState
 

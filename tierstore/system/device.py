@@ -11,8 +11,8 @@ _LOG: Final = logging.getLogger("tierstore")
 
 
 def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
-    """The device meant by the arguments of ``tierstore.open``; ValueError if it is none that results can live on, or
-    the machine lacks it, or its rows have no memory. BudgetError: ``hbm`` of the CPU is more than the machine has."""
+    """The device meant by the arguments of ``tierstore.open``; ValueError if it is none that rows can live on.
+    BudgetError: ``hbm`` of the CPU is more than the machine has."""
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:

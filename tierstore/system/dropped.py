@@ -24,12 +24,7 @@ Work = Callable[[], object]
 
 
 class _Closing:
-    """Work that was handed over.
-
-    Attributes:
-        is_begun: whether a thread does it.
-        is_done: set at its end.
-    """
+    """Work that was handed over; ``is_begun``: a thread does it."""
 
     def __init__(self, work: Work) -> None:
         self._work = [work]
@@ -55,16 +50,11 @@ class _Closing:
 
 
 class _Collector:
-    """Told by Python of the garbage collector.
-
-    Attributes:
-        thread: that it runs in; 0 while it does not run.
-    """
+    """Told by Python of the garbage collector; ``thread`` that it runs in, 0 while it does not run."""
 
     thread = 0
 
     def note(self, phase: str, _: dict[str, Any]) -> None:
-        """See ``gc.callbacks``."""
         self.thread = threading.get_ident() if phase == "start" else 0
 
 
@@ -75,10 +65,8 @@ os.register_at_fork(after_in_child=_CLOSING.clear)
 
 
 def hand_over(work: Work) -> None:
-    """Have it done soon, in another thread; for finalizers, as this neither waits nor takes a lock.
-
-    What ``work`` refers to is kept until then. An exception of it is logged.
-    """
+    """Have it done soon, in another thread; for finalizers, as this neither waits nor takes a lock. Exceptions are
+    logged."""
     closing = _Closing(work)
     _CLOSING.append(closing)
     with contextlib.suppress(RuntimeError):  # no more threads now, or as the interpreter ends

@@ -26,8 +26,8 @@ def make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[None]:
-    """Hold a lock of an open file or directory, ``fcntl.LOCK_EX`` or ``LOCK_SH``, which processes forked meanwhile do
-    not keep. The refusal is raised if another process has it locked."""
+    """Hold a lock of an open file or directory, ``fcntl.LOCK_EX`` or ``LOCK_SH``, which forked processes do not
+    keep. The refusal is raised if another process has it locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -40,8 +40,7 @@ def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[Non
 
 @contextlib.contextmanager
 def output_locked(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or directory with its lock; gives the descriptor. TierstoreError if another process has it locked,
-    OSError if it cannot be opened."""
+    """Open a file or directory with its lock; gives the descriptor. TierstoreError if another process has it locked."""
     refusal = TierstoreError(f"{path} is being written by another process; wait for it to end")
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -53,8 +52,8 @@ def output_locked(path: Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def directory_locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock while files are made that must not be there yet: not every file system has links. Waits
-    a minute for another process. TierstoreError: that one holds the lock on. OSError: no such directory."""
+    """Hold a directory's lock while files are made that must not be there yet: not every file system has links.
+    Waits a minute for another process, then TierstoreError."""
     refusal = TierstoreError(f"{directory}: another process has been making files there for a minute; try again later")
     deadline = time.monotonic() + _PATIENCE_SECONDS
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -11,10 +11,8 @@ _MAX_NAMES: Final = 40
 
 
 def excerpt(value: object, limit: int = _MAX_CHARACTERS) -> str:
-    """``repr(value)``, cut to some ``limit`` characters.
-
-    What comes from a file may be of any length and hold control characters, which a terminal would obey.
-    """
+    """``repr(value)``, cut to some ``limit`` characters: what comes from a file may be long and hold control
+    characters."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str | bytes):

@@ -56,14 +56,9 @@ def require_own(process_id: int, what: str, way: str) -> None:
 
 
 class OwnDescriptor:
-    """An open file, by a descriptor that somebody else in the process may close (``os.closerange`` does).
-
-    Its number may be another file's then. So it has a position of its own, which only copies of it share and which is
-    looked at after each use. A forked child closes its copy.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """An open file, by a descriptor that somebody else in the process may close (``os.closerange`` does). Its number
+    may be another file's then. So it has a position of its own, which is looked at after each use. A forked child
+    closes its copy."""
 
     def __init__(self, path: "str | os.PathLike[str]", flags: int) -> None:
         self._path = path
@@ -76,14 +71,12 @@ class OwnDescriptor:
         self.identity: Final = status.st_dev, status.st_ino
 
     def is_held(self) -> bool:
-        """Whether nobody closed it."""
         try:
             return os.lseek(self.number, 0, os.SEEK_CUR) == self._mark
         except OSError:
             return False
 
     def lost(self) -> ClosedError:
-        """What to raise if it is not held."""
         return ClosedError(
             f"{self._path}: somebody in this process closed descriptors of the store (os.closerange does); close the "
             "store, and open it in another process"
@@ -97,5 +90,4 @@ class OwnDescriptor:
             os.close(number)
 
     def disown(self) -> None:
-        """See ``Inherited``."""
         self.close()

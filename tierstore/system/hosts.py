@@ -1,6 +1,8 @@
 """Hosts by their names and addresses: what is written of them, and whether one is this machine."""
 
 import ipaddress
+import os
+from typing import Final
 
 
 def address(host: str, port: int) -> str:
@@ -21,3 +23,11 @@ def is_loopback_address(text: str) -> bool:
 def is_loopback(host: str) -> bool:
     """The same of a host's name, too."""
     return host.lower() == "localhost" or is_loopback_address(host)
+
+
+_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched_rank() -> int | None:
+    """Its rank, if torchrun, or what gives torchrun's environment, started it; else None."""
+    return int(os.environ["RANK"]) if all(name in os.environ for name in _ENVIRONMENT) else None

@@ -45,8 +45,8 @@ def require_parent(path: Path) -> None:
 
 
 def require_new(path: Path, *, force: bool) -> None:
-    """What would prevent ``partial_file``, told before there is anything to write: FileExistsError without ``force``,
-    FileNotFoundError if there is no directory for it, TierstoreError if that may not be written to."""
+    """What would prevent ``partial_file``, before there is anything to write: FileExistsError without ``force``,
+    FileNotFoundError, TierstoreError."""
     if path.is_dir():
         raise FileExistsError(f"{path} is a directory; choose the name of a file")
     if path.exists() and not force:
@@ -66,14 +66,9 @@ def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
 
 @contextlib.contextmanager
 def partial_file(path: Path, *, force: bool) -> Iterator[int]:
-    """A file descriptor to write to; on leaving, the file is made durable and gets its name, or is removed on an error.
-
-    A ``.partial`` file left by a process that was killed is written over. Errors as of ``require_new``, beside:
-
-    Raises:
-        DiskFullError: nothing is left of the file.
-        TierstoreError: the system refuses the file, or another process writes it.
-    """
+    """A file descriptor to write to; on leaving, the file is made durable and gets its name, or is removed on an
+    error. A ``.partial`` file left by a process that was killed is written over. Errors as of ``require_new``,
+    DiskFullError, TierstoreError."""
     require_new(path, force=force)
     partial = path.with_name(path.name + ".partial")
     with output_errors(path):
@@ -91,7 +86,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``. A path in it need not be text:
-    bytes that are none are escaped."""
+    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``. Bytes that are no text are
+    escaped."""
     with partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(text.encode(errors="backslashreplace"))

@@ -11,10 +11,8 @@ from .oserrors import translate_os_error
 
 
 def require_plain_file(path: Path) -> None:
-    """FormatError if there is something at ``path`` that is no plain file.
-
-    A link would lead out of the directory, a pipe would hang a process that opens it, and a device may do anything.
-    """
+    """FormatError if there is something at ``path`` that is no plain file: a link would lead out of the directory, a
+    pipe would hang a process that opens it, and a device may do anything."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -28,8 +26,7 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_plain_file(path: Path) -> BinaryIO:
-    """A plain file, open for reading. FileNotFoundError if there is nothing, FormatError if it is no plain file,
-    TierstoreError if it cannot be opened."""
+    """A plain file, open for reading. FileNotFoundError, FormatError if it is no plain file, TierstoreError."""
     require_plain_file(path)
     try:
         # The two flags matter where the file was exchanged since: a link is refused, a pipe does not hang.
@@ -46,8 +43,8 @@ def open_plain_file(path: Path) -> BinaryIO:
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a plain file of at most ``max_bytes`` bytes; FormatError if it is larger, TruncatedError if it is
-    empty, and errors as of ``open_plain_file``."""
+    """The content of a plain file of at most ``max_bytes`` bytes; FormatError if it is larger, TruncatedError if
+    empty."""
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:

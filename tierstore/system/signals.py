@@ -31,8 +31,7 @@ _call_each: Final = deque[Any](maxlen=0).extend
 
 
 class _Deferred:
-    """A signal's handler that waits while the main thread is shielded, and else is as the one it stands for. So nothing
-    is lost where it is left in place, as by a shield that another handler interrupted."""
+    """A signal's handler that waits while the main thread is shielded, and else is as the one it stands for."""
 
     __slots__ = ("handler",)
 
@@ -51,15 +50,8 @@ _Deferrals = tuple[tuple[int, _Deferred, Any], ...]
 
 
 class _Main:
-    """Of the main thread.
-
-    Attributes:
-        ident: its number.
-        is_shielded: whether handlers wait.
-        arrived: those that wait, each as an iterator that runs it, once.
-        handlers: of each signal in ``_NUMBERS``, as last seen.
-        deferred: those of ``handlers`` that are in Python.
-    """
+    """Of the main thread. ``arrived``: handlers that wait, each as an iterator that runs it, once; ``handlers``: of
+    each signal in ``_NUMBERS``, as last seen; ``deferred``: those of them that are in Python."""
 
     def __init__(self) -> None:
         self.handlers: tuple[Any, ...] = ()
@@ -84,11 +76,8 @@ class _Main:
 
 
 def shielded(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run whole: while the main thread is in it, Python's signal handlers wait. They run at its end.
-
-    A handler that is set within is not deferred. Handlers may interrupt its first and last steps: then those that
-    arrived have run, or run when the next such function ends.
-    """
+    """The function, run whole: while the main thread is in it, Python's signal handlers wait. They run at its end. A
+    handler that is set within is not deferred."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

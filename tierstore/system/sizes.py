@@ -59,10 +59,8 @@ def cpu_limit() -> float:
 
 
 def _limit_files(controller: str, name: str, first_name: str) -> Iterator[Path]:
-    """Where limits may stand: the process's control group and those around it, versions 2 and 1.
-
-    A container may see the groups from the root of its own, where the path in /proc leads nowhere.
-    """
+    """Where limits may stand: the process's control group and those around it, versions 2 and 1. A container may see
+    the groups from the root of its own, where the path in /proc leads nowhere."""
     try:
         lines = os.fsdecode(_CGROUP.read_bytes()).splitlines()
     except OSError:
@@ -83,10 +81,7 @@ def _limit_files(controller: str, name: str, first_name: str) -> Iterator[Path]:
 
 def file_memory_bytes() -> int:
     """Resident memory of this process that belongs to files, which ``top`` shows as SHR; 0 where the system does not
-    tell.
-
-    That is page cache which the process has mapped: the system takes it back when memory is short.
-    """
+    tell."""
     try:
         return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
     except OSError:
@@ -94,8 +89,8 @@ def file_memory_bytes() -> int:
 
 
 def require_memory(size_bytes: int, name: str) -> None:
-    """BudgetError if ``size_bytes`` is more than this process may use at all; ``name`` is the argument that asks for
-    it, with its value."""
+    """BudgetError if ``size_bytes`` is more than this process may use at all; ``name`` is the argument with its
+    value."""
     total = machine_memory_bytes()
     if size_bytes > total:
         raise BudgetError(
@@ -105,14 +100,9 @@ def require_memory(size_bytes: int, name: str) -> None:
 
 
 def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_bytes: int | None = None) -> int:
-    """Bytes meant by ``value``.
-
-    Args:
-        value: a number of bytes; a number with a unit ("KiB", "MiB", "GiB", "TiB" are powers of two, "kB", "MB", "GB",
-            "TB" of ten); "N%" of ``memory_bytes``, by default the machine's; "N% of tables": of ``table_bytes``.
-        name: the argument's name, for the error: ValueError for what is no size, TypeError for another type.
-        table_bytes: bytes of all tables with their optimizer state.
-    """
+    """Bytes meant by ``value``: a number of bytes; a number with a unit ("KiB" are powers of two, "kB" of ten); "N%"
+    of ``memory_bytes``, by default the machine's; "N% of tables": of ``table_bytes``. ValueError names the
+    argument for what is no size, TypeError for another type."""
     if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise TypeError(f"{name} must be an int or a str, not {type(value).__name__}")
     if not isinstance(value, str):

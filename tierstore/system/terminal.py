@@ -31,7 +31,6 @@ class Argument(NamedTuple):
     """A former name that is still taken, and that the help does not show."""
 
     def add_to(self, parser: Any) -> None:
-        """To a parser or a group of its arguments."""
         action = parser.add_argument(*self.names, **self.settings)
         if self.old:
             hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -60,7 +59,6 @@ def command(
 
 
 def show_help(options: argparse.Namespace) -> int:
-    """What runs where a command is missing."""
     options.parser.print_help()
     return 2
 
@@ -73,7 +71,6 @@ def group(
     *,
     of_file: str = "",
 ) -> Command:
-    """A command that is a group of commands."""
     return Command(show_help, lambda _: None, help_text, description, examples, commands, of_file)
 
 
@@ -92,17 +89,14 @@ def columns_of(rows: Sequence[Sequence[str]], *, is_last_text: bool = True) -> l
 
 @contextlib.contextmanager
 def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in bytes; see ``progress_bar``."""
     with progress_bar(what, unit="B", unit_scale=True, unit_divisor=1024) as show:
         yield show
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``. ``look`` is tqdm's: unit and such.
-
-    It is called with what is done and the total, and what the bar is to be called from then on, if it changes.
-    """
+    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``. ``look`` is tqdm's. It is called
+    with what is done and the total, and what the bar is to be called from then on, if it changes."""
     from tqdm import tqdm
 
     with tqdm(desc=what, disable=None, leave=False, **look) as bar:

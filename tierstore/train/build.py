@@ -9,10 +9,12 @@ from torch import Tensor
 
 from .. import init, optim
 from ..config import TableConfig
+from ..kernels.arrays import Int64s
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
 from ..settings.sections import nearest
 from ..store import Store
+from ..trace import TableTrace, Trace
 from .config import DataSection, OptimizerSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, FeatureHasher, Reader, Schema, open_reader
@@ -39,8 +41,7 @@ class Run(NamedTuple):
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
-    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: no path is given, or
-    what is there cannot be read."""
+    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: it cannot be read."""
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
@@ -65,8 +66,8 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
         categories: [n]: texts, read as CSV fields are, or integers.
 
     Raises:
-        ValueError: there is no such column; one stands for a missing category, which has no row; or with
-            ``data.hashing = "mod"`` one is no row of the table.
+        ValueError: no such column, a missing category, or with ``data.hashing = "mod"`` one that is no row of the
+            table.
     """
     columns = list(config.data.sparse_columns)
     if column not in columns:
@@ -90,7 +91,6 @@ def _category(text: str) -> int:
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
-    """The store of the run, created where there is none: a ``Store``, or over ranks a ``ShardedStore``."""
     section = config.store
     return processes.open(
         config,
@@ -104,11 +104,8 @@ def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:
 
 
 def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Run:
-    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch. TableError
-    if the store has a table of the same name and another configuration.
-
-    The weights are drawn on the CPU, from its random numbers, and then moved to the store's device.
-    """
+    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only, drawn on the CPU.
+    Seeds torch. TableError: the store has a table of the same name and another configuration."""
     configs = table_configs(config)
     for table_config in configs:
         store.create_table(table_config)
@@ -167,3 +164,30 @@ def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:
     rule = optim.RowWiseAdagrad if section.sparse == "rowwise_adagrad" else optim.Adagrad
     first = section.sparse_initial_accumulator
     return rule(lr=lr, weight_decay=decay, eps=eps, initial_accumulator_value=first)
+
+
+def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
+    """The lookups of one epoch: those of the training rows, or of as many from the start, in their order. 16 bytes
+    of memory a lookup, and more. ValueError if the data cannot be read, or has no such rows."""
+    reader, hasher = open_data(config)
+    stop = config.data.train_rows or None if rows is None else rows
+    if stop is not None and stop < 1:
+        raise ValueError(f"rows={rows}: a trace is of one row at least")
+    names = config.data.sparse_columns
+    ids: dict[str, list[Int64s]] = {name: [] for name in names}
+    lengths: dict[str, list[Int64s]] = {name: [] for name in names}
+    batch_size = config.train.batch_size
+    for batch in reader.batches(hasher, batch_size=batch_size, stop_row=stop):
+        values, offsets = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()
+        for column, name in enumerate(names):
+            own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]
+            ids[name].append(values[own[0] : own[-1]])
+            lengths[name].append(np.diff(own))
+    nothing = np.empty(0, np.int64)
+    tables = {
+        name: TableTrace(
+            np.concatenate([nothing, *ids[name]]), np.append(0, np.cumsum(np.concatenate([nothing, *lengths[name]])))
+        )
+        for name in names
+    }
+    return Trace(tables=tables, batch_samples=batch_size)

@@ -43,8 +43,8 @@ class Position:
 
 
 def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
-    """Begin to commit rows and everything else of the run, atomically; training may go on. ``files`` are what the
-    position counts rows of."""
+    """Begin to commit rows and everything else of the run, atomically; ``files`` are what the position counts rows
+    of."""
     dense = run.model.dense_parameters()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}
     names, states = list(dense), run.optimizer.state_dict()["state"]
@@ -66,7 +66,7 @@ def require_alike(config: RunConfig, processes: Processes) -> None:
 
 def require_resumable(store: Any, config: RunConfig) -> None:
     """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none.
-    ReadOnlyError if it was made by ``tierstore quantize``, of such a store."""
+    ReadOnlyError if the store is quantized."""
     if not store.version:
         return
     trained_as = _saved(store)["config"]["embedding"]["dtype"]
@@ -84,8 +84,7 @@ def require_resumable(store: Any, config: RunConfig) -> None:
 
 
 def require_same_files(store: Any, config: RunConfig, files: Sequence[DataFile]) -> None:
-    """DataError, naming the first file that differs, if the store's last commit stands within an epoch of other files.
-    Between epochs there is no place in the data to lose."""
+    """DataError, naming the first file that differs, if the last commit stands within an epoch of other files."""
     saved = _saved(store) if store.version else {}
     before = [DataFile(*file) for file in saved.get("files", ())]
     row = saved["position"]["row"] if before else 0
@@ -119,10 +118,7 @@ def _differing(other: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping
 
 
 def restore_run(run: Run) -> Position:
-    """Put the run where its store's last commit left it; the start if nothing was ever committed.
-
-    Weights, and their optimizer's state with them, go to the device that the model is on, whichever they came from.
-    """
+    """Put the run where its store's last commit left it; the start if nothing was ever committed."""
     if not run.store.version:
         return Position()
     saved = _saved(run.store)
@@ -140,8 +136,7 @@ def restore_run(run: Run) -> Position:
 
 
 def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
-    """The run whose commit has this ``extra``; None if no run committed it. ConfigError, which names ``origin``, if it
-    is of another release."""
+    """The run whose commit has this ``extra``; None if no run committed it. ConfigError if it is of another release."""
     saved = extra.get(_EXTRA_KEY)
     return None if saved is None else sections_of(RunConfig, saved["config"], origin)
 
@@ -155,6 +150,5 @@ def _saved(store: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_model(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
-    """Set the model's dense weights to those that a run's commit keeps."""
     for name, parameter in model.dense_parameters().items():
         parameter.copy_(tensors[f"model.{name}"])

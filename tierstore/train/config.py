@@ -277,6 +277,6 @@ parse_override = functools.partial(sections.parse_override, example="train.batch
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
-    """Read a run file, then set what ``overrides`` say; of two for one key the later one wins. ConfigError: for a file
-    that is not TOML, an unknown section or key, a value of the wrong type or range."""
+    """Read a run file, then set what ``overrides`` say; the last wins. ConfigError: not TOML, unknown keys, wrong
+    values."""
     return sections.load_sections(RunConfig, path, overrides, what="run file")

@@ -25,7 +25,7 @@ from ..store import open_store
 from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
-from .build import table_configs
+from .build import table_configs, trace_run
 from .config import (
     DataSection,
     EmbeddingSection,
@@ -35,7 +35,6 @@ from .config import (
     StoreSection,
     TrainSection,
 )
-from .lookups import trace_run
 from .page import Row, page_of, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name
@@ -67,19 +66,15 @@ def run_demo(
     hbm: int | str | None = None,
     ranks: int = 1,
 ) -> bool:
-    """Run the demonstration in ``directory``, which is emptied first.
+    """Run the demonstration in ``directory``, which is emptied first. Returns whether both trainings are bit-identical.
 
     Args:
-        device: where both trainings compute.
         hbm: GPU memory for rows of the training with a budget; default: none on the CPU, elsewhere a twentieth of the
-            bytes that the touched rows take.
+            rows.
         ranks: processes that train together, tables and memory divided among them; started by torchrun if several.
 
-    Returns whether both trainings ended in the same bits.
-
     Raises:
-        ValueError: the directory holds something that is not a demonstration, rows or ranks are too few, or a store
-            refuses the device or the size.
+        ValueError: the directory holds something else, rows or ranks are too few, or a store refuses device or size.
         TierstoreError: a training failed.
     """
     require_int(ranks, "ranks", 1, MAX_RANKS)
@@ -184,7 +179,6 @@ def _train(folder: Path, name: str, arguments: list[str], ranks: int) -> dict[st
 
 
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
-    """A table with a column for each run."""
     runs = (tiered, in_memory)
     rows = [*table_of(runs), Row("store's rows on disk", tuple(format_size(_bytes_on_disk(run)) for run in runs))]
     lines = [f"{'':34}" + "".join(f"{name:>18}" for name in _RUNS)]
@@ -193,7 +187,6 @@ def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
 
 
 def _bytes_on_disk(run: dict[str, Any]) -> int:
-    """What the files of rows take on the device; they may be sparse."""
     stores = [each["store"] for each in run["ranks"]] or [run["store"]]
     return sum((Path(store) / ROW_FILE_NAME).stat().st_blocks * 512 for store in stores)
 

@@ -17,7 +17,7 @@ _OF_EACH_RANK: Final = ("hbm_hits", "hbm_unique", "ddr_hits", "ddr_unique", "byt
 
 
 class Point(NamedTuple):
-    """Running totals after a step, since this process began to train. Two neighbours differ by what the steps between
+    """Running totals after a step, since this process began to train. Neighbours differ by what the steps between
     them did."""
 
     step: int
@@ -39,14 +39,8 @@ class Point(NamedTuple):
 
 
 class History:
-    """Totals after every step of the first 200; then of every second step, every fourth, as they come to be too many.
-
-    It never waits for a device before it is asked.
-
-    Args:
-        tiers: gives the totals of the store.
-        step: of the run, where this process continues it.
-    """
+    """Totals after every step of the first 200; then of every second step, every fourth, as they come to be too
+    many. It never waits for a device before it is asked. ``step``: of the run, where this process continues it."""
 
     def __init__(self, tiers: Callable[[], Stats], *, step: int = 0) -> None:
         self.tiers = tiers

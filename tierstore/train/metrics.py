@@ -19,12 +19,9 @@ class Evaluation(NamedTuple):
 
 
 def roc_auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Area under the ROC curve of labels [n], 0 or 1, and scores [n]: the chance that a positive outranks a negative,
-    ties counting half; NaN unless both occur.
-
-    The Mann-Whitney statistic, counted in integers, so it is exact up to the last division. ValueError for lengths that
-    differ or a score that is NaN.
-    """
+    """Area under the ROC curve of labels [n], 0 or 1, and scores [n], ties counting half; NaN unless both labels
+    occur. The Mann-Whitney statistic, exact up to the last division. ValueError for lengths that differ or a
+    score that is NaN."""
     positive, score = _pair(labels, scores)
     if np.isnan(score).any():
         raise ValueError("scores hold NaN; the model has diverged")
@@ -42,8 +39,8 @@ def roc_auc(labels: ArrayLike, scores: ArrayLike) -> float:
 
 
 def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
-    """Mean negative log-likelihood, in nats, of labels [n] under the logits [n]; computed in float64. ValueError for
-    lengths that differ or are 0."""
+    """Mean negative log-likelihood, in nats, of labels [n] under the logits [n]. ValueError for lengths that differ
+    or are 0."""
     positive, logit = _pair(labels, logits)
     if not len(logit):
         raise ValueError("log loss of no rows")
@@ -69,7 +66,6 @@ class Predictions:
 
     @classmethod
     def merged(cls, parts: "Sequence[Predictions]") -> "Predictions":
-        """All of them, as one."""
         made = cls()
         for part in parts:
             made._labels += part._labels
@@ -77,7 +73,7 @@ class Predictions:
         return made
 
     def add(self, labels: Tensor, logits: Tensor) -> None:
-        """Add a batch: labels and logits, each [B], of any device; logits are kept as float32."""
+        """Add a batch: labels and logits, each [B], of any device."""
         self._labels.append(labels.cpu().numpy() != 0)
         self._logits.append(logits.cpu().numpy().astype(np.float32))
 

@@ -1,7 +1,12 @@
 """The processes that train a run together: one alone, or the ranks that torchrun started."""
 
 import contextlib
+import hashlib
+import os
+import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
@@ -10,12 +15,12 @@ from torch import Tensor
 
 from ..dist import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average, open_sharded
 from ..dist.ranks import Ranks
+from ..errors import RankError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
 from ..store.commits import PendingCommit
-from ..system.launch import launched_rank
+from ..system.hosts import launched_rank
 from .config import RunConfig, StoreSection
-from .rendezvous import meeting
 
 _T = TypeVar("_T")
 _MIN_KEPT: Final = 2
@@ -23,14 +28,13 @@ _MIN_KEPT: Final = 2
 
 
 class OneProcess:
-    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same calls
-    in the same order. A store is that which ``open`` gave."""
+    """This process alone. Its methods are what a run asks of the processes that train it, which all make the same
+    calls."""
 
     rank = 0
     size = 1
 
     def open(self, config: RunConfig, **options: Any) -> Store:
-        """The run's store; ``options`` are of ``open_store``."""
         return open_store(config.store.path, mode="w", keep=config.store.keep, **options)
 
     def local(self, store: Store) -> Store:
@@ -38,11 +42,9 @@ class OneProcess:
         return store
 
     def make_embeddings(self, store: Store, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
-        """The module over the tables."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
-        """Begin to commit."""
         return store.commit_async(extra=extra, tensors=tensors)
 
     def read(self, store: Store, table: str, ids: Tensor) -> Tensor:
@@ -101,7 +103,6 @@ class ManyProcesses:
         return done
 
     def read(self, store: Any, table: str, ids: Tensor) -> Tensor:
-        """Rank 0 looks them up, the others bring them."""
         (feature,) = store.tables[table].config.feature_names
         wanted = ids if self.rank == 0 else ids[:0]
         module = ShardedTieredEmbeddingCollection(store, tables=[table])
@@ -125,11 +126,8 @@ Processes = OneProcess | ManyProcesses
 @contextlib.contextmanager
 def joined(config: RunConfig) -> Iterator[Processes]:
     """The processes of this run: the ranks of the process group that there is, or that torchrun's environment tells
-    of and that is joined here; else this one alone.
-
-    Raises:
-        RankError: the others did not come within ``ranks.timeout_seconds``.
-    """
+    of and that is joined here; else this one alone. RankError: the others did not come within
+    ``ranks.timeout_seconds``."""
     if dist.is_available() and dist.is_initialized():
         yield ManyProcesses()
     elif launched_rank() is not None:
@@ -137,3 +135,54 @@ def joined(config: RunConfig) -> Iterator[Processes]:
             yield ManyProcesses()
     else:
         yield ALONE
+
+
+_POLL_SECONDS: Final = 0.02
+
+
+@contextlib.contextmanager
+def meeting(seconds: int) -> Iterator[None]:
+    """All ranks are in a process group within. RankError: they did not come in time."""
+    _meet(seconds)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(seconds: int) -> None:
+    """``init_process_group`` of gloo by torchrun's environment, with a store of this start's own."""
+    try:
+        timeout = timedelta(seconds=seconds)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        own: Any = dist.PrefixStore(_start(store, rank, size, seconds), store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"the {os.environ['WORLD_SIZE']} ranks did not meet within {seconds} s: start all of them, and let each "
+            f"reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({error})"
+        ) from error
+
+
+def _start(store: Any, rank: int, size: int, seconds: int) -> str:
+    """A name of this start, the same in all ranks and in no other start. Each rank draws a token and shows which
+    tokens it sees. All see the same once each shows those of now: what a rank of an earlier start shows has an
+    earlier token."""
+    token, deadline = secrets.token_hex(8), time.monotonic() + seconds
+    store.set(f"tierstore/token/{rank}", token)
+    others = range(size)
+    while time.monotonic() < deadline:
+        tokens = _read(store, "token", others)
+        seen = " ".join(tokens)
+        store.set(f"tierstore/seen/{rank}", seen)
+        if all(tokens) and set(_read(store, "seen", others)) == {seen}:
+            return hashlib.sha256(seen.encode()).hexdigest()
+        time.sleep(_POLL_SECONDS)
+    missing = ", ".join(str(other) for other, one in enumerate(tokens) if not one)
+    raise RuntimeError(f"rank {missing} did not come" if missing else "a rank left again")
+
+
+def _read(store: Any, what: str, ranks: range) -> list[str]:
+    """What each left; "" if nothing yet."""
+    keys = [f"tierstore/{what}/{rank}" for rank in ranks]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

@@ -15,15 +15,8 @@ from .readers import Batch
 
 
 def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, bool]:
-    """One step; rows are updated inside backward.
-
-    Args:
-        wants_stop: asked once the gradients are there.
-
-    Returns:
-        the mean loss of the batch of all processes, a scalar, and whether one of them wants to stop. On a GPU the step
-        may still be under way.
-    """
+    """One step; rows are updated inside backward. Returns the mean loss of the batch of all processes, a scalar, and
+    whether one of them wants to stop. On a GPU the step may still be in flight."""
     share = len(batch) * run.processes.size / batch.total_rows
     loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
     run.optimizer.zero_grad()
@@ -37,7 +30,7 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
 
 
 def set_rates(run: Run, section: OptimizerSection, step: int) -> None:
-    """Set the learning rates of the step that follows so many, of rows and of dense weights, if they change at all."""
+    """Set the learning rates of the step that follows so many, if they change at all."""
     if section.warmup_steps or section.decay != "none":
         share = section.rate_at(step)
         for table in run.embeddings.tables:
@@ -52,11 +45,8 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def feed(run: Run, batches: Iterator[Batch], *, depth: int, lookahead: int = 0) -> Generator[Batch, None, None]:
-    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead, ``lookahead`` after
-    those made known.
-
-    Closing it releases what was made ready and not used.
-    """
+    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead, ``lookahead``
+    after those made known. Closing it releases what was made ready and not used."""
     copies = _Copies(run.local.device)
     ahead = prefetch(
         map(copies.begin, batches),

@@ -39,8 +39,6 @@ _MISSING_WORD: Final = "0" * 8
 
 
 class SyntheticData(NamedTuple):
-    """What was written."""
-
     path: Path
     train_rows: int
     test_rows: int
@@ -57,8 +55,7 @@ class _Rows(NamedTuple):
 
 
 def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
-    """Write ``train_rows + test_rows`` rows to ``path``; the same seed writes the same bytes. ValueError: unless both
-    numbers are at least 1."""
+    """Write rows to ``path``; the same seed writes the same bytes. ValueError: unless both numbers are at least 1."""
     if train_rows < 1 or test_rows < 1:
         raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
     source = _Source(seed)
@@ -75,8 +72,6 @@ def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: 
 
 
 class _Source:
-    """The known model, and rows drawn from it."""
-
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._dense_weights = self._random.normal(0, _DENSE_STD, _NUM_DENSE)
@@ -116,7 +111,6 @@ def _zipf(uniform: Float64s, size: int) -> Int64s:
 
 
 def _text(rows: _Rows) -> str:
-    """One line a row."""
     words = rows.hashes.astype(">u4").tobytes().hex("\t", 4)
     width = len(words) // len(rows.hashes) + 1
     lines = []

@@ -1,5 +1,6 @@
 """A run at a terminal: its progress bar, Ctrl-C as a request to stop, and the command that starts it again."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -8,25 +9,23 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final
+from types import FrameType
+from typing import Final
 
 from tqdm import tqdm
 
 from ..pool.stats import Stats
-from ..system.launch import launched_rank
+from ..system.hosts import launched_rank
+from ..system.signals import handlers_restored
 from ..system.sizes import format_size
 from .history import History
 
 _REFRESH_SECONDS: Final = 0.5
-_SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Progress:
-    """Samples/s, mean loss of the last steps, the tiers' hit rates and bytes from SSD, on a terminal's stderr.
-
-    Where stderr is no terminal, only ``say`` writes; unless ``shown``, nothing does.
-    """
+    """Samples/s, mean loss, hit rates and bytes from SSD, on a terminal's stderr; elsewhere only ``say`` writes."""
 
     def __init__(self, history: History, *, total_rows: int | None, done_rows: int, shown: bool = True) -> None:
         self._history = history
@@ -42,7 +41,6 @@ class Progress:
         self._shown = shown
 
     def step(self, rows: int) -> None:
-        """Show one more step."""
         now = time.monotonic()
         if not self._bar.disable and now >= self._next_refresh:
             self._next_refresh = now + _REFRESH_SECONDS
@@ -66,32 +64,26 @@ class Progress:
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual.
-
-    The run then stops once the step under way is done and committed.
-    Outside the main thread, where Python allows no signal handlers, it never is requested.
-    """
+    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one ends the process as usual. Outside
+    the main thread, where Python allows no signal handlers, it never is requested."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: dict[int, Any] = {}
+        self._own = contextlib.ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._own.enter_context(handlers_restored(*_SIGNALS))
+            for number in _SIGNALS:
+                signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        self._previous = {}
+    def __exit__(self, *_: object) -> None:
+        self._own.close()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        self._own.close()
         # A plain write: a handler may run in the middle of any other output.
         sys.stderr.write("\nstopping after this step ... (again: stop now, losing what is not committed)\n")
 

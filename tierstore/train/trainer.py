@@ -26,13 +26,13 @@ from .warmup import warm_up
 def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
     """Train as the configuration says, committing as it goes, then evaluate on the rows after the training rows.
 
-    The result depends on the configuration's [data], [embedding], [model], [optimizer] and [train] only, and in its
-    last bits on the device; not on budgets, policies, threads of the store, prefetching or interruptions. Sets
-    torch's seed and number of threads. Ctrl-C, or SIGTERM, commits and returns early.
+    The result depends on [data], [embedding], [model], [optimizer] and [train] only, and in its last bits on the
+    device; not on budgets, policies, threads of the store, prefetching or interruptions. Sets torch's seed and number
+    of threads. Ctrl-C, or SIGTERM, commits and returns early.
 
-    Where torchrun started this process, or there is a process group already, all its ranks train together, on the CPU:
-    each takes its part of each batch, and owns its part of the rows. Then the number of ranks, [ranks] and which rank
-    owns what, where owners pool, decide the last bits too. All ranks return the same, but for ``store``.
+    Where torchrun started this process, or there is a process group already, all its ranks train together, on the CPU.
+    Then the number of ranks, [ranks] and which rank owns what, where owners pool, decide the last bits too. All ranks
+    return the same, but for ``store``.
 
     Args:
         resume: continue from the last commit of the store, or begin if there is none.
@@ -141,7 +141,6 @@ class _Training:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all epochs are done."""
         return self.position.epoch >= self._config.train.epochs
 
     def train(self) -> None:
@@ -156,7 +155,6 @@ class _Training:
         self.history.close()
 
     def _train_epoch(self, stop: StopRequest) -> None:
-        """The rest of the position's epoch."""
         every = self._config.train.commit_every
         stop_row = self._config.data.train_rows or None
         with contextlib.closing(self._batches(self._reader, self.position.row, stop_row)) as batches:
@@ -216,8 +214,7 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """Evaluate on the test rows, which follow the training rows or are in a file of their own; of all processes.
-        What came is kept until the next step."""
+        """Evaluate on the test rows, of all processes. What came is kept until the next step."""
         if self._tested is not None and self._tested[0] == self.position.step:
             return self._tested[1]
         data, predictions = self._config.data, Predictions()
@@ -232,7 +229,6 @@ class _Training:
         return found
 
     def measure(self) -> RankSummary:
-        """What this process used."""
         return RankSummary(
             store=str(self.run.local.directory),
             tiers=self.run.local.stats(),

@@ -25,11 +25,9 @@ _warm: set[object] = set()
 
 
 def warm_up(config: RunConfig) -> None:
-    """Take the first steps of a run twice over in a store that is thrown away; once a process for each kind of run.
-
-    The small budget makes rows leave memory and come back. Changes torch's random state. What goes wrong here is
-    left for the run itself to meet and explain.
-    """
+    """Take the first steps of a run twice over in a store that is thrown away, whose small budget makes rows leave
+    memory and come back; once a process for each kind of run. Changes torch's random state. Errors are left for
+    the run to meet."""
     store, data = config.store, config.data
     kind = (
         *(store.policy, store.device, store.has_hbm, data.format, data.path),

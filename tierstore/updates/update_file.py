@@ -22,8 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..errors import ChecksumError, FormatError, TruncatedError
-from ..exchange.safetensors_file import METADATA_KEY, SafetensorsFile
-from ..exchange.tensor_file import TensorSpec
+from ..exchange.tensor_file import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.excerpt import excerpt

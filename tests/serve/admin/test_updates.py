@@ -1,14 +1,11 @@
 """Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
 
-import asyncio
 import errno
 import http.client
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import plan, publish
+from tierstore.updates.publish import publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
@@ -144,14 +141,6 @@ def test_a_publisher_goes_on_after_broken_connections(
         assert path.read_bytes() == updates[0].path.read_bytes()
 
 
-def test_a_publisher_gives_up_on_a_server_that_is_not_there(source: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    (done,) = publish(source, [f"http://127.0.0.1:{port}"])
-    assert "refused" in done.error
-    assert "publish again" in done.error
-
-
 def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, updates: dict[int, Update]) -> None:
     update = updates[0]
     data = bytearray(update.path.read_bytes())
@@ -214,28 +203,6 @@ def test_a_token_that_others_may_read_on_its_way_is_told(caplog: pytest.LogCaptu
     AdminClient("http://example.com", token="s3cret").close()
     assert "http://example.com gets the token unencrypted" in caplog.text
     assert "s3cret" not in caplog.text
-
-
-def test_a_writer_that_takes_too_long_ends_with_its_pipes(replica_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    made: list[Any] = []
-
-    class Kept(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    async def refresh() -> None: ...
-
-    monkeypatch.setattr(subprocess, "Popen", Kept)
-    monkeypatch.setattr(admin_updates, "_WRITE_LIMIT_SECONDS", 0.0)
-    replica = admin_updates.Replica(replica_dir, extra=dict, refresh=refresh)
-    with pytest.raises(admin_updates.UpdateError, match="took over 0 s"):
-        asyncio.run(replica._write("rollback", str(replica_dir)))
-    (process,) = made
-    assert process.returncode == -signal.SIGKILL
-    assert process.stdout.closed
-    assert process.stderr.closed
 
 
 def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[int, Update]) -> None:
@@ -308,14 +275,6 @@ def test_the_command_serves_all_that_can_be_reached(
         assert cli.main([*arguments, "--to", url, "--keep-file", str(kept)]) == 1
         replica.close()
         assert same(contents(replica_dir), contents(source))
-
-
-def test_wrong_arguments_are_told_before_anything_is_done(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["publish", str(source), "--to", "replica:8002"]) == 2
-    assert "write http://HOST:PORT" in capsys.readouterr().err
-    assert cli.main(["publish", str(source), "--since", "1", "--dry-run"]) == 0
-    assert "120 rows changed since version 1" in capsys.readouterr().out
-    assert "ever written" in plan(source, [])[0]
 
 
 LATER, WRONG = {"error": "later"}, ({"hello": 1}, {"error": "Not Found"})

@@ -4,12 +4,10 @@ import asyncio
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
@@ -87,33 +85,6 @@ def status_of(task: asyncio.Task[int]) -> Status:
     error = task.exception()
     assert isinstance(error, ServeError)
     return error.status
-
-
-def test_an_idle_server_answers_at_once_what_it_can(make_bench: Callable[..., Bench]) -> None:
-    told: list[Any] = []
-    bench = make_bench()
-    quick = bench.another(
-        "q",
-        at_once=lambda ask: None if ask.is_poison else -ask.number,
-        observer=lambda *batch: told.append(batch),
-    )
-    assert bench.submit(Ask(1, 3), to=quick).result() == -1
-    assert told == [("q", 1, 3, (0.0,), 0.0)]
-    assert not bench.executor.jobs
-    slow = bench.submit(Ask(2, is_poison=True), to=quick)
-    behind = bench.submit(Ask(3), to=quick)
-    assert not slow.done()
-    assert not behind.done(), "it overtook another"
-    inside = bench.executor.submit(lambda: bench.submit(Ask(4), to=quick).done())
-    bench.work()
-    assert behind.result() == 3
-    assert inside.result() is False, "it was answered beside a job of the executor"
-    bench.submit(Ask(5))
-    assert not bench.submit(Ask(6), to=quick).done(), "it was answered before another model's batch"
-    bench.work()
-    assert bench.submit(Ask(7), 0.0, to=quick).exception() is not None, "its deadline has passed"
-    quick.close()
-    assert status_of(bench.submit(Ask(8), to=quick)) is Status.UNAVAILABLE
 
 
 def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
@@ -325,53 +296,3 @@ def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
         finally:
             # The answer comes when the loop is closed: it must not fail in the thread either.
             let_go.set()
-
-
-def test_many_callers_and_a_thread() -> None:
-    generator = np.random.default_rng(0)
-    successes: set[int] = set()
-    threads: set[int] = set()
-
-    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
-        threads.add(threading.get_ident())
-        result = answer(queries)
-        successes.update(each.number for each in queries)
-        return result
-
-    async def call(batcher: Batcher, number: int) -> str:
-        num_samples, kind = int(generator.integers(1, 20)), generator.integers(0, 10)
-        submitted = batcher.submit(Ask(number, num_samples, bool(kind == 0)), time.monotonic() + 60)
-        task = asyncio.ensure_future(submitted)
-        for _ in range(int(generator.integers(0, 4)) if kind == 1 else 0):
-            await asyncio.sleep(0)
-        if kind == 1:
-            task.cancel()
-        try:
-            assert await task == number
-        except asyncio.CancelledError:
-            return "cancelled"
-        except ServeError as error:
-            return error.status.name
-        return "answered"
-
-    async def main() -> tuple[list[str], Batcher]:
-        config = ServeConfig(store="x", max_batch_samples=64, max_queue_samples=1024, max_queue_requests=100)
-        batcher = Batcher("m", run, executor, config)
-
-        async def client(first: int) -> list[str]:
-            return [await call(batcher, number) for number in range(first, first + 50)]
-
-        ended = await asyncio.wait_for(asyncio.gather(*[client(50 * each) for each in range(40)]), 60)
-        await batcher.drain(10)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return [each for row in ended for each in row], batcher
-
-    with OneThread("test") as executor:
-        ended, batcher = asyncio.run(main())
-    batcher.check_integrity()
-    assert (len(batcher._present), batcher.num_waiting_samples) == (0, 0)
-    assert set(ended) == {"answered", "cancelled", "INTERNAL"}
-    assert {number for number, each in enumerate(ended) if each == "answered"} <= successes
-    assert not any(ended[number] == "INTERNAL" for number in successes)
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}

@@ -1,6 +1,5 @@
 """What only gRPC has: streams, its own health check, calls and messages that are no request, typed contents."""
 
-import asyncio
 import logging
 import queue
 import threading
@@ -11,18 +10,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc.aio as triton_aio
-import uvloop
 from grpc._cython import cygrpc
 from tritonclient.grpc import service_pb2
 
-from tests.serve.fakes import FakeEngine
 from tests.serve.fronts import SECONDS, Fronted, ask, refused, serving, tensor
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
-from tierstore.serve.grpc.server import GrpcServer, _options
+from tierstore.serve.grpc.server import _options
 from tierstore.serve.limits import Limits
-from tierstore.serve.messages import NUMBERS, Status
+from tierstore.serve.messages import Status
 
 X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 MEBIBYTE = 1 << 20
@@ -126,20 +122,6 @@ def test_a_request_that_does_not_come_is_not_waited_for(method: str) -> None:
         assert len(served.engine.refused) == 1
 
 
-@pytest.mark.parametrize("datatype", NUMBERS)
-def test_answers_are_typed_as_requests_are(served: Fronted, datatype: str) -> None:
-    dtype = NUMBERS[datatype]
-    info: Any = np.iinfo(dtype) if dtype.kind == "i" else np.finfo(dtype)
-    request = service_pb2.ModelInferRequest(model_name="echo")
-    request.inputs.add(name="x", datatype=datatype, shape=[1, 3])
-    name = {"INT32": "int", "INT64": "int64", "FP32": "fp32"}[datatype] + "_contents"
-    getattr(request.inputs[0].contents, name).extend(np.array([info.min, info.max, 1], dtype).tolist())
-    with served.stub() as stub:
-        response = stub.ModelInfer(request, timeout=SECONDS)
-    assert not response.raw_output_contents
-    assert response.outputs[0].contents == request.inputs[0].contents
-
-
 def test_deadlines_of_the_call_and_of_the_request(served: Fronted) -> None:
     with served.client() as client:
         ask(served, client, client_timeout=500)
@@ -163,21 +145,6 @@ def test_large_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         for rows, fails in ((100_000, True), (1, False)):
             stream.ask(x=np.zeros((rows, 3), np.float32))
             assert (stream.next()[1] is not None) == fails, "it ends only its request"
-
-
-def test_runs_in_the_loop_that_it_is_started_in() -> None:
-    """As in the server: uvloop, and a client in the same loop."""
-
-    async def session() -> np.ndarray:
-        server = GrpcServer(FakeEngine(), Limits(), host="127.0.0.1", port=0)
-        port = await server.start()
-        async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-            result = await client.infer("double", [tensor("grpc", "x", "FP32", X)])
-        await server.stop(1)
-        return result.as_numpy("y")
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert np.array_equal(runner.run(asyncio.wait_for(session(), SECONDS)), X * 2)
 
 
 def test_grpc_has_all_options_that_are_set() -> None:
@@ -269,20 +236,6 @@ def test_an_idle_stream_is_answered_and_ended() -> None:
         assert stream.has_ended(Status.UNAUTHENTICATED), "before it has said anything"
 
 
-def test_a_streams_requests_are_bounded_in_bytes() -> None:
-    with (
-        serving("grpc", Limits(bodies_bytes=2 * MEBIBYTE)) as served,
-        Stream(served) as holder,
-        Stream(served) as other,
-    ):
-        holder.ask("slow", np.zeros((100_000, 3), np.float32))
-        served.wait_until(lambda: served.engine.seen)
-        other.ask("echo", np.zeros((100_000, 3), np.float32))
-        assert "hold 2097152 bytes" in str(other.next()[1])
-        served.let_go()
-        assert holder.next()[1] is None
-
-
 def test_answers_of_a_stream_that_nobody_reads_are_bounded() -> None:
     go_on = threading.Event()
 
@@ -299,13 +252,3 @@ def test_answers_of_a_stream_that_nobody_reads_are_bounded() -> None:
         served.wait_free()
         go_on.set()
         assert list(call) == []
-
-
-def test_a_stream_that_is_left_frees_what_it_held(served: Fronted, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(5):
-        with served.stub(*STINGY) as stub:
-            call = stub.ModelStreamInfer(iter([raw_request(4 * MEBIBYTE)] * 3))
-            served.wait_until(lambda: served.front.unsent.held > 12 * MEBIBYTE, "its answers to wait")
-            call.cancel()
-            served.wait_free()
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,9 +1,7 @@
 """The bytes of gRPC's messages: which are refused that REST cannot send, and the wire format against protobuf's own."""
 
-import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -12,10 +10,8 @@ from tritonclient.grpc import service_pb2
 
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
-from tierstore.serve.grpc import wire as grpc_wire
-from tierstore.serve.grpc.codec import encode_response
-from tierstore.serve.grpc.wire import join_fields, split_field
-from tierstore.serve.messages import InferResponse, InferTensor, ServeError, Status
+from tierstore.serve.grpc.codec import join_fields, split_field
+from tierstore.serve.messages import ServeError, Status
 
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
 
@@ -64,33 +60,11 @@ def test_elements_handled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert raised.value.status is Status.TOO_LARGE
 
 
-def test_the_call_or_the_parameter_ends_a_request_whichever_is_sooner() -> None:
-    for timeout, seconds_left, expected in ((2_000_000, 9, 2), (9_000_000, 2.0, 2), ((1 << 63) - 1, None, 9e12)):
-        soon, late = (
-            decode(grpc_message(ONE._replace(timeout=1_000_000), raw=True)).deadline,
-            decode(grpc_message(ONE._replace(timeout=timeout), raw=True), seconds_left=seconds_left).deadline,
-        )
-        assert soon is not None
-        assert late is not None
-        assert late - soon == pytest.approx(expected - 1, rel=0.05)
-
-
-@pytest.mark.parametrize("size", [0, 1, 31, 32, 5000, 70_000])
-def test_raw_outputs_of_any_size(size: int) -> None:
-    data = np.arange(size, dtype=np.int32)
-    outputs = {"x": InferTensor("INT32", data), "y": InferTensor("FP32", np.zeros((2, 0), np.float32))}
-    encoded = asyncio.run(encode_response(InferResponse(model="m", version="7", id="i", outputs=outputs), is_raw=True))
-    response = service_pb2.ModelInferResponse.FromString(encoded)
-    assert list(response.raw_output_contents) == [data.tobytes(), b""]
-    assert [list(output.shape) for output in response.outputs] == [[size], [2, 0]]
-    assert (response.model_name, response.model_version, response.id) == ("m", "7", "i")
-
-
 # The wire format, against protobuf's own reading of it.
 
 
 def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_wire, "MAX_FIELDS", 4)
+    monkeypatch.setattr(codec, "MAX_FIELDS", 4)
     assert len(split_field(b"\x3a\0" * 4, 7)[1]) == 4
     with pytest.raises(ServeError, match="more than 4 fields"):
         split_field(b"\x3a\0" * 5, 7)

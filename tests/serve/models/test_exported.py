@@ -13,7 +13,7 @@ import tierstore
 from tests.serve.models.programs import OfDict, save, save_two_tables
 from tests.serve.models.stores import Counted, make_store, tensor
 from tierstore.serve.messages import InferTensor, ServeError, Status
-from tierstore.serve.models import Models, load_program, rehearse
+from tierstore.serve.models import Models, load_program
 
 FEATURES = ("sums", "peaks")
 Arrays = dict[str, Any]
@@ -83,22 +83,6 @@ def test_its_outputs_are_those_of_the_program_called_by_hand(
         want = by_hand(store, folder / "mine.pt2", of, own)
         assert outputs["next"].data.tolist() == want["next"].tolist()
         np.testing.assert_allclose(outputs["score"].data, want["score"], rtol=1e-5)
-
-
-def test_metadata_is_the_programs(folder: Path, store: tierstore.Store, caplog: pytest.LogCaptureFixture) -> None:
-    model = served(store, folder / "mine.pt2")
-    specs = {spec.name: (spec.datatype, spec.shape) for spec in (*model.metadata.inputs, *model.metadata.outputs)}
-    assert specs == {
-        "Dense": ("FP32", (-1, 3)),
-        "position": ("INT64", (-1,)),
-        "values": ("INT64", (-1,)),
-        "lengths": ("INT32", (2, -1)),
-        "score": ("FP32", (-1,)),
-        "next": ("INT64", (-1,)),
-    }
-    assert model.metadata.parameters == {"features": "sums,peaks", "dense_weights": "of the file"}
-    rehearse([model])
-    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 def test_names_of_a_dict_may_be_anything_and_other_features_of_their_tables_are_not_asked_for(

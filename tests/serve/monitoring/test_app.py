@@ -25,8 +25,7 @@ from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
 from tierstore.serve.admin.updates import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
-from tierstore.serve.monitoring.metrics import Metrics
-from tierstore.serve.source import StateCollector
+from tierstore.serve.monitoring.metrics import Metrics, StateCollector
 
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}
@@ -103,18 +102,6 @@ def client(exchanged: Exchanged, port: Port, connections: httpx.Client) -> httpx
 
 
 # What it shows
-
-
-def test_status_is_the_sources(client: httpx.Client, port: Port) -> None:
-    port.metrics.answered("dlrm", "http", None, 0.1)
-    answer = client.get("/status.json")
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["cache-control"] == "no-store"
-    assert answer.json()["version"]["served"] == 7
-    assert answer.json()["requests"]["total"] == 1
-    assert answer.json()["tiers"][1]["hits"] == 15_000
-    port.source.version = 8
-    assert client.get("/status.json").json()["version"]["served"] == 8
 
 
 def test_metrics_are_prometheus_text(client: httpx.Client) -> None:
@@ -269,15 +256,6 @@ def test_with_a_token_all_who_show_it_are_answered_and_nobody_else(client: httpx
     for token in ("", " ", "two words", "caf\u00e9", "line\n"):
         with pytest.raises(ValueError, match="token"):
             admin_app([], token=token)
-
-
-def test_other_parts_add_routes(client: httpx.Client, exchanged: Exchanged, port: Port) -> None:
-    async def hello(_: Any) -> Any:
-        raise ServeError(Status.NOT_FOUND, "no such update")
-
-    exchanged.app = admin_app([*port.admin.routes(), Route("/admin/updates", hello)])
-    answer = client.get("/admin/updates")
-    assert (answer.status_code, answer.json()) == (404, {"error": "no such update"})
 
 
 def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:

@@ -254,25 +254,3 @@ def test_too_many_pipelined_requests_and_nonsense_behind_one(patient: Fronted) -
         patient.wait_until(lambda: len(patient.engine.cancelled) == len(patient.engine.seen))
         assert_serves(patient)
         patient.reset()
-
-
-def test_slow_clients_do_not_starve_others() -> None:
-    with serving("http", Limits(connections=60)) as server:
-        slow = [server.connect() for _ in range(50)]
-        for number, sock in enumerate(slow):
-            sock.sendall([b"GET /v2 HT", b"", post(length=1000), post(b"slow")][number % 4])
-        server.wait_until(lambda: server.server.num_connections == 50)
-        for _ in range(20):
-            assert_serves(server)
-        for sock in slow:
-            sock.close()
-
-
-def test_a_client_is_disconnected_amid_everything(patient: Fronted) -> None:
-    whole = post(b"double", headers=b"x-request-id: a\r\n")
-    for end in range(1, len(whole), 7):
-        with patient.connect() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            sock.sendall(whole[:end])
-    patient.wait_free()
-    assert_serves(patient)

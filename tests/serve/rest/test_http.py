@@ -15,11 +15,11 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.serve.fakes import VERSION, FakeEngine, Held
+from tests.serve.fakes import VERSION, Held
 from tests.serve.fronts import SECONDS, Fronted, read_answer, serving
 from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
-from tierstore.serve.rest import HttpServer, RestApp, app, infer_body
+from tierstore.serve.rest import app, infer_body
 from tierstore.serve.rest.body import LONG_BYTES, read_body
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
@@ -317,49 +317,3 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         for sock in opened:
             sock.close()
         server.wait_free()
-
-
-class Recorder(asyncio.Transport):
-    """Keeps what each system call would send."""
-
-    def __init__(self) -> None:
-        super().__init__({"sockname": ("127.0.0.1", 1), "peername": ("127.0.0.1", 2)})
-        self.sent: list[bytes] = []
-
-    def write(self, data: Any) -> None:
-        self.sent.append(bytes(data))
-
-    def writelines(self, parts: Any) -> None:
-        self.sent.append(b"".join(parts))
-
-    def is_closing(self) -> bool:
-        return False
-
-    def close(self) -> None: ...
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
-async def sent(request: bytes) -> list[bytes]:
-    transport = Recorder()
-    connection = HttpServer(RestApp(FakeEngine()))._protocol()
-    connection.connection_made(transport)
-    connection.data_received(request)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    connection.connection_lost(None)
-    return transport.sent
-
-
-def test_a_responses_head_and_body_are_one_write() -> None:
-    for first, close in ((b"GET /v2", b""), (b"GET /v2", b"connection: close\r\n"), (b"HEAD /v2", b"")):
-        (whole,) = asyncio.run(sent(first + b" HTTP/1.1\r\nhost: a\r\n" + close + b"\r\n"))
-        head, _, body = whole.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK")
-        assert bool(body) is first.startswith(b"GET")
-    both = asyncio.run(sent(2 * b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n"))
-    assert both == [both[0]] * 2
-    leave, *_ = asyncio.run(sent(post("double", b"").replace(b"length: 0", b"length: 5\r\nexpect: 100-continue")))
-    assert leave == b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -81,24 +81,16 @@ def header(text, length=None, version=b"\x01\x00"):
     [
         header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }"),
         header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 400 + b",), }"),
-        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (-5,), }"),
         header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }"),
         header(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }" + bytes(64)),
         header(b"", 0xFFFF_FFFF, b"\x02\x00"),
         header(b"", 0xFFFF),
         header(b"(" * 9000),
-        header(b"-" * 9000 + b"1"),
-        header(b"{" * 9000),
-        header(b"[1L,"),
-        header(b"'" + b"x" * 9000 + b"'"),
         header(b"__import__('os').abort()"),
         header(b"{}", version=b"\x09\x00"),
-        b"PK\x03\x04" + bytes(100),
         b"\x80\x04\x95" + bytes(100),
     ],
-    ids=str.split(
-        "many vast negative overflow objects length2 length1 brackets minus braces list string code version zip pickle"
-    ),
+    ids=str.split("many vast overflow objects length2 length1 brackets code version pickle"),
 )
 def test_hostile_headers_end_in_a_short_error(folder, content):
     path, _ = folder

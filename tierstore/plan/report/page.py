@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ...settings.sections import to_toml
-from ...train.plot import Line, Step, draw
+from ...train.page import Line, Step, draw
 from ..result import PlanResult, ShownCurve
 from .sections import sections_of
 from .words import named

@@ -41,10 +41,8 @@ def read_only_route() -> Route:
 
 
 def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) -> list[Route]:
-    """POST /admin/refresh, to serve the newest version now; /admin/rollback, which is /admin/updates/rollback too, to
-    serve the one before; both are answered {"version": ...}, with the version then served. /admin/drain, to take no
-    more requests, and /admin/resume, to take them again, {"draining": true or false}. A call raises ServeError or
-    another TierstoreError where it cannot be done."""
+    """POST /admin/refresh and /admin/rollback, answered {"version": ...}; /admin/drain and /admin/resume,
+    {"draining": ...}. A call raises ServeError or another TierstoreError where it cannot be done."""
 
     def route(name: str, call: Call, field: str) -> Route:
         async def answer(_: Request) -> Response:
@@ -58,13 +56,9 @@ def admin_routes(*, refresh: Call, rollback: Call, drain: Call, resume: Call) ->
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:
-    """The app of the admin port. Errors are {"error": message}.
-
-    Args:
-        routes: of monitoring, and of whatever else an operator may do.
-        token: that a client must show, as "Authorization: Bearer TOKEN" or as the password of any user. Without one
-            only this machine is answered, and only where it asks for itself by a name of its own.
-    """
+    """The app of the admin port. Errors are {"error": message}. Without a token, which a client shows as a bearer's
+    or as the password of any user, only this machine is answered, and only where it asks for itself by a name of
+    its own."""
     app = Starlette(
         routes=list(routes),
         middleware=[Middleware(_Access, token=None if token is None else Token(token))],
@@ -80,8 +74,6 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
 
 
 class _Access:
-    """Lets through whom the rules of ``admin_app`` admit."""
-
     def __init__(self, app: ASGIApp, token: Token | None) -> None:
         self._app = app
         self._token = token
@@ -107,10 +99,7 @@ class _Access:
 
 
 def _why_not_local(scope: Scope, headers: Headers) -> str | None:
-    """Why a request is not this machine's own, or None where it is.
-
-    The Host header guards against DNS rebinding: a web page elsewhere whose name leads here asks for that name.
-    """
+    """Why a request is not this machine's own, or None. The Host header guards against DNS rebinding."""
     way_out = "; set an admin token to serve others"
     client = scope.get("client")
     if client is None or not is_loopback_address(client[0]):

@@ -53,11 +53,7 @@ _OF_THIS_MOMENT: Final = frozenset({"StoreLockedError", "OSError", "MemoryError"
 
 
 class UpdateError(TierstoreError):
-    """A call that cannot be done.
-
-    Attributes:
-        kind: name of the error's class in the process that writes the replica; "" if it did not get so far.
-    """
+    """A call that cannot be done; ``kind``: name of the error's class in the process that writes the replica, or ""."""
 
     def __init__(self, http_status: int, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -79,9 +75,8 @@ class Replica:
     """Takes updates for the replica that a server has open for reading.
 
     Args:
-        directory: of the replica; need not exist yet.
-        extra: of the version that the server shows (``Store.extra``); empty if there is none.
-        refresh: have the server move to the replica's newest commit; called after each that was made here.
+        extra: gives ``Store.extra`` of the version that the server shows; empty if there is none.
+        refresh: has the server move to the replica's newest commit.
     """
 
     def __init__(
@@ -95,7 +90,6 @@ class Replica:
         self._received_at = -math.inf  # by the process before: an upload of it is idle
 
     def routes(self) -> list[Route]:
-        """For the admin port's app."""
         return [
             Route("/admin/updates", self._list, methods=["GET"]),
             Route("/admin/updates/{id}", self._receive, methods=["PATCH"]),
@@ -103,11 +97,7 @@ class Replica:
         ]
 
     async def roll_back(self) -> int:
-        """Show the version before the current one; its number at the source.
-
-        Raises:
-            UpdateError: an update is being sent or applied, there is no version before, or the process failed.
-        """
+        """Show the version before the current one; its number at the source. UpdateError: that cannot be done now."""
         with self._busy():
             origin = await self._write("rollback", str(self._directory))
             await self._refresh()
@@ -258,7 +248,6 @@ def _update_id(request: Request) -> str:
 
 
 def _content_range(request: Request) -> tuple[int, int, int]:
-    """First byte, last byte and size of the whole."""
     match = _RANGE.fullmatch(request.headers.get("content-range", ""))
     if match is None:
         raise UpdateError(400, "a header like Content-Range: bytes 0-99/1000 must say where the body belongs")
@@ -278,11 +267,7 @@ def _require_room(folder: Path, size_bytes: int) -> None:
 
 
 async def _store(request: Request, path: Path, offset: int, stop: int) -> int:
-    """Write a body to [offset, stop) of an upload; how far it then is.
-
-    What came before the connection broke stays. A body that is longer than it said is an error, after which the upload
-    has what it should have.
-    """
+    """Write a body to [offset, stop) of an upload; how far it then is. What came before the connection broke stays."""
     buffer = bytearray()
     try:
         async for part in request.stream():

@@ -35,15 +35,37 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from ..base import LONG_IDS, Pause, Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
-from .executor import OneThread
 from .isolation import Attempt, Isolation, Waiter, concerns_all
+
+
+class OneThread(Executor):
+    """Runs jobs one after the other, in a thread of this name."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()  # so that the last is the last in line
+        self._last: Future[Any] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job is done. The only other thread that gives it jobs may then do what jobs do."""
+        return self._last is None or self._last.done()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        with self._lock:
+            self._last = future = self._thread.submit(fn, *args, **kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
+
 
 _SUSPECT_SECONDS: Final = 60.0
 """For which a client's queries are run alone, after one that failed."""
@@ -59,17 +81,10 @@ class Batcher:
     """One model's queries on their way through the executor. All methods are for one event loop.
 
     Args:
-        model: its name, for messages.
-        run: runs a batch, in the executor: the answer to each query, or a ``ServeError``. With a pause, if it may call
-            that between two parts of what it does.
-        executor: shared by all models, outlives the batcher. Only the event loop and its own jobs give it jobs.
-        config: how queries wait and are joined.
-        at_once: the answer to a query, or None if it would keep the event loop from others; called there, while the
-            executor is idle.
-        others: batchers of the same executor, itself among them or not, whose batches run in pauses.
-        observer: called after each batch's answers: model, number of queries, of samples, seconds that each query
-            waited, seconds that it ran with all its repeats.
-        clock: seconds, as deadlines are given in.
+        run: runs a batch, in the executor: the answer to each query, or a ``ServeError``. It may pause between parts.
+        at_once: called in the event loop while the executor is idle: the answer, or None if it would take long.
+        others: batchers of the same executor, whose batches run in pauses.
+        observer: called after each batch: model, queries, samples, seconds that each waited, seconds that it ran.
     """
 
     def __init__(
@@ -115,16 +130,11 @@ class Batcher:
         return self._num_samples
 
     async def submit(self, query: Query, deadline: float, client: str = "") -> Any:
-        """Wait for a query's answer. To cancel the caller takes the query back.
-
-        Args:
-            deadline: seconds on the clock after which the answer is of no use.
-            client: who asks; "" if that is not known.
+        """Wait for a query's answer; to cancel the caller takes it back. ``deadline`` is seconds on the clock.
 
         Raises:
-            ServeError: INVALID, more samples than a batch may have; OVERLOADED, the queue is full; UNAVAILABLE,
-                draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised or
-                gave, if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
+            ServeError: INVALID, more samples than a batch may have; OVERLOADED; UNAVAILABLE, draining or closed;
+                DEADLINE; INTERNAL, ``run`` failed; or what ``run`` said of this query alone.
         """
         num_samples, now = query.num_samples, self._clock()
         self._require_takable(num_samples, deadline, now)
@@ -160,7 +170,7 @@ class Batcher:
         self._note_idle()
 
     def check_integrity(self) -> None:
-        """AssertionError if the books do not balance."""
+        """AssertionError if the counts do not add up."""
         with self._lock:
             line, counted, has_job = [*self._together, *self._alone], self._num_samples, self._has_job
         assert counted == sum(waiter.num_samples for waiter in line) <= self._config.max_queue_samples, (
@@ -172,7 +182,6 @@ class Batcher:
         assert not line or is_served, f"{len(line)} wait for no job"
 
     def _require_takable(self, num_samples: int, deadline: float, now: float) -> None:
-        """ServeError unless a query may be taken, by itself."""
         if not self._is_open:
             raise self._stopping()
         if num_samples > self._config.max_batch_samples:
@@ -224,7 +233,6 @@ class Batcher:
         return bool(self._suspects) and self._suspects.get(waiter.client, waiter.entered) > waiter.entered
 
     def _suspect(self, client: str) -> None:
-        """Run what this client asks alone for a while."""
         if client:
             self._suspects.pop(client, None)
             self._suspects[client] = self._clock() + _SUSPECT_SECONDS
@@ -328,7 +336,6 @@ class Batcher:
             self._start_job()
 
     def _attempt(self, batch: Sequence[Waiter], pause: Pause | None) -> tuple[list[Attempt], float]:
-        """What came of a batch, and when it was begun."""
         taken = self._clock()
         return self._isolation.run(lambda queries: self._run(queries, pause), batch), taken
 

@@ -26,13 +26,7 @@ Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A query from its arrival until its caller has gone.
-
-    Attributes:
-        future: what the caller awaits; it belongs to the event loop, and is done once nobody waits for the answer.
-        entered, deadline: seconds on the batcher's clock.
-        client: who asks; "" if that is not known.
-    """
+    """A query until its caller has gone; ``future``, the event loop's, is done once nobody waits for the answer."""
 
     query: Any
     num_samples: int
@@ -69,10 +63,8 @@ def _attempt(run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) ->
 
 
 class Isolation:
-    """Runs one model's batches; in one thread.
-
-    Failures are logged once a batch, and once a second, with one traceback; a ``ServeError`` is an answer and is not.
-    """
+    """Runs one model's batches, in one thread. Failures are logged once a second, with a traceback; ServeErrors are
+    answers."""
 
     def __init__(self, model: str, clock: Callable[[], float]) -> None:
         self._model = model
@@ -82,8 +74,7 @@ class Isolation:
         self._num_unlogged = 0
 
     def run(self, run: Run, waiters: Sequence[Waiter]) -> list[Attempt]:
-        """Run a batch, again in halves as long as it fails; each query that is still wanted is in one attempt, in
-        order."""
+        """Run a batch, again in halves as long as it fails; each query still wanted is in one attempt, in order."""
         finished: list[Attempt] = []
         fault: BaseException | None = None
         waiting = [waiters]

@@ -27,13 +27,9 @@ class _Place:
 
 
 class Arrivals:
-    """Who receives. A call that finds no place takes the oldest of the connection that has most, unless its own has as
-    many; else it waits. So a client that sends messages in part keeps only its own calls out. Some places are kept for
-    connections without any: else each call of theirs would end one of that client, which would send another.
-
-    Args:
-        places: that there are.
-    """
+    """Who receives. A call that finds no place takes the oldest of the connection that has most, unless its own has
+    as many; else it waits. So a client that sends messages in part keeps only its own calls out. Some places are
+    kept for connections without any."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -42,11 +38,8 @@ class Arrivals:
         self._waiting: dict[asyncio.Future[None], str] = {}  # the connection of each, in the order of their coming
 
     async def receive(self, read: Callable[[], Awaitable[Any]], peer: str, seconds: float, what: str) -> Any:
-        """What ``read`` gives of a connection, within the time.
-
-        Raises:
-            ServeError: DEADLINE, which says ``what``; OVERLOADED, another has taken the place.
-        """
+        """What ``read`` gives of a connection. ServeError DEADLINE, which says ``what``; OVERLOADED: it lost its
+        place."""
         place: _Place | None = None
         try:
             async with asyncio.timeout(seconds) as timer:
@@ -75,12 +68,10 @@ class Arrivals:
             self._wake()
 
     def _is_full(self, peer: str) -> bool:
-        """Whether there is no place for a connection."""
         kept = self._places // _KEPT_SHARE if peer in self._held else 0
         return self._num_held >= self._places - kept
 
     def _wake(self) -> None:
-        """Wake who has waited longest of those for whom there is a place."""
         for woken, peer in self._waiting.items():
             if not (woken.done() or self._is_full(peer)):
                 del self._waiting[woken]
@@ -88,7 +79,6 @@ class Arrivals:
                 return
 
     async def _wait(self, peer: str) -> None:
-        """Until there is a place."""
         while self._is_full(peer):
             busiest = max(self._held.values(), key=len)
             seconds = None

@@ -25,8 +25,7 @@ call more, and few calls are ended here."""
 
 
 def _maker_of(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
-    """gRPC's task that made a handler's; None if this gRPC has none. All are looked for at once, so that to end many
-    calls takes no longer for each."""
+    """gRPC's task that made a handler's; None if this gRPC has none. All are looked for at once."""
     if task not in _makers:
         for maker in asyncio.all_tasks():
             coroutine = maker.get_coro()
@@ -39,7 +38,7 @@ def _maker_of(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
 
 
 class Call:
-    """The call under way whose handler is running. Refers to it weakly: it is not to last for that."""
+    """The call in flight whose handler is running. Refers to it weakly: it is not to last for that."""
 
     def __init__(self, context: Any) -> None:
         task = asyncio.current_task()

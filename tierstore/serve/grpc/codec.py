@@ -1,10 +1,12 @@
 """Inference requests and responses, from and to the bytes that gRPC carries.
 
-Tensors are "raw" (little-endian bytes) or typed (repeated numbers, which Python handles one by one).
+Tensors are "raw" (little-endian bytes) or typed (repeated numbers, which Python handles one by one). Raw contents are
+cut out of the message's bytes and put back into them here, since protobuf's Python copies them more than once
+(https://protobuf.dev/programming-guides/encoding).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +27,6 @@ from ..tensors import (
     require_supported,
 )
 from .messages import message_class
-from .wire import join_fields, split_field
 
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
@@ -40,12 +41,8 @@ _CONTENTS: Final = {
 
 
 class RawRequest(NamedTuple):
-    """A ``ModelInferRequest``, parsed and not yet checked.
-
-    Attributes:
-        message: all of it but its raw contents.
-        raws: those, as views of the bytes that arrived. Outputs leave raw if inputs came so.
-    """
+    """A ``ModelInferRequest`` not yet checked: all but its raw contents, and those, as views of the bytes that
+    arrived."""
 
     message: Any
     raws: list[memoryview]
@@ -74,16 +71,7 @@ def id_of(data: bytes) -> str:
 
 
 def decode_request(raw_request: RawRequest, *, seconds_left: float | None = None, client: str = "") -> InferRequest:
-    """Check a request; its inputs may be views of the bytes that arrived.
-
-    Args:
-        raw_request: just arrived.
-        seconds_left: until the call's deadline; the request's parameter "timeout" may end it sooner.
-        client: whose connection it came by.
-
-    Raises:
-        ServeError: INVALID or TOO_LARGE.
-    """
+    """Check a request; its inputs may be views of the bytes that arrived. ServeError INVALID or TOO_LARGE."""
     arrival = time.monotonic()
     message, raws = raw_request
     limits = [seconds for seconds in (seconds_left, _timeout_seconds(message)) if seconds is not None]
@@ -120,15 +108,7 @@ def _wanted_outputs(message: Any) -> tuple[str, ...]:
 
 
 def _decode_tensors(tensors: Sequence[Any], raws: Sequence[memoryview]) -> dict[str, InferTensor]:
-    """A request's inputs by name; arrays may be views of ``raws``, and none is writable.
-
-    Args:
-        tensors: ``InferInputTensor`` messages.
-        raws: the contents of each, in the same order, or empty where contents are typed.
-
-    Raises:
-        ServeError: INVALID, with the input's name; TOO_LARGE beyond ``MAX_ELEMENTS``.
-    """
+    """A request's inputs by name, none writable; ``raws``: the contents of each, or empty where they are typed."""
     if len(tensors) > MAX_TENSORS:
         raise ServeError(Status.INVALID, f"{len(tensors)} inputs; at most {MAX_TENSORS} are taken")
     if raws and len(raws) != len(tensors):
@@ -167,7 +147,6 @@ def _from_contents(head: TensorHead, contents: Any) -> NDArray[Any]:
 
 
 async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
-    """A ``ModelInferResponse``."""
     message = message_class("ModelInferResponse")(
         model_name=response.model, model_version=response.version, id=response.id
     )
@@ -182,7 +161,6 @@ async def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
 
 
 def encode_stream_response(response: bytes) -> bytes:
-    """A ``ModelStreamInferResponse`` around a response's bytes."""
     return join_fields(b"", _STREAM_RESPONSE, [response])
 
 
@@ -191,3 +169,77 @@ def encode_stream_error(text: str, request_id: str) -> bytes:
     message = message_class("ModelStreamInferResponse")(error_message=text)
     message.infer_response.id = request_id
     return bytes(message.SerializeToString())
+
+
+MAX_FIELDS: Final = 4096
+"""Top-level fields of a message: an empty one takes two bytes on the wire, and some hundred once it is parsed."""
+
+_LENGTH_DELIMITED: Final = 2
+_FIXED_BYTES: Final = {1: 8, 5: 4}
+_MAX_VARINT_BYTES: Final = 10
+_MAX_TAG: Final = 1 << 32
+
+
+def _malformed(what: str) -> ServeError:
+    return ServeError(Status.INVALID, f"the message is malformed: {what}")
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """A variable-length integer and the position after it."""
+    if position < len(data) and data[position] < 0x80:  # as nearly all: without an iterator
+        return data[position], position + 1
+    value = 0
+    for count, byte in enumerate(data[position : position + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return value, position + count + 1
+    raise _malformed("an integer does not end")
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def split_field(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
+    """Take a bytes field out of a message: the rest, and the field's values, views of ``message``. ServeError
+    INVALID."""
+    data = memoryview(message)
+    rest, values = [], []
+    position = count = 0
+    while position < len(data):
+        count += 1
+        if count > MAX_FIELDS:
+            raise ServeError(Status.INVALID, f"the message has more than {MAX_FIELDS} fields at its top level")
+        tag, start = _read_varint(data, position)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            size_bytes, start = _read_varint(data, start)
+            stop = start + size_bytes
+        elif wire_type == 0:
+            stop = _read_varint(data, start)[1]
+        elif wire_type in _FIXED_BYTES:
+            stop = start + _FIXED_BYTES[wire_type]
+        else:
+            raise _malformed(f"wire type {wire_type}")
+        if stop > len(data) or not 8 <= tag < _MAX_TAG:
+            raise _malformed("a field is cut off or has no valid number")
+        if tag == number << 3 | _LENGTH_DELIMITED:
+            values.append(data[start:stop])
+        else:
+            rest.append(data[position:stop])
+        position = stop
+    return b"".join(rest), values
+
+
+def join_fields(rest: bytes, number: int, values: Iterable[memoryview | bytes]) -> bytes:
+    """The message with values of a length-delimited field appended to it."""
+    parts: list[memoryview | bytes] = [rest]
+    tag = _varint(number << 3 | _LENGTH_DELIMITED)
+    for value in values:
+        parts += [tag, _varint(len(value)), value]
+    return b"".join(parts)

@@ -56,17 +56,7 @@ def _options(limits: Limits, *, reuse_port: bool) -> list[tuple[str, int]]:
 
 
 class GrpcServer:
-    """Serves an engine until it is stopped; once.
-
-    Args:
-        host: address to listen on; names and IPv6 are taken.
-        port: 0 for any that is free.
-        reuse_port: several processes may listen on one port.
-        token: wanted of every call but those about health, or None.
-
-    Raises:
-        ValueError: a token that cannot be used.
-    """
+    """Serves an engine until it is stopped; once. ValueError: a token that cannot be used."""
 
     def __init__(
         self,
@@ -105,6 +95,6 @@ class GrpcServer:
         return int(port)
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
-        """Take no more calls, give those under way so long to end, then cancel them. May be called again."""
+        """Take no more calls, give those in flight so long to end, then cancel them. May be called again."""
         if self._server is not None:
             await self._server.stop(grace_seconds)

@@ -11,10 +11,9 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from ..base import Engine
-from ..front import SERVER, Front
+from ..front import DATA_TYPES, SERVER, Front
 from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
-from ..triton import DATA_TYPES
 from . import codec
 from .arrivals import Arrivals
 from .calls import Call
@@ -57,11 +56,8 @@ class InferenceService:
         self._streams = Budget(limits.streams, "{} streams are open")
 
     def handlers(self) -> tuple[Any, ...]:
-        """For ``grpc.aio.Server.add_generic_rpc_handlers``.
-
-        Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's. Those of
-        one message are declared as of many: gRPC then leaves it to us how long to wait for it.
-        """
+        """For ``add_generic_rpc_handlers``. Calls take and give bytes: a malformed message then has a status of
+        ours. Those of one message are declared as of many: gRPC then leaves it to us how long to wait for it."""
         engine, asked = self._engine, self._asked
         methods = {
             "ServerLive": asked("ServerLive", lambda _: {"live": engine.is_live}, is_open=True),
@@ -93,8 +89,7 @@ class InferenceService:
         return grpc.stream_unary_rpc_method_handler(self._unary(respond, is_open=is_open))
 
     def _unary(self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False) -> Any:
-        """A handler of what ``respond`` gives, or of the status of what went wrong; the client has its time to accept
-        either."""
+        """A handler of what ``respond`` gives, or of the status of what went wrong."""
 
         async def handle(_: Any, context: Any) -> bytes | None:
             call = Call(context)
@@ -120,12 +115,11 @@ class InferenceService:
         return handle
 
     async def _receive(self, context: Any, seconds: float, what: str) -> bytes | None:
-        """The next request of a call; None at its end. Raises ServeError DEADLINE or OVERLOADED."""
+        """The next request of a call; None at its end."""
         message = await self._arrivals.receive(context.read, context.peer(), seconds, what)
         return None if message is grpc.aio.EOF else bytes(message)
 
     async def _receive_any(self, context: Any) -> bytes | None:
-        """The first request, if there is one."""
         return await self._receive(context, self.front.limits.receive_seconds, "the request did not come within")
 
     async def _receive_first(self, context: Any) -> bytes:
@@ -188,7 +182,6 @@ class InferenceService:
         return encoded
 
     async def _infer(self, data: bytes, context: Any) -> _Answer:
-        """The response; ServeError for all that can go wrong."""
         with self.front.requests.hold() as held:
             with self.front.noting_refusals():
                 held.grow(len(data))

@@ -15,8 +15,7 @@ from ...settings.sections import nearest
 from ...store import Store, Table
 from ..base import Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
-from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, Merged, merge, parts_of
+from .jagged import DenseAndIds, Dropped, Features, Merged, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs
 from .program import Program
 
@@ -30,16 +29,8 @@ class Exported:
     feature's rows, every other comes with the request. If a dict of the program holds one feature, all it holds are.
 
     Inputs: the program's others; values INT64 [N] and lengths INT32 [F, B], feature by feature in the order of the
-    metadata's parameter ``features``.
-    Outputs: the program's.
-
-    Args:
-        store: open for reading.
-        dropped: see ``Features``.
-        features: names of the inputs that get rows; None for all that can.
-
-    Raises:
-        ValueError: the program's inputs and the store's features do not fit.
+    metadata's parameter ``features``. Outputs: the program's. ``features``: inputs that get rows; None for all that
+    can. ValueError: the program's inputs and the store's features do not fit.
     """
 
     def __init__(
@@ -77,7 +68,6 @@ class Exported:
 
     @property
     def features(self) -> list[str]:
-        """Names of the inputs that get rows."""
         return self._features.names
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
@@ -120,7 +110,6 @@ class Exported:
         ]
 
     def _rows(self, batch: Merged) -> dict[str, Tensor]:
-        """What each feature's input gets, by name."""
         rows = self._pooled(batch)
         for place, (name, spec) in enumerate(self._specs.items()):
             if len(spec.shape) == 3:
@@ -152,7 +141,7 @@ def _require_features(program: Program, known: Mapping[str, Any], features: Sequ
 
 
 def _require_fit(program: Program, spec: TensorSpec, owners: Mapping[str, Table]) -> None:
-    """ValueError unless the input takes the rows of its feature; or comes with requests, and looks like no feature."""
+    """ValueError unless the input takes the rows of its feature, or comes with requests and looks like no feature."""
     found = f"{program.path}: input {spec.name!r} is {spec.datatype} {list(spec.shape)}"
     table = owners.get(spec.name)
     if table is None:

@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...kernels.jit import kernel
+from ...settings.names import nearest
+from ...system.excerpt import excerpt
 from ..base import Pause
-from ..messages import InferTensor
-from .inputs import invalid, lengths_of, require_finite
+from ..messages import InferTensor, ServeError, Status, TensorSpec
 
 Dropped = Callable[[str, int], None]
 """Called with the model and how many ids of a request were dropped, as they are no rows."""
@@ -23,13 +24,7 @@ PART_IDS: Final = 8192
 
 
 class JaggedIds(NamedTuple):
-    """Of one request or batch.
-
-    Attributes:
-        values: int64 [N].
-        lengths: int64 [F, B].
-        weights: float32 [N], or None for ones.
-    """
+    """Of one request or batch: values int64 [N], lengths int64 [F, B], weights float32 [N] or None for ones."""
 
     values: Any
     lengths: Any
@@ -46,8 +41,6 @@ class JaggedIds(NamedTuple):
 
 
 class DenseAndIds(NamedTuple):
-    """A request to a model that takes both; ``dense``: an array, or several."""
-
     dense: Any
     jagged: JaggedIds
 
@@ -64,9 +57,7 @@ class Features:
     """A model's jagged ids.
 
     Args:
-        model: its name.
-        rows: how many rows the table of each feature has, by feature, in order; ``1 << 63`` where ids are categories
-            that are hashed later.
+        rows: of each feature's table, in order; ``1 << 63`` where ids are categories that are hashed later.
         dropped: None to refuse requests with ids that are no rows.
         ids: name of the input of ids.
     """
@@ -79,12 +70,8 @@ class Features:
         self._ids = ids
 
     def parse(self, inputs: Mapping[str, InferTensor], *, are_pooled: bool = True) -> JaggedIds:
-        """The ids of a request, all of them rows, and its weights if it has any. Arrays are copies: what came in may be
-        read-only, for which kernels would be compiled again and torch warns.
-
-        Raises:
-            ServeError: INVALID, naming the input, for what does not fit together, and for an id that is no row.
-        """
+        """The ids of a request, all of them rows, and its weights; copies, as kernels are compiled again for
+        read-only arrays. ServeError INVALID names the input."""
         given = inputs[self._ids].data
         lengths = lengths_of(inputs, len(given), self._ids).reshape(len(self.names), -1)
         if not lengths.shape[1]:
@@ -109,11 +96,7 @@ class Features:
         return JaggedIds(ids[~outside], lengths, None if weights is None else weights[~outside])
 
     def outside(self, ids: Any, lengths: Any) -> Any:
-        """Which ids are no rows, bool [N], once they are counted; None if all are rows.
-
-        Raises:
-            ServeError: INVALID, naming the first, if such requests are refused.
-        """
+        """Which ids are no rows, bool [N], counted; None if all are rows. ServeError INVALID if they are refused."""
         first = int(_first_outside(ids, lengths, self._last))
         if first < 0:
             return None
@@ -145,14 +128,8 @@ def _first_outside(values: Any, lengths: Any, last: Any) -> int:
 
 
 class Merged(NamedTuple):
-    """A batch of requests.
-
-    Attributes:
-        values: int64 [N].
-        offsets: int64 [F * B + 1].
-        weights: float32 [N], or None.
-        samples: where each request's samples begin, and how many there are; int64 [requests + 1].
-    """
+    """A batch: values int64 [N], offsets int64 [F * B + 1], weights float32 [N] or None, and where each request's
+    samples begin, int64 [requests + 1]."""
 
     values: Any
     offsets: Any
@@ -232,3 +209,55 @@ def _interleave(
                 for i in range(stop - start):
                     merged_weights[start + i] = weights[source + i]
             source += stop - start
+
+
+_INTEGERS: Final = ("INT64", "INT32")
+
+
+def invalid(name: str, what: str) -> ServeError:
+    return ServeError(Status.INVALID, f"input {name!r} {what}")
+
+
+def check_inputs(
+    inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = ()
+) -> None:
+    """ServeError unless all required inputs are there and no others but optional ones; INT32 is taken for INT64."""
+    known = {spec.name: spec for spec in (*required, *optional)}
+    for name in inputs:
+        if name not in known:
+            hint = nearest(name, known, all_are="the model takes")
+            raise ServeError(Status.INVALID, f"there is no input {excerpt(name)}; {hint}")
+    for spec in required:
+        if spec.name not in inputs:
+            raise invalid(spec.name, f"is missing: {spec.datatype} {list(spec.shape)}")
+    for name, tensor in inputs.items():
+        spec, shape = known[name], tensor.data.shape
+        allowed = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
+        if tensor.datatype not in allowed:
+            raise invalid(name, f"is {tensor.datatype}; the model takes {' or '.join(allowed)}")
+        if len(shape) != len(spec.shape) or any(
+            want not in (-1, have) for have, want in zip(shape, spec.shape, strict=True)
+        ):
+            raise invalid(name, f"has shape {list(shape)}; the model takes {list(spec.shape)}, -1 being any length")
+
+
+def lengths_of(inputs: Mapping[str, InferTensor], num_values: int, values_name: str) -> Any:
+    """int64, of the input's shape, a copy: lengths of bags that together take ``num_values`` values."""
+    lengths = np.array(inputs["lengths"].data, np.int64)
+    flat = lengths.reshape(-1)
+    least, most = int(flat.min(initial=0)), int(flat.max(initial=0))
+    if least < 0:
+        raise invalid("lengths", f"has the length {least} at position {int(flat.argmin())}; lengths are 0 or more")
+    if most > num_values:  # so that the sum cannot overflow
+        raise invalid("lengths", f"has the length {most}; {values_name!r} has {num_values} values in all")
+    if int(flat.sum()) != num_values:
+        raise invalid("lengths", f"adds up to {int(flat.sum())}; {values_name!r} has {num_values} values")
+    return lengths
+
+
+def require_finite(name: str, array: Any, advice: str = "send finite numbers") -> None:
+    """ServeError, with the position and the advice, if an element is NaN or infinite."""
+    is_finite = np.isfinite(array)
+    if not is_finite.all():
+        position = np.unravel_index(int(is_finite.argmin()), array.shape)
+        raise invalid(name, f"is {array[position]} at {[int(place) for place in position]}; {advice}")

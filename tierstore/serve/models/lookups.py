@@ -11,8 +11,7 @@ from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec
-from .inputs import check_inputs
-from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, merge, parts_of
+from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, check_inputs, merge, parts_of
 
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
 _SAMPLE_ROWS: Final = 16
@@ -27,7 +26,6 @@ _QUICK_BYTES: Final = 256 << 10
 
 
 def _is_quick(tables: Sequence[Table], ids: Any) -> bool:
-    """Whether ids are of one table, and few."""
     row_bytes: int = tables[0].config.embedding_dim * np.dtype(np.float32).itemsize
     return len(tables) == 1 and len(ids) * row_bytes <= _QUICK_BYTES
 
@@ -38,25 +36,18 @@ def feature_inputs(num_features: int) -> tuple[TensorSpec, TensorSpec]:
 
 
 def joined(pieces: Sequence[Any]) -> Any:
-    """Arrays as one; a single one as it is."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
-    """Rows of a batch's output to its requests."""
     return [{name: InferTensor("FP32", outputs[bounds[part] : bounds[part + 1]])} for part in range(len(bounds) - 1)]
 
 
 class Pooled:
     """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
 
-    Inputs: ids INT64 [N] and lengths INT32 [B] of the bags of one table, or values INT64 [N] and lengths INT32 [F, B],
-    feature by feature; optionally weights FP32 [N] where every pooling is "sum".
-    Output: embeddings FP32 [B, sum of D].
-
-    Args:
-        owners: the tables of the features, in order.
-        pool: pooled rows, float32 [B, sum of D], of a batch.
+    Inputs: ids INT64 [N] and lengths INT32 [B] of one table, or values INT64 [N] and lengths INT32 [F, B], feature by
+    feature; optionally weights FP32 [N] where every pooling is "sum". Output: embeddings FP32 [B, sum of D].
     """
 
     def __init__(
@@ -89,7 +80,6 @@ def _embeddings(owners: Sequence[Table]) -> TensorSpec:
 
 
 def pooled_table(table: Table, dropped: Dropped | None) -> Pooled:
-    """Model "pooled.TABLE"."""
     name, num_rows = f"pooled.{table.name}", table.config.num_embeddings
 
     def pool(batch: Merged) -> Any:
@@ -130,7 +120,6 @@ def _num_rows(owners: Mapping[str, Table]) -> dict[str, int]:
 
 
 def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped | None) -> Pooled:
-    """Model "pooled", over all tables of a collection."""
     owners = _owners(collection)
     tables = list(owners.values())
     metadata = _of_features("pooled", owners, _embeddings(tables))
@@ -139,8 +128,8 @@ def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped |
 
 
 class _RowIds(NamedTuple):
-    """Ids whose rows are asked for, and which of them are none, bool [N] or None. Bags may be of any length, so they
-    count by the rows of the answer, too: one sample for as many as ``rows_per_sample``."""
+    """Ids whose rows are asked for, and which of them are none, bool [N] or None. They count by the rows of the
+    answer, too."""
 
     jagged: JaggedIds
     outside: Any
@@ -156,12 +145,9 @@ class _RowIds(NamedTuple):
 
 
 class RowsModel:
-    """Models "rows.TABLE" and "rows": rows as they are.
+    """Models "rows.TABLE" and "rows", of tables of one width: rows as they are.
 
     Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D].
-
-    Args:
-        tables: of the features, in order; all of one width.
     """
 
     def __init__(self, metadata: ModelMetadata, features: Features, tables: Sequence[Table]) -> None:
@@ -201,7 +187,6 @@ class RowsModel:
 
 
 def _read(table: Table, ids: Tensor, pause: Pause | None) -> Any:
-    """float32 [N, D], with a pause before each part but the first, if there are any."""
     pieces: list[Any] = []
     size = PART_IDS if pause else len(ids)
     for first in range(0, max(1, len(ids)), max(1, size)):
@@ -212,7 +197,6 @@ def _read(table: Table, ids: Tensor, pause: Pause | None) -> Any:
 
 
 def _rows_of(query: _RowIds, rows: Any) -> Outputs:
-    """The rows read, but for ids that are none: zeros."""
     if query.outside is not None:
         rows[query.outside] = 0
     return {"rows": InferTensor("FP32", rows)}

@@ -27,17 +27,8 @@ _LOG: Final = logging.getLogger("tierstore.serve")
 class Models:
     """The lookups of a store's tables, the ranking model of the run that committed it, and a model of one's own.
 
-    Args:
-        store: open for reading.
-        dropped: None to refuse requests with ids that are no rows.
-        program: a model of one's own, or None.
-
-    Attributes:
-        by_name: all of them, in order; another mapping after each move that changes them.
-
-    Raises:
-        ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the
-            program does not fit the store.
+    ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the program
+    does not fit the store. ``by_name`` is another mapping after each move that changes it.
     """
 
     def __init__(self, store: Store, *, dropped: Dropped | None = None, program: Program | None = None) -> None:
@@ -72,12 +63,10 @@ class Models:
 
     def show(self, newer: Newer) -> None:
         """Have the store show another version, between two batches, and serve that; models that it does not change stay
-        the same. A run whose model cannot be made is left out, with a word in the log: its tables are served.
+        the same. A run whose model cannot be made is left out, with a word in the log.
 
-        Raises:
-            ConfigError: the commit's run is of another release. DamagedError: its weights are not all there.
-                Or as ``Newer.show``. Nothing has changed then. After another error the store shows the newer version,
-                by the models that there were; the next call makes them again.
+        ConfigError: the commit's run is of another release. DamagedError: its weights are not all there. Or as
+        ``Newer.show``. Nothing has changed then. After another error the next call makes the models again.
         """
         config = saved_config(newer.version.extra, "the newest commit")
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
@@ -101,7 +90,6 @@ class Models:
         self._take_weights(own)
 
     def _take_weights(self, found: Mapping[str, Tensor]) -> None:
-        """For the model of one's own."""
         own, program = self._exported, self._program
         if own is not None and program is not None and program.weights:
             own.take_weights(found)
@@ -136,8 +124,8 @@ def _place(model: Model) -> tuple[bool, str]:
 
 
 def rehearse(models: Iterable[Model]) -> None:
-    """Ask each model for its tables' first rows: one request alone, and two together, so that no request waits
-    until kernels are compiled or loaded. What fails is logged."""
+    """Ask each model for its tables' first rows, alone and two together, so that no request waits until kernels are
+    compiled."""
     for model in models:
         specs = {spec.name: spec for spec in model.metadata.inputs}
         num_ids = specs["lengths"].shape[0] if "lengths" in specs else 1

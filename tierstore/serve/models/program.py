@@ -19,14 +19,8 @@ _SMALLEST_BATCH: Final = 2
 
 
 class Program(NamedTuple):
-    """Attributes:
-    path: its file.
-    inputs, outputs: in order; each shape begins with -1, the batch, and goes on with fixed sizes.
-    module: what is called.
-    in_spec: how the inputs lie in its arguments.
-    dicts: names of the inputs in each argument that is a dict.
-    weights: parameters and buffers as the file has them.
-    """
+    """A program; each shape begins with -1, the batch. ``dicts``: names of the inputs in each argument that is a
+    dict. ``weights``: parameters and buffers as the file has them."""
 
     path: Path
     inputs: tuple[TensorSpec, ...]
@@ -60,14 +54,7 @@ class Program(NamedTuple):
 
 
 def load_program(path: Path, *, max_samples: int) -> Program:
-    """Read what ``torch.export.save`` wrote, and run it once.
-
-    Args:
-        max_samples: of a batch.
-
-    Raises:
-        ValueError: it cannot be served; names the input or output and what is wrong with it.
-    """
+    """Read what ``torch.export.save`` wrote, and run it once. ValueError names what cannot be served."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; write one with torch.export.save")
     try:
@@ -116,7 +103,6 @@ def _described(path: Path, exported: Any, max_samples: int) -> Program:
 
 
 def _found(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a model's state has of these, which may be a part of it; {} if it has not all, or in several places."""
     if not wanted:
         return {}
     first = next(iter(wanted))
@@ -161,7 +147,6 @@ def _paths(spec: Any) -> list[Any]:
 
 
 def _key(path: Any) -> str | None:
-    """Of the innermost dict or named tuple."""
     last = path[-1] if path else None
     if isinstance(last, pytree.MappingKey):
         return str(last.key)

@@ -20,8 +20,7 @@ from ...train.readers import FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
-from .inputs import check_inputs, invalid, require_finite
-from .jagged import DenseAndIds, Dropped, Features, merge, parts_of
+from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, pool_features, split_rows
 
 
@@ -30,16 +29,7 @@ class Ranking:
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
     BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing.
-    Output: probabilities FP32 [B].
-
-    Args:
-        store: at a commit of the run, whose dense weights the model has.
-        config: the run's.
-        dropped: see ``Features``: of negative categories.
-
-    Raises:
-        DamagedError: the commit has no weights for the model.
+    missing. Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model.
     """
 
     def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None) -> None:
@@ -124,7 +114,6 @@ def _require_texts(values: InferTensor) -> None:
 
 
 def _as_categories(tensor: InferTensor) -> InferTensor:
-    """Texts as the categories that they stand for; other tensors as they are."""
     if tensor.datatype != "BYTES":
         return tensor
     texts = tensor.data.reshape(-1).tolist()

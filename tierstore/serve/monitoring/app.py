@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..source import Source
+from ..monitoring.metrics import Source
 from .metrics import CONTENT_TYPE, Metrics
 from .status import snapshot
 
@@ -25,10 +25,8 @@ _HEADERS: Final = {
 
 
 def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
-    """GET / (the status page), /status.json and /metrics.
-
-    The last two are made in a thread, as /metrics takes 1 to 2 ms for each model: requests are answered meanwhile.
-    """
+    """GET / (the status page), /status.json and /metrics; the last two are made in a thread, as that takes
+    milliseconds."""
     page = Path(__file__).with_name("page.html").read_bytes()
     page_headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 

@@ -3,14 +3,18 @@
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, Summary, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ...pool.stats import Stats
 from ..messages import ModelStatistics, Status
-from .window import Window
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
@@ -31,8 +35,6 @@ class LastUpdate(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """Requests, and how long they took, together."""
-
     requests: int = 0
     seconds: float = 0.0
 
@@ -51,13 +53,8 @@ _NO_BATCH: Final = [0.0] * 6
 
 
 class Metrics:
-    """All that one worker process counts; for any thread, at some microseconds a request.
-
-    Args:
-        models: names that get series of their own; all others share one, ``OTHER``.
-        worker: index of the process among those that serve; a label of every series.
-        clock: seconds that only grow.
-    """
+    """All that one worker process counts; for any thread. ``models`` get series of their own; all others share
+    ``OTHER``."""
 
     def __init__(self, models: Sequence[str], *, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.worker = worker
@@ -98,8 +95,8 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
-        """Give these models series of their own: counters now, so that each has a rate from its first count on; what
-        has a series for each bucket once the model is asked, as most of many models never are."""
+        """Give these models series of their own: counters now, so that each has a rate from its first count on;
+        histograms once the model is asked, as most of many models never are."""
         for name in models:
             for each in (self._queries, self._samples, self._out_of_range):
                 each.labels(name)
@@ -108,7 +105,7 @@ class Metrics:
     # What happened
 
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
-        """A request was answered; ``status`` None: well. ``seconds`` since it arrived."""
+        """A request was answered ``seconds`` after it arrived; ``status`` None: well."""
         key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
         if key not in self._answers:
             self._answers[key] = self._requests.labels(*key)
@@ -122,7 +119,6 @@ class Metrics:
     def batched(
         self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
     ) -> None:
-        """A batch was computed; ``queue_seconds`` of each of its queries."""
         model = self._known(model)
         series = self._series.get(model) or self._series_of(model)
         series.queries.observe(num_queries)
@@ -146,7 +142,6 @@ class Metrics:
         self._refused.labels(protocol, status.name.lower()).inc()
 
     def updated(self, version: int, seconds: float) -> None:
-        """Another version is served since now."""
         self._updates.observe(seconds)
         self.last_update = LastUpdate(version, seconds, self.clock())
 
@@ -157,7 +152,7 @@ class Metrics:
         self._out_of_range.labels(self._known(model)).inc(count)
 
     def add(self, collector: Collector) -> None:
-        """Expose what another collector knows, a ``StateCollector`` say; it is asked at each scrape."""
+        """Expose what another collector knows; it is asked at each scrape."""
         self._registry.register(collector)
 
     # What it came to
@@ -247,3 +242,123 @@ def _values(families: Iterable[Metric], suffix: str) -> dict[tuple[str, ...], fl
         for sample in family.samples
         if sample.name.endswith(suffix)
     }
+
+
+WINDOW_SECONDS: Final = 60
+Latencies: TypeAlias = NDArray[np.float64]
+"""Seconds of each request; NaN for one that failed, as how soon a server says no is not its latency."""
+
+
+class Recent(NamedTuple):
+    """What up to ``WINDOW_SECONDS`` last whole seconds held; quantiles are None where no request was ok."""
+
+    requests_per_second: float
+    failed_per_second: float
+    seconds_p50: float | None
+    seconds_p95: float | None
+    seconds_p99: float | None
+
+
+class Window:
+    """Every request of the last minute, at 8 bytes each; for any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._first = int(clock())
+        self._told: dict[int, dict[str, array[float]]] = {}
+
+    def add(self, model: str, seconds: float, *, failed: bool) -> None:
+        now = int(self._clock())
+        with self._lock:
+            if now not in self._told:
+                self._told = {second: each for second, each in self._told.items() if second >= now - WINDOW_SECONDS}
+                self._told[now] = {}
+            told = self._told[now]
+            if model not in told:
+                told[model] = array("d")
+            told[model].append(np.nan if failed else seconds)
+
+    def seconds(self) -> list[Mapping[str, Latencies]]:
+        """Latencies by model of each whole second that has passed, up to ``WINDOW_SECONDS``, oldest first."""
+        now = int(self._clock())
+        with self._lock:
+            return [
+                {model: np.array(each) for model, each in self._told.get(second, {}).items()}
+                for second in range(max(self._first, now - WINDOW_SECONDS), now)
+            ]
+
+
+def summarize(seconds: Sequence[Latencies]) -> Recent:
+    """Of the latencies of each second."""
+    every = np.concatenate([np.empty(0), *seconds])
+    number, good = len(seconds) or 1, every[~np.isnan(every)]
+    quantiles = np.quantile(good, (0.5, 0.95, 0.99), method="inverted_cdf").tolist() if len(good) else [None] * 3
+    return Recent(len(every) / number, (len(every) - len(good)) / number, *quantiles)
+
+
+class TableInfo(NamedTuple):
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: str
+
+
+class State(NamedTuple):
+    """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
+    served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model."""
+
+    live: bool
+    ready: bool
+    version: int
+    newest_version: int
+    staleness_seconds: float
+    tiers: Stats
+    tables: list[TableInfo]
+    queued_samples: dict[str, int]
+
+
+Source = Callable[[], State]
+"""The server as it is now. Called in any thread, at each scrape and each second that a status page is open: it waits
+for no batch and raises nothing, also while the store moves to another version or is closed."""
+
+_STATE: Final = {
+    "live": "Whether the server works, 1 or 0.",
+    "ready": "Whether the server takes requests, 1 or 0.",
+    "version": "Version of the store that is served.",
+    "newest_version": "Newest version of the store that is known.",
+    "staleness_seconds": "For how long a newer version than the one served has been known.",
+}
+_TIER_COUNTERS: Final = {
+    "lookups": "Ids asked of the tier, duplicates counted.",
+    "hits": "Rows asked of the tier, once a batch, that it held; of ssd, that were stored.",
+    "misses": "Rows asked of the tier, once a batch, that it did not hold; of ssd, that were never written.",
+    "evictions": "Rows that left the tier for others.",
+    "bytes_read": "Bytes of pages read from the tier; of ssd.",
+}
+_TIER_GAUGES: Final = {
+    "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
+    "capacity_rows": "Rows that the tier can hold.",
+}
+
+
+class StateCollector(Collector):
+    """A source's values as metrics."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._source()
+        for field, documentation in _STATE.items():
+            yield GaugeMetricFamily(f"tierstore_{field}", documentation, value=float(getattr(state, field)))
+        queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
+        for model, samples in state.queued_samples.items():
+            queued.add_metric([model], samples)
+        yield queued
+        for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
+            for field, documentation in fields.items():
+                family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
+                for tier, stats in state.tiers._asdict().items():
+                    family.add_metric([tier], getattr(stats, field))
+                yield family

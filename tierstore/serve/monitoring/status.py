@@ -7,20 +7,16 @@ import numpy as np
 import psutil
 
 from ...system.sizes import machine_memory_bytes
-from ..source import Source, State
-from .metrics import OK, OTHER, Metrics
-from .window import WINDOW_SECONDS, Latencies, summarize
+from ..monitoring.metrics import Source, State
+from .metrics import OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, summarize
 
 Seconds = Sequence[Mapping[str, Latencies]]
 """Of each second, the latencies by model."""
 
 
 def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
-    """The state now, ready for JSON; may be called in any thread.
-
-    Times are in seconds. ``recent`` and ``history`` are of the last whole seconds, up to a minute of them,
-    oldest first; all other counts are since the start.
-    """
+    """The state now, ready for JSON; for any thread. ``recent`` and ``history`` are of the last whole seconds, up to
+    a minute of them, oldest first; all other counts are since the start."""
     seconds, state, last = metrics.window.seconds(), source(), metrics.last_update
     return {
         "server": {
@@ -50,7 +46,6 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
 
 
 def _requests(metrics: Metrics, seconds: Seconds) -> dict[str, Any]:
-    """Of all models together."""
     by_status: dict[str, int] = {}
     for (_, _, status), count in metrics.requests().items():
         by_status[status] = by_status.get(status, 0) + count

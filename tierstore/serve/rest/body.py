@@ -25,18 +25,8 @@ _WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "
 async def read_body(
     held: Hold, max_bytes: int, headers: Mapping[bytes, bytes], receive: Receive, turn: asyncio.Lock
 ) -> bytearray:
-    """The body, inflated if its content-encoding is gzip or deflate.
-
-    It grows in place, so that nothing copies a long one as a whole while others wait.
-
-    Args:
-        held: grows by what is kept.
-        turn: of the bodies that are longer than ``LONG_BYTES``.
-
-    Raises:
-        ServeError: TOO_LARGE, without anything read where Content-Length tells; OVERLOADED; INVALID.
-        ClientDisconnect: the client went away before all of it had come.
-    """
+    """The body, inflated if its content-encoding is gzip or deflate; it grows in place, and ``held`` with it. Long
+    ones take the turn. ServeError TOO_LARGE, OVERLOADED or INVALID; ClientDisconnect."""
 
     def require_length(size: int) -> None:
         if size > max_bytes:

@@ -4,24 +4,29 @@ The Open Inference Protocol's REST form with the binary tensor data extension. W
 parser is a request or a ServeError, and it takes memory in proportion to the bytes.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import orjson
 
 from ...system.excerpt import excerpt
-from ..messages import InferRequest, InferResponse, InferTensor, ServeError, Status
+from ..messages import DATATYPES, InferRequest, InferResponse, InferTensor, ServeError, Status
 from ..tensors import (
     JSON_LENGTH_HEADER,
     MAX_TENSORS,
+    TensorHead,
     binary_data,
+    objects,
     parse_binary_data,
     parse_input_head,
     parse_timeout,
+    pieces_of,
     require_supported,
 )
-from .json_tensors import parse_json_data, write_json_data
 from .replies import Reply
 
 MAX_ID_CHARACTERS: Final = 1000
@@ -34,8 +39,7 @@ _T = TypeVar("_T")
 
 
 class InferCall(NamedTuple):
-    """A request, and which outputs its client wants as binary data: those for which it says so by name, and all
-    others."""
+    """A request, and which outputs its client wants as binary data: some by name, and all others."""
 
     request: InferRequest
     binary: Mapping[str, bool]
@@ -55,20 +59,9 @@ def parse_infer(
     default_id: str = "",
     client: str = "",
 ) -> InferCall:
-    """The request in a body.
-
-    Args:
-        json_bytes: length of the JSON, as ``JSON_LENGTH_HEADER`` gives it; None: all of the body.
-        json_bytes_max: longest JSON that is parsed.
-        default_id: the request's id where the body has none.
-        client: whose connection it came by.
-
-    Returns:
-        Tensors of binary data are read-only views of ``body``, which must not change.
-
-    Raises:
-        ServeError: INVALID, naming the input; TOO_LARGE.
-    """
+    """The request in a body, whose first ``json_bytes`` are JSON (None: all); ``default_id`` if it has none. Tensors
+    of binary data are read-only views of ``body``, which must not change. ServeError INVALID, naming the input,
+    or TOO_LARGE."""
     view = memoryview(body).toreadonly()
     end = len(view) if json_bytes is None else json_bytes
     if not 0 <= end <= len(view):
@@ -108,7 +101,6 @@ def _parse_json(text: bytes) -> object:
 
 
 def _typed(kind: type[_T], value: object, what: str) -> _T:
-    """The value, if it is of that type; ServeError INVALID else."""
     if not isinstance(value, kind):
         raise ServeError(Status.INVALID, f"{what} must be {_KINDS[kind]}, not {excerpt(value)}")
     return value
@@ -178,7 +170,6 @@ def count_slow_elements(response: InferResponse, call: InferCall) -> int:
 
 
 async def write_infer(response: InferResponse, call: InferCall) -> Reply:
-    """The answer to a call."""
     outputs: list[dict[str, Any]] = []
     parts: list[memoryview] = []
     for name, tensor in response.outputs.items():
@@ -196,3 +187,53 @@ async def write_infer(response: InferResponse, call: InferCall) -> Reply:
         return Reply(200, head)
     length = (JSON_LENGTH_HEADER.lower().encode(), b"%d" % len(head))
     return Reply(200, b"".join([head, *parts]), ((b"content-type", b"application/octet-stream"), length))
+
+
+def parse_json_data(head: TensorHead, data: object) -> InferTensor:
+    """The tensor that ``data`` gives, flat or nested as the shape says. ServeError INVALID names the input."""
+    if not isinstance(data, list):
+        raise head.invalid(f"data must be a list, not {excerpt(data)}")
+    flat = _flatten(head, data)
+    if len(flat) != head.num_elements:
+        raise head.invalid(f"shape {list(head.shape)} has {head.num_elements} elements, but data has {len(flat)}")
+    dtype = DATATYPES[head.datatype]
+    if dtype.kind == "O":
+        if not all(type(element) is str for element in flat):
+            found = next(excerpt(element) for element in flat if type(element) is not str)
+            raise head.invalid(f"{head.datatype} takes strings, but data has {found}")
+        return InferTensor(head.datatype, objects([text.encode() for text in flat]).reshape(head.shape))
+    is_float = dtype.kind == "f"
+    if wrong := set(map(type, flat)) - ({int, float} if is_float else {int}):
+        found = next(excerpt(element) for element in flat if type(element) in wrong)
+        raise head.invalid(f"{head.datatype} takes {'numbers' if is_float else 'integers'}, but data has {found}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, np.float64 if is_float else dtype).astype(dtype, copy=False)
+        is_held = bool(np.isfinite(array).all())
+    except OverflowError:
+        is_held = False
+    if not is_held:
+        raise head.invalid(f"data has a number that {head.datatype} cannot hold")
+    return InferTensor(head.datatype, array.reshape(head.shape))
+
+
+def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
+    """The elements in order. They are flat, or nested as deep as the shape."""
+    if not data or type(data[0]) is not list:
+        return data
+    for depth, length in enumerate(head.shape[1:], 1):
+        if len(data) != math.prod(head.shape[:depth]) or not all(
+            type(row) is list and len(row) == length for row in data
+        ):
+            raise head.invalid(f"data is neither flat nor nested as shape {list(head.shape)} says")
+        data = list(chain.from_iterable(data))
+    return data
+
+
+async def write_json_data(tensor: InferTensor) -> orjson.Fragment:
+    """A tensor's flat ``data`` as text, written piece by piece."""
+    texts = [
+        orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        async for piece in pieces_of(tensor.data.reshape(-1))
+    ]
+    return orjson.Fragment(b"[%b]" % b",".join(texts))

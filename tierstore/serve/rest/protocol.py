@@ -34,8 +34,8 @@ _LOGGER.setLevel(logging.ERROR)
 
 
 class _Responses:
-    """What a connection writes responses to: the head of each waits for the first of its body, so that one system
-    call sends both, and wakes the client once."""
+    """Where a connection writes responses: the head waits for the first of the body, so that one system call sends
+    both."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -52,7 +52,6 @@ class _Responses:
             self._head, self._has_begun = data, True
 
     def end(self) -> None:
-        """The response is whole; it may have no body."""
         if self._head:
             self.write(b"")
         self._has_begun = False
@@ -66,9 +65,9 @@ class _Responses:
 
 
 class _Parser:
-    """httptools' parser, without upgrades: a server may ignore an offer of another protocol (RFC 9110, 7.8), and some
-    clients make one in each request. That parser takes the body for the other protocol's, so a request's head is
-    given to a second one, without the offer."""
+    """httptools' parser, without upgrades: a server may ignore an offer of another protocol (RFC 9110, 7.8). That
+    parser takes the body for the other protocol's, so a request's head is given to a second one, without the
+    offer."""
 
     def __init__(self, protocol: "BoundedProtocol", parser: Any) -> None:
         self._protocol = protocol
@@ -106,15 +105,9 @@ class _Parser:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """At any time at most one timer runs besides that of a response that is not accepted.
-
-    A connection waits for a request (``idle_seconds``), receives one (``receive_seconds``), answers (the application
-    bounds that), or closes (``LINGER_SECONDS``, or ``send_seconds`` where a response may still be under way).
-
-    Args:
-        on_refused: called for each request that is answered here.
-        on_lost: called when the connection is closed.
-    """
+    """At any time at most one timer runs besides that of a response that is not accepted. A connection waits for a
+    request (``idle_seconds``), receives one (``receive_seconds``), answers, or closes (``LINGER_SECONDS`` or
+    ``send_seconds``)."""
 
     def __init__(
         self,
@@ -303,7 +296,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.close()
 
     def _give_up(self) -> None:
-        """Let requests under way see the client as gone, and drop those that wait."""
+        """Let requests in flight see the client as gone, and drop those that wait."""
         self.pipeline.clear()
         for cycle in self._under_way:
             cycle.disconnected = True

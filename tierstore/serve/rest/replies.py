@@ -50,7 +50,6 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 
 def raw_error(error: ServeError) -> bytes:
-    """As it goes over the wire, last on its connection."""
     status, body = error.status.http, _error_body(str(error))
     return b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (
         status,

@@ -29,15 +29,9 @@ _CLEANUP_SECONDS: Final = 1.0
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
-    """Sockets that listen on all of a host's addresses, at one port: "localhost" has one of each family.
-
-    Args:
-        port: 0 for one that is free.
-        reuse_port: let other processes' sockets listen on the same port; the system divides the connections.
-
-    Raises:
-        OSError: an address is taken, or none is this machine's.
-    """
+    """Sockets that listen on all of a host's addresses, at one port: "localhost" has one of each family. With
+    ``reuse_port`` other processes' sockets may listen there, too. OSError: an address is taken, or none is this
+    machine's."""
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         try:
@@ -65,14 +59,8 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.soc
 
 
 class HttpServer:
-    """Serves an application from ``start`` to ``stop``; an application's lifespan is not run.
-
-    Args:
-        on_refused: called for each request that is answered before the application sees it.
-
-    Raises:
-        ValueError: TLS files that cannot be used.
-    """
+    """Serves an application from ``start`` to ``stop``, without its lifespan. ``on_refused``: called for what it
+    never sees."""
 
     def __init__(
         self,
@@ -120,7 +108,7 @@ class HttpServer:
         return int(listeners[0].getsockname()[1])
 
     async def stop(self, grace_seconds: float) -> None:
-        """Stop accepting, close connections that wait, let requests under way finish, and cut off those that do not."""
+        """Stop accepting, close connections that wait, let requests in flight finish, and cut off those that do not."""
         if not self._servers:
             return
         for server in self._servers:

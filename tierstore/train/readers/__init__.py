@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ...system.excerpt import excerpt_names as _excerpt_names
+from .arrow import ParquetReader
+from .arrow import is_data as _is_data
+from .arrow import names_below as _names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
 from .categories import Categories
 from .criteo import CriteoReader
 from .csv import CsvReader
-from .files import is_data as _is_data
-from .files import names_below as _names_below
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
-from .parquet import ParquetReader
 
 __all__ = [
     "CRITEO_SCHEMA",
@@ -53,8 +53,8 @@ def open_reader(
         quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
     Raises:
-        DataError: if there is nothing at the path, or what is there is not in the format.
-        ValueError: for an unknown format, another schema with Criteo's text format, or a name that tells no format.
+        DataError: there is nothing at the path, or what is there is not in the format.
+        ValueError: an unknown format, another schema with Criteo's text format, or a name that tells no format.
     """
     if "://" in str(path):
         raise DataError(f"{path} is no path; readers take local files: copy the data to this machine, or mount it")

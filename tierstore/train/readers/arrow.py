@@ -1,5 +1,7 @@
-"""What readers of Parquet and CSV share: files whose rows pyarrow streams, so that memory does not grow with them."""
+"""Parquet, and what its reader shares with that of CSV: files whose rows pyarrow streams, in memory of one size."""
 
+import logging
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,6 @@ from .base import (
     require_data_file,
 )
 from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_texts
-from .files import files_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,11 +45,8 @@ class Head(NamedTuple):
 
 class ArrowReader(Reader):
     """Reads one file, or all files of a folder that have the format's endings, in the order of their names.
-
-    Raises:
-        ImportError: without pyarrow.
-        DataError: for a file that is not of the format or lacks a column, or a value that its column cannot hold.
-    """
+    ImportError: without pyarrow. DataError: for a file that is not of the format or lacks a column, or a value
+    its column cannot hold."""
 
     endings: ClassVar[tuple[str, ...]]
     what: ClassVar[str]
@@ -109,8 +107,8 @@ class ArrowReader(Reader):
 
     @abstractmethod
     def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
-        """The wanted columns of all rows, with the number of each record's first row. Records within the first ``skip``
-        rows may be left out, but for the last one."""
+        """The wanted columns of all rows, with the number of each record's first row. Records within the first
+        ``skip`` rows may be left out, but for the last one."""
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         row = start_row
@@ -168,8 +166,6 @@ class ArrowReader(Reader):
 
 
 class _Record:
-    """One record batch; ``row`` of the file is its first."""
-
     def __init__(self, path: Path, row: int, record: "pa.RecordBatch", *, reads_floats: bool) -> None:
         self._path = path
         self._row = row
@@ -319,3 +315,91 @@ def _is_number(text: Any) -> bool:
 def _type(column: Any) -> str:
     """The column's type; that of a nested one may be long."""
     return str(column.type)[:MAX_REASON]
+
+
+_LOG: Final = logging.getLogger("tierstore")
+_HIDDEN: Final = (".", "_")
+"""How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
+
+
+def names_below(folder: Path) -> list[str]:
+    """The files below the folder, but for hidden folders, by their relative paths, in order. Links to folders count
+    as files."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        linked = [name for name in folders if Path(place, name).is_symlink()]
+        folders[:] = [name for name in folders if not name.startswith(_HIDDEN) and name not in linked]
+        found += [str(Path(place, name).relative_to(folder)) for name in names + linked]
+    return sorted(found)
+
+
+def is_data(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether the file is not hidden and ends in one of these, in letters of any size."""
+    return name.lower().endswith(endings) and not Path(name).name.startswith(_HIDDEN)
+
+
+def files_of(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The folder's data files that have the endings. A warning names the others, but for marks such as _SUCCESS."""
+    names = names_below(folder)
+    taken = [name for name in names if is_data(name, endings)]
+    left = [name for name in names if is_data(name, ("",)) != name.lower().endswith(endings)]
+    if taken and left:
+        _LOG.warning("%s: %d files are read; left out: %s", folder, len(taken), excerpt_names(left))
+    return [folder / name for name in taken]
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+_RECORD_ROWS: Final = 32768
+_RECORD_BYTES: Final = 8 << 20
+"""Converted at a time: so many rows, or fewer whose values take so much."""
+_VALUE_BYTES: Final = 8
+_BUFFER_BYTES: Final = 1 << 20
+"""Read at a time of each column."""
+
+
+class ParquetReader(ArrowReader):
+    """Reads Parquet: numbers for dense columns, numbers, strings or lists of them for sparse ones; null is missing.
+    Row groups before the first wanted row are not read. For errors see ``ArrowReader``."""
+
+    endings: ClassVar = (".parquet", ".pq")
+    what: ClassVar = "a Parquet file"
+
+    def _head(self, file: Path) -> Head:
+        with _opened(file) as parquet:
+            return Head(parquet.schema_arrow.names, parquet.metadata.num_rows)
+
+    def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
+        with _opened(file) as parquet:
+            row, groups = 0, list(range(parquet.num_row_groups))
+            while groups and row + (rows := parquet.metadata.row_group(groups[0]).num_rows) <= skip:
+                row += rows
+                groups.pop(0)
+            if not groups:
+                return  # pyarrow 18 cannot read none
+            size = self._record_rows(parquet.metadata, groups)
+            for record in parquet.iter_batches(size, row_groups=groups, columns=self._columns, use_threads=False):
+                yield row, record
+                row += record.num_rows
+
+    def _record_rows(self, metadata: "parquet.FileMetaData", groups: list[int]) -> int:
+        """Rows that are converted at once: as many as fit if all are as long as on average in the worst row group."""
+        names = set(self._columns)
+        paths = [metadata.row_group(groups[0]).column(index).path_in_schema for index in range(metadata.num_columns)]
+        wanted = [index for index, path in enumerate(paths) if path.split(".")[0] in names]
+        rows = _RECORD_ROWS
+        for number in groups:
+            group = metadata.row_group(number)
+            columns = [group.column(index) for index in wanted]
+            size = sum(max(each.total_uncompressed_size, _VALUE_BYTES * each.num_values) for each in columns)
+            rows = min(rows, _RECORD_BYTES * group.num_rows // size) if size else rows
+        return max(rows, 1)
+
+
+def _opened(file: Path) -> "parquet.ParquetFile":
+    """Pre-buffering would keep every row group read so far, and without a buffer a column's whole part of a group."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES)

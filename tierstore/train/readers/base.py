@@ -73,7 +73,6 @@ class RawRows(NamedTuple):
         )
 
     def part(self, begin: int, end: int) -> "RawRows":
-        """Rows ``[begin, end)``."""
         return RawRows.joined([(self, begin, end)])
 
 
@@ -122,14 +121,9 @@ class Reader(ABC):
 
     @abstractmethod
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
-        """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be shorter.
-
-        Rows before ``start_row`` are skipped without being converted. Ends early where the data ends. Memory is
-        bounded, whatever the size of the data.
-
-        Raises:
-            DataError: names the file and the line or row.
-        """
+        """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be
+        shorter. Rows before ``start_row`` are skipped without being converted. Ends early where the data ends.
+        Memory is bounded. DataError names the file and the line or row."""
 
     def batches(
         self,
@@ -142,18 +136,15 @@ class Reader(ABC):
         part: int = 0,
         parts: int = 1,
     ) -> Iterator[Batch]:
-        """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter.
-
-        Batches begun at row r are those of a run begun at 0 if r is a multiple of ``batch_size``.
+        """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter. Batches begun at
+        row r are those of a run begun at 0 if r is a multiple of ``batch_size``.
 
         Args:
-            part, parts: give a part of each batch only. Its parts are consecutive rows and differ by at most one row;
-                a part may be empty.
+            part, parts: give a part of each batch only: consecutive rows; parts differ by at most one row.
             log_dense: dense values x become log(1 + max(x, 0)); False leaves them as they are. Missing ones are 0.
 
         Raises:
-            DataError: for broken data, for a category without a row in its table, and where the data ends before
-                ``stop_row``.
+            DataError: for broken data, for a category without a row, and where the data ends before ``stop_row``.
             ValueError: unless ``0 <= start_row <= stop_row`` and ``batch_size >= 1``.
         """
         if start_row < 0 or batch_size < 1 or (stop_row is not None and stop_row < start_row):
@@ -200,7 +191,6 @@ def require_data_file(path: Path) -> None:
 
 
 def are_labels(numbers: NDArray[np.number]) -> Bools:
-    """Which numbers are labels: -1, 0 or 1."""
     good: Bools = (numbers == 0) | (np.abs(numbers) == 1)
     return good
 

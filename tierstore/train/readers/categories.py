@@ -69,7 +69,6 @@ class Categories(NamedTuple):
         return cls(np.concatenate(pieces), _strided(flat, num_columns))
 
     def columns(self) -> list[Int64s]:
-        """The values of each column."""
         return [self.values[first:last] for first, last in self.offsets[:, [0, -1]].tolist()]
 
 
@@ -81,13 +80,12 @@ def _strided(flat: Int64s, num_columns: int) -> Int64s:
 
 @lru_cache(2)
 def _ascending(count: int) -> Int64s:
-    """0, 1, 2, ... as offsets of columns with one category a row, which share them."""
     return np.arange(count)
 
 
 def exact_bits(floats: NDArray[Any]) -> int:
-    """Whole floating-point numbers of the array's type are exact below 2 to this power. From there on they have lost
-    digits: an id as large is not the one that was written."""
+    """Whole floating-point numbers of the array's type are exact below 2 to this power; from there on digits are
+    lost."""
     return min(np.finfo(floats.dtype).nmant + 1, 53)
 
 
@@ -100,12 +98,9 @@ def are_whole(floats: NDArray[Any]) -> Bools:
 def read_texts(letters: Bytes, offsets: Int64s, *, floats: bool = False) -> Int64s:
     """The categories [n] that texts stand for, where text i is ``letters[offsets[i]:offsets[i + 1]]``, in UTF-8.
 
-    A text that is written as an integer below 2**63, without sign and leading zeros, is that integer. Any other one is
-    the upper 63 bits of its 64-bit FNV-1a hash (Fowler, Noll, Vo; IETF draft-eastlake-fnv). An empty text is
-    ``MISSING``.
-
-    Args:
-        floats: "12.0" is the integer 12, too.
+    A text that is written as an integer below 2**63, without sign and leading zeros, is that integer (with ``floats``
+    also "12.0"). Any other one is the upper 63 bits of its 64-bit FNV-1a hash (Fowler, Noll, Vo; IETF
+    draft-eastlake-fnv). An empty text is ``MISSING``.
     """
     categories = np.empty(len(offsets) - 1, np.int64)
     _read_texts(letters, offsets, floats, categories)

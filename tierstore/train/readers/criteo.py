@@ -180,9 +180,9 @@ def skip_lines(text: Bytes, begin: int, end: int, lines: int) -> tuple[int, int]
 def parse_lines(
     text: Bytes, begin: int, end: int, row: int, labels: Floats, dense: Floats, categories: Int64s
 ) -> tuple[int, int, int]:
-    """Convert whole lines of ``text[begin:end]`` into rows from ``row`` on, until the arrays are full. Returns the rows
-    that are filled; the start of the first line that was not consumed; the column where that stopped making sense, or
-    -1."""
+    """Convert whole lines of ``text[begin:end]`` into rows from ``row`` on, until the arrays are full. Returns the
+    rows that are filled; the start of the first line that was not consumed; the column where that stopped making
+    sense, or -1."""
     position = begin
     broken = -1
     while row < len(labels):

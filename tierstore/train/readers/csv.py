@@ -33,14 +33,9 @@ _QUOTE: Final = 34
 
 class CsvReader(ArrowReader):
     """Reads CSV, plain or compressed, with the names of the columns in its first line; an empty field is missing.
-
-    Fields are separated by what the first line has most of: commas, tabs, semicolons or bars. For errors see
-    ``ArrowReader``.
-
-    Args:
-        quoting: whether a field that begins with a double quote ends with one, and may hold delimiters and line ends
-            between; False takes quotes as any other character.
-    """
+    Fields are separated by what the first line has most of: commas, tabs, semicolons or bars. With ``quoting`` a
+    field that begins with a double quote ends with one, and may hold delimiters and line ends between. For errors
+    see ``ArrowReader``."""
 
     endings: ClassVar = tuple(
         f".{kind}{packed}" for kind in ("csv", "tsv") for packed in ("", ".gz", ".bz2", ".zst", ".lz4")
@@ -77,14 +72,9 @@ class CsvReader(ArrowReader):
 
 
 class _Text:
-    """The text of a file, as blocks of whole rows.
-
-    pyarrow, which parses them, has no error for a quote that is not closed, and loses a character of a line end at the
-    edges of blocks that it cuts itself.
-
-    Attributes:
-        row: rows of the blocks before the current one.
-    """
+    """The text of a file, as blocks of whole rows. pyarrow, which parses them, has no error for a quote that is not
+    closed, and loses a character of a line end at the edges of blocks that it cuts itself. ``row``: rows of the
+    blocks before the current one."""
 
     def __init__(self, path: Path, *, quoting: bool) -> None:
         import pyarrow as pa
@@ -120,7 +110,6 @@ class _Text:
         )
 
     def blocks(self) -> Iterator[bytes]:
-        """All rows behind the header."""
         while rows := self._cut():
             yield rows
 
@@ -173,8 +162,8 @@ class _Text:
 @kernel
 def find_rows(text: Bytes, delimiter: int, quoting: bool, one: bool) -> tuple[int, int, int, bool]:
     """The end of the last whole row of the text, or of the first one, and how many rows that are, empty lines aside.
-    Then where the quote stands that opened a field that the text does not end, or -1; and whether the field goes on
-    behind a closing quote."""
+    Then where the quote stands that opened a field that the text does not end, or -1; and whether the field goes
+    on behind a closing quote."""
     begin, rows, opened, at = 0, 0, -1, 0
     is_first = True  # of a field
     while at < len(text):

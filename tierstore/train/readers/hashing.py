@@ -24,11 +24,7 @@ class HashedIds(NamedTuple):
 
 
 class OutsideTableError(ValueError):
-    """A category that is to be a row id, and that its table has no row for.
-
-    Attributes:
-        row, column: of the category, in the rows and columns that were to be hashed.
-    """
+    """A category that is to be a row id, and that its table has no row for; ``row`` and ``column`` say which."""
 
     def __init__(self, message: str, row: int, column: int) -> None:
         super().__init__(message)
@@ -39,13 +35,9 @@ class OutsideTableError(ValueError):
 class FeatureHasher:
     """Turns categories into row ids of tables with ``num_embeddings`` rows each, a table a column.
 
-    With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, where
-    splitmix64 is the output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
-    Generators", 2014); like values of different columns fall on unlike rows. With ``mode="mod"`` categories are row ids
-    already.
-
-    Attributes:
-        limits: what categories of each column must be below.
+    With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, the
+    output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014). With
+    ``mode="mod"`` categories are row ids already. ``limits``: what categories of each column must be below.
     """
 
     def __init__(self, num_embeddings: Sequence[int], *, mode: Literal["mix", "mod"] = "mix") -> None:
@@ -74,8 +66,8 @@ class FeatureHasher:
         return HashedIds(ids, np.append(offsets[:, :-1], len(ids)))
 
     def ids(self, categories: Int64s, ends: Int64s) -> Int64s:
-        """Row ids [N] of categories [N], which are below their limits and lie column by column; ``ends`` [F] says where
-        each column's end."""
+        """Row ids [N] of categories [N] below their limits, column by column; ``ends`` [F] says where each column's
+        end."""
         ids = np.empty_like(categories)
         outside = self._hash(categories, ends, ids)
         assert outside < 0, outside
@@ -90,8 +82,8 @@ class FeatureHasher:
 
 @kernel
 def _hash(categories: Int64s, ends: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> int:
-    """``ids[i]`` is the row of ``categories[i]`` in its column's table; ``ends`` [F], where each column's end. Returns
-    -1, or the first position whose category is no row."""
+    """``ids[i]`` is the row of ``categories[i]``; ``ends`` [F], where each column's end. Returns -1, or the first
+    that is no row."""
     begin = 0
     for column in range(len(ends)):
         rows, first = np.uint64(num_embeddings[column]), np.uint64(column) * STEP

@@ -49,10 +49,8 @@ class NpyReader(Reader):
       categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
       ``offsets[r + 1]``.
 
-    Categories are integers, booleans or whole floating-point numbers; negative and NaN ones are missing.
-
-    Raises:
-        DataError: where a file is missing, is no array of the right kind, or is longer than another.
+    Categories are integers, booleans or whole floating-point numbers; negative and NaN ones are missing. DataError
+    where a file is missing, is no array of the right kind, or is longer than another.
     """
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
