@@ -77,13 +77,12 @@ class Rows:
         return [Query(self._model, {"ids": ids}) for ids in parts]
 
 
-def encoded_rest(query: Query, token: str = "") -> bytes:
+def encoded_rest(query: Query) -> bytes:
     """The whole HTTP request, tensors as binary data both ways."""
     body, headers = encode_request(query.inputs, {})
-    shown = f"Authorization: Bearer {token}\r\n" if token else ""
     head = (
         f"POST /v2/models/{query.model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        f"Content-Type: application/octet-stream\r\n{JSON_LENGTH_HEADER}: {headers[JSON_LENGTH_HEADER]}\r\n{shown}\r\n"
+        f"Content-Type: application/octet-stream\r\n{JSON_LENGTH_HEADER}: {headers[JSON_LENGTH_HEADER]}\r\n\r\n"
     )
     return head.encode() + body
 

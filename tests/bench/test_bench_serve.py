@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
 from bench.serving.search import by_turns, highest_load, search
-from bench.serving.shape import CANARY_ROWS
-from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
@@ -207,19 +204,6 @@ def test_redis_replies_are_cut_into_rows() -> None:
     )
 
 
-def test_canary_tells_mixed_versions() -> None:
-    canary = Canary(2)
-    head = b'{"model_version":"7"}'
-    rows = np.full((CANARY_ROWS, 2), 7, np.float32)
-    canary.look(0, Answer(head + rows.tobytes()))
-    assert (canary.checked, canary.mixed) == (1, 0)
-    rows[3, 1] = 6
-    canary.look(1, Answer(head + rows.tobytes()))
-    canary.look(2, Answer(head + np.full_like(rows, 8).tobytes()))
-    canary.look(3, Answer(b"", "an error"))
-    assert (canary.checked, canary.mixed) == (3, 2)
-
-
 def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
     def run(request: Run) -> Report:
         figures = request.earlier | dict.fromkeys(request.parts or ("a", "b"), request.config["size"])
@@ -237,61 +221,30 @@ def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
         program("c", run, [*given, "--only", "c"], parts=("a", "b"))
 
 
-def _quick(folder: Path, parts: str) -> dict[str, Any]:
-    target = folder / "serve.json"
-    program("serve", serve.run, ["--quick", "--dir", str(folder), "--json", str(target), "--only", parts],
-            parts=tuple(serve.PARTS))  # fmt: skip
-    found: dict[str, Any] = json.loads(target.read_text())
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["fresh", "load", "peers", "restart"])
+def test_quick_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
+    target = tmp_path / "serve.json"
+    given = ["--quick", "--dir", str(tmp_path), "--json", str(target), "--only", part]
+    program("serve", serve.run, given, parts=tuple(serve.PARTS))
+    found = json.loads(target.read_text())
     assert found["tables"]
     assert found["notes"]
-    return found["figures"]
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_quick_run_of_what_is_served(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "fresh")
-    assert len(figures["fresh"]["seconds"]) == 5
-    assert len(figures["fresh"]["first_seconds"]) == 2
-    assert figures["fresh"]["failures"] == 0
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_under_load(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "load")
-    for step in figures["load"]["steps"]:
-        assert step["failed"] == 0
-        assert step["requests"] >= 1
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
-    figures = _quick(tmp_path, "peers")
-    assert figures["peers"]["has_redis"] is False
-    (measured,) = figures["peers"]["lookups"]
-    assert len(measured["highest"]) == 2
-    assert all(each["failed"] == 0 for each in measured["highest"].values())
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "soak,restart")
-    assert figures["soak"]["failed"] == figures["soak"]["mixed"] == 0
-    assert figures["soak"]["commits"] >= 1
-    assert figures["soak"]["canaries"] >= 1
-    (way,) = figures["restart"]["ways"]
-    assert way["lost"] >= 1
-    assert way["regained_s"] is not None
+    figures = found["figures"][part]
+    if part == "fresh":
+        assert (len(figures["seconds"]), len(figures["first_seconds"]), figures["failures"]) == (5, 2, 0)
+    elif part == "load":
+        assert all(step["requests"] and not step["failed"] for step in figures["steps"])
+    elif part == "peers":
+        (measured,) = figures["lookups"]
+        assert [each["failed"] for each in measured["highest"].values()] == [0, 0]
+    else:
+        (way,) = figures["ways"]
+        assert way["lost"]
+        assert way["regained_s"] is not None
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")
