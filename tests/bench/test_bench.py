@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import diskio, machine, memory
-from bench.common import Goal, Report, Run, Table, measure, program
+from bench.common import Goal, Report, Run, Table, program
 from bench.data import ROOT, criteo_keys
 from bench.parts import Part, Told, run_parts
 from bench.peers import rocksdb_rows
@@ -38,20 +38,6 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         reader.read(ids[300:], 300)
         assert np.array_equal(reader.rows(), expected[ids])
         reader.close()
-
-
-def test_several_tables_hold_the_same_rows(tmp_path: Path) -> None:
-    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
-    ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
-    reader = TierReader(build_store(tmp_path, ROWS, 4), ROWS, len(ids), verify=True, tables=4)
-    reader.read(ids)
-    assert np.array_equal(reader.rows(), expected[ids])
-    reader.read_by_table(ids)
-    table_of = ids // (ROWS.count // 4)
-    assert np.array_equal(reader.rows(), expected[np.concatenate([ids[table_of == table] for table in range(4)])])
-    reader.close()
-    with pytest.raises(ValueError, match="cannot be divided among 3 tables"):
-        build_store(tmp_path, ROWS, 3)
 
 
 @pytest.mark.skipif(not rocksdb_rows.is_there(), reason="make peers brings RocksDB")
@@ -108,13 +94,6 @@ def test_criteo_keys_skip_what_is_missing(tmp_path: Path) -> None:
     lines = [dense + "\t" + "\t".join(["000a", "", "0b"] + [""] * 23), dense + "\t" + "\t".join([""] * 25 + ["ff"])]
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
     assert criteo_keys(path).tolist() == [10, (2 << 40) + 11, (25 << 40) + 255]
-
-
-def test_measure_takes_turns() -> None:
-    order: list[str] = []
-    seconds = measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repetitions=2)
-    assert order == ["a", "b", "a", "b"]
-    assert [len(times) for times in seconds.values()] == [2, 2]
 
 
 def answer(request: Run) -> Report:

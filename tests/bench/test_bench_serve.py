@@ -16,7 +16,7 @@ from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
-from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
+from bench.serving.load import Quantiles, Stream, closed_loop, open_loop
 from bench.serving.search import by_turns, highest_load, search
 from bench.serving.zipf import Zipf
 from tests.serve import fronts
@@ -81,14 +81,6 @@ def test_load_keeps_so_many_under_way() -> None:
     assert load.latency.min() >= 0.009
 
 
-def test_poisson_times() -> None:
-    times = poisson(np.random.default_rng(0), 1000, 20)
-    gaps = np.diff(times)
-    assert abs(len(times) - 20_000) < 600
-    assert times.max() < 20
-    assert abs(gaps.std() / gaps.mean() - 1) < 0.05
-
-
 def _found(
     limits: dict[str, float], *, first: float, steps: int, scatter: float = 0.0, seed: int = 0
 ) -> dict[str, float]:
@@ -103,12 +95,6 @@ def _found(
     return {name: highest_load(each) for name, each in rates.items()}
 
 
-def test_search_finds_the_highest_load() -> None:
-    limits = {"a": 60.0, "b": 100.0, "c": 300.0}
-    found = _found(limits, first=100, steps=16)
-    assert found == {name: pytest.approx(limit, rel=0.02) for name, limit in limits.items()}
-
-
 def test_search_is_steadier_than_what_it_measures() -> None:
     found = [_found({"": 140.0}, first=115, steps=10, scatter=0.12, seed=seed)[""] for seed in range(200)]
     assert np.mean(found) == pytest.approx(140, rel=0.02)
@@ -121,24 +107,6 @@ def test_search_is_not_sent_off_by_one_stall() -> None:
         {"": search(130, 10_000, steps=10)}, lambda rates: {"": 6.0 if next(calls) == 4 else rates[""] / 140}
     )
     assert highest_load(found[""]) == pytest.approx(140, rel=0.03)
-
-
-def test_search_ends() -> None:
-    ends = {"none": float("inf"), "all": 0.01}
-    found = by_turns(
-        {name: search(100, 300, steps=20) for name in ends}, lambda rates: {name: ends[name] for name in rates}
-    )
-    assert {name: highest_load(rates) for name, rates in found.items()} == {"none": 0, "all": 300}
-
-
-def test_patterns_are_the_same_at_any_rate() -> None:
-    few, many = (poisson(np.random.default_rng(5), rate, 10) * rate for rate in (50, 80))
-    assert np.allclose(few, many[: len(few)])
-    law = queries.Ranking([3], 1.05)
-    few, many = ([len(query.inputs["dense"]) for query in law.draw(np.random.default_rng(seed), count,
-                                                                 sizes_from=np.random.default_rng(5))]
-                 for seed, count in ((0, 30), (1, 90)))  # fmt: skip
-    assert few == many[:30]
 
 
 def test_queries_are_what_the_server_reads() -> None:

@@ -83,10 +83,8 @@ def test_batches_of_a_trace(tmp_path: Path, starts: list[int] | None, samples: i
     ("starts", "reason"),
     [
         ([], "must ascend from 0"),
-        ([1, 3], "must ascend from 0"),
         ([0, 2, 1], "must ascend from 0"),
         ([0, 5], "batch_starts are of 5 samples in 1 batches; there are 3 entries"),
-        ([[0, 3]], "batch_starts are int64, 2-d; int64, 1-d wanted"),
         ([0.0, 3.0], "batch_starts are float64, 1-d; int64, 1-d wanted"),
     ],
 )
@@ -106,9 +104,7 @@ def table(ids: list[int], offsets: list[int]) -> TableTrace:
         ({}, "no table"),
         ({"a": table([1, 2], [0, 1])}, "offsets of table 'a' must ascend from 0 to the number of its ids, 2"),
         ({"a": table([1, 2], [0, 2, 1, 2])}, "must ascend"),
-        ({"a": table([1], [])}, "must ascend"),
         ({"a": table([-1], [0, 1])}, "ids of table 'a' are no rows"),
-        ({"a": table([1 << 40], [0, 1])}, "no rows"),
         ({"a": table([1], [0, 1]), "b": table([1], [0, 0, 1])}, "'a' has 1 samples, table 'b' has 2"),
         ({"a": TableTrace(np.zeros(1, np.int32), np.array([0, 1]))}, "int64, 1-d wanted"),
     ],

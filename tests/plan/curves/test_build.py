@@ -7,7 +7,7 @@ import pytest
 
 from bench.data import criteo_keys
 from tierstore.cache import DdrCache
-from tierstore.plan import Accesses, MissRatioCurve, of_tables
+from tierstore.plan import Accesses, MissRatioCurve
 from tierstore.plan.curves import POLICIES, by_table, curve
 from tierstore.plan.json_file import plain
 
@@ -76,15 +76,6 @@ def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int)
     np.testing.assert_allclose(first + rest, whole, rtol=1e-12)
     counted = accesses._replace(sampling_rate=0.5, all_lookups=(5000, 0, 3000))
     assert curve(counted, policy, sizes=sizes, skip=1000).num_accesses == 6000
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_table_has_the_curve_of_its_own_accesses(policy: str) -> None:
-    accesses = random_accesses(5)
-    found = by_table(accesses, policy)
-    assert list(found) == ["a", "c"]
-    for index, name in ((0, "a"), (2, "c")):
-        assert same(found[name], curve(of_tables(accesses, [index]), policy))
 
 
 def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:

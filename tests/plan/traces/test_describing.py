@@ -48,12 +48,6 @@ def test_real_lookups(criteo_path: Path) -> None:
     assert round(total.top_share, 2) == 0.70
 
 
-def test_no_access() -> None:
-    found = describe(traced({"a": [], "b": []}))
-    assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
-    assert "0 accesses of 0 rows; tables: 2, batches: 1, samples: 1" in found.text()
-
-
 def test_text() -> None:
     lines = describe(traced({"item": [0, 0, 0, 1], "\x1b[31muser": [0]})).text().splitlines()
     assert lines[0] == "5 accesses of 3 rows; tables: 2, batches: 1, samples: 1"
