@@ -7,8 +7,7 @@ run again stay. Needs ``make peers``. Tests compare losses with TorchRec's.
 import sys
 from typing import Final
 
-from .common import Report, Run, program
-from .parts import Part, run_parts
+from .common import Part, Report, Run, program, run_parts
 from .peers import torchrec
 from .sharded import bytes_part, step_part
 

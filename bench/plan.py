@@ -13,7 +13,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tierstore.dist.placement import RankCosts
 from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, Workload, accesses_of
@@ -25,8 +25,7 @@ from tierstore.plan.model import predict
 from tierstore.plan.prediction import in_words
 from tierstore.plan.tiers import pool_loads
 
-from .common import Goal, Report, Run, Table, program
-from .parts import Part, Told, run_parts
+from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from .planned import Case, Measured, PlannedRun
 
 __all__ = ["PARTS", "run"]
@@ -163,24 +162,19 @@ def _tell(figures: dict[str, Any], *, key: str, title: str, note: str) -> Told:
     return Told(tables=[Table(title=title, columns=columns, rows=rows)], goals=goals, notes=[note])
 
 
-class _Words(NamedTuple):
-    title: str
-    note: str
-
-
 _WORDS: Final = {
-    "known": _Words(
+    "known": (
         "whole models that were looked at",
         "Known: these were the unseen workloads before; dense layers, ranks and threads are modelled since.",
     ),
-    "unseen": _Words(
+    "unseen": (
         "workloads that nothing was fitted to",
         "Unseen: the workloads were fixed before they were first run, and bench/plan.toml has them.",
     ),
 }
 PARTS: Final[dict[str, Part]] = {
-    key: Part(functools.partial(_measure, key=key), functools.partial(_tell, key=key, **words._asdict()))
-    for key, words in _WORDS.items()
+    key: Part(functools.partial(_measure, key=key), functools.partial(_tell, key=key, title=title, note=note))
+    for key, (title, note) in _WORDS.items()
 }
 
 

@@ -8,8 +8,7 @@ are not run again stay.
 import sys
 from typing import Final
 
-from .common import Report, Run, program
-from .parts import Part, run_parts
+from .common import Part, Report, Run, program, run_parts
 from .serving import fresh, latency, peers, restart
 
 __all__ = ["PARTS", "run"]

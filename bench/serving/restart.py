@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..common import Run, Table
-from ..parts import Part, Told
+from ..common import Part, Run, Table, Told
 from .load import Quantiles, open_loop
 from .rig import HitRate, Rig
 from .server import ServerProcess

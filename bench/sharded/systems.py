@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.dist.plan import Exchange, ShardingType
-from tierstore.dist.wire import Precision
+from tierstore.dist.ranks import Precision
 from tierstore.models import DLRM
 
 from ..peers import torchrec

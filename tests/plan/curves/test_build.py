@@ -1,24 +1,14 @@
 """Curves of all accesses, and of tables; from accesses that are a sample already; and on real lookups."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from bench.data import criteo_keys
 from tierstore.cache import DdrCache
 from tierstore.plan import Accesses, MissRatioCurve
 from tierstore.plan.curves import POLICIES, by_table, curve
 from tierstore.plan.json_file import plain
 
 SHIFT = 40
-CRITEO_HIT_RATES = {
-    ("lru", 2_000): 0.6033,
-    ("lru", 20_000): 0.8033,
-    ("lfu", 2_000): 0.6666,
-    ("lfu", 20_000): 0.8349,
-}
-"""Of the 26 tables in one cache, each lookup an access, by policy and rows, as independent programs found them."""
 
 
 def accesses_of_keys(keys: np.ndarray, rate: float = 1.0) -> Accesses:
@@ -50,14 +40,6 @@ def test_a_curve_is_what_the_stores_cache_does(policy: str) -> None:
     for size in made.sizes[:: max(1, len(made.sizes) // 20)].tolist():
         cache = DdrCache(size, weight_words=0, state_words=0, policy=policy)
         assert made.hit_rate(size) == pytest.approx(cache.access(accesses.keys).mean(), abs=1e-12)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_default_sizes_go_from_one_row_to_all(policy: str) -> None:
-    for num, rate in ((1, 1.0), (50, 0.1), (20_000, 1.0), (20_000, 1 / 3)):
-        made = curve(random_accesses(4, num)._replace(sampling_rate=rate), policy)
-        assert (np.diff(made.sizes) > 0).all()
-        assert (made.sizes[0], made.sizes[-1]) == (1, made.num_rows)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -116,14 +98,3 @@ def test_what_cannot_be_is_said() -> None:
             curve(accesses, "lru", sizes=sizes)
     with pytest.raises(ValueError, match=r"skip=4000"):
         curve(accesses, "lru", skip=4000)
-
-
-@pytest.fixture(scope="module")
-def real_keys(criteo_path: Path) -> np.ndarray:
-    return criteo_keys(criteo_path)
-
-
-def test_hit_rates_of_real_lookups(real_keys: np.ndarray) -> None:
-    accesses = accesses_of_keys(real_keys)._replace(tables=tuple(f"C{number}" for number in range(26)))
-    for (policy, rows), expected in CRITEO_HIT_RATES.items():
-        assert round(curve(accesses, policy, sizes=[rows]).hit_rate(rows), 4) == expected

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.plan.traces import draw_zipf
-from tierstore.plan.traces.zipf import scattered
+from tierstore.plan.traces import draw_zipf, scattered
 
 DRAWS = 400_000
 _LEAST = 10
