@@ -237,11 +237,6 @@ def run(request: Run) -> Report:
                 at_most=0.1,
             ),
             Goal(
-                name="rows a second of a commit that is waited for, median",
-                value=round(statistics.median(each.rows / each.seconds for each in waited)),
-                times_before=4,
-            ),
-            Goal(
                 name="largest file while commits rewrite all rows, of the first",
                 value=round(max(growth[0]) / growth[0][0], 3),
                 at_most=2.2,

@@ -1,30 +1,29 @@
 """What every benchmark shares: a configuration, repetitions, a report that is printed and written as JSON."""
 
 import argparse
-import io
 import json
-import math
-import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import machine
 from .data import ROOT
 
-__all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "extract", "measure", "per_second", "program"]
+__all__ = [
+    "Goal", "Part", "Report", "Run", "Spread", "Table", "Told", "aligned", "measure", "per_second", "program",
+    "run_parts",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a benchmark is told.
+    """What a benchmark is given.
 
     Attributes:
         config: the keys of ``bench/NAME.toml``, with those of its table ``quick`` laid over them under ``--quick``.
@@ -59,33 +58,18 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A figure that was asked for; of the four bounds one is given.
-
-    Attributes:
-        before: what an earlier version reached in the same run.
-        times_before: how many times that it is to reach.
-    """
+    """A wanted figure; of the three bounds one is given."""
 
     name: str
     value: float
     at_least: float | None = None
     at_most: float | None = None
     exactly: float | None = None
-    times_before: float | None = None
-    before: float | None = None
 
     @property
     def wanted(self) -> str:
-        if self.times_before is not None:
-            return f"at least {self.times_before:g} x before"
         bounds = {"at least": self.at_least, "at most": self.at_most, "exactly": self.exactly}
         return next(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
-
-    @property
-    def told(self) -> str:
-        """The goal and what was reached, in a line."""
-        before = "" if self.before is None else f", before {self.before:.4g}"
-        return f"{self.name}: {self.value:.4g}{before}, wanted {self.wanted}"
 
     @property
     def met(self) -> bool:
@@ -93,7 +77,6 @@ class Goal:
             (self.at_least is None or self.value >= self.at_least)
             and (self.at_most is None or self.value <= self.at_most)
             and (self.exactly is None or self.value == self.exactly)
-            and (self.times_before is None or self.value >= self.times_before * (self.before or math.inf))
         )
 
 
@@ -203,7 +186,7 @@ def _print(report: Report, described: dict[str, Any], quick: bool) -> None:
     for note in report.notes:
         print(f"\n{note}")
     for goal in report.goals:
-        print(f"\n{'met' if goal.met else 'MISSED'}: {goal.told}", end="")
+        print(f"\n{'met' if goal.met else 'MISSED'}: {goal.name}: {goal.value:.4g}, wanted {goal.wanted}", end="")
     print(f"\n\nOn: {machine.summary(described)}")
     if quick:
         print("A quick run: small sizes, not results.")
@@ -224,42 +207,7 @@ def _parts_of(text: str, known: Sequence[str], parser: argparse.ArgumentParser) 
     return chosen
 
 
-def _flags(given: argparse.Namespace) -> list[str]:
-    """What an earlier version is told."""
-    only = getattr(given, "only", "")
-    return [
-        *(["--quick"] if given.quick else []), *(["--only", only] if only else []), "--config", str(given.config)
-    ]  # fmt: skip
-
-
-def extract(commit: str, folder: Path, *paths: str) -> Path:
-    """The tree of a commit, or what of it lies under ``paths``, in a folder that is kept for the next run."""
-    target = folder / "-".join(["version", commit, *paths])
-    if not target.exists():
-        packed = subprocess.run(["git", "archive", commit, *paths], cwd=ROOT, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(target, filter="tar")
-    return target
-
-
-def _measure_earlier(commit: str, name: str, flags: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The report of benchmark ``name`` over the library of a commit, from stores of its own.
-
-    Raises:
-        CalledProcessError: git has no such commit, or the benchmark failed over it.
-    """
-    library = extract(commit, folder, "tierstore")
-    own = folder / f"stores-{commit}"
-    path = own / f"{name}.json"
-    command = [sys.executable, "-P", "-m", f"bench.{name}", "--dir", str(own), "--json", str(path), *flags]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(ROOT)])}
-    subprocess.run(command, env=environment, check=True)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
 def _write(path: Path, text: str) -> None:
-    """Put the text in place of what is there, at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text)
@@ -281,9 +229,6 @@ def program(
     parser.add_argument(
         "--dir", type=Path, default=ROOT / ".bench", metavar="DIR", help="where stores are built and kept [.bench]"
     )
-    parser.add_argument(
-        "--beside", metavar="COMMIT", help="run it over that commit's library too, before, and tell what that reached"
-    )
     if parts:
         parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
@@ -304,17 +249,57 @@ def program(
         earlier=_earlier(given.json, given.quick) if parts else {},
         save=save,
     )
-    before = _measure_earlier(given.beside, name, _flags(given), given.dir) if given.beside else None
-    start = time.perf_counter()
     report = run(request)
     if given.quick:
         report.goals.clear()
-    if before is not None:
-        reached = {goal["name"]: goal["value"] for goal in before["goals"]}
-        report.goals = [replace(goal, before=reached.get(goal.name)) for goal in report.goals]
-        report.figures["before"] = before["figures"] | {"commit": given.beside}
     save(report)
     _print(report, described, given.quick)
     if given.json:
         print(f"Written: {given.json}")
     return 0
+
+
+@dataclass(kw_only=True)
+class Told:
+    """A part's share of the report."""
+
+    tables: list[Table]
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Part(NamedTuple):
+    """Attributes:
+    measure: given the request and the figures of other parts, by their names; returns figures ready for JSON.
+    tell: given those figures.
+    """
+
+    measure: Callable[[Run, dict[str, Any]], dict[str, Any]]
+    tell: Callable[[dict[str, Any]], Told]
+
+
+def run_parts(request: Run, question: str, parts: Mapping[str, Part]) -> Report:
+    """Measure the parts that are asked for; the figures of the others stay as they are in the report's file.
+
+    The report is saved after each part, so that one that fails costs none before it.
+    """
+    figures: dict[str, Any] = dict(request.earlier)
+    for name in request.parts or tuple(parts):
+        print(f"--- {name}", flush=True)
+        start = time.perf_counter()
+        found = parts[name].measure(request, figures)
+        figures[name] = found | {"measured_seconds": round(time.perf_counter() - start, 1)}
+        request.save(_told(question, parts, figures))
+    return _told(question, parts, figures)
+
+
+def _told(question: str, parts: Mapping[str, Part], measured: Mapping[str, Any]) -> Report:
+    figures = {name: measured[name] for name in parts if name in measured}
+    told = [parts[name].tell(found) for name, found in figures.items()]
+    return Report(
+        question=question,
+        tables=[table for each in told for table in each.tables],
+        figures=figures,
+        goals=[goal for each in told for goal in each.goals],
+        notes=[note for each in told for note in each.notes],
+    )

@@ -1,26 +1,21 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
-Parts, each for itself with ``--only``: "bytes" (on the wire), "wire" (the loss that fewer bits cost), "steps" (their
-time), "tiers" (with few rows in memory), "plans" (predictions of plans). The figures of parts that are not run again
-stay. Needs ``make peers``. Tests compare losses with TorchRec's.
+Parts, each for itself with ``--only``: "bytes" (on the wire), "steps" (their time). The figures of a part that is not
+run again stay. Needs ``make peers``. Tests compare losses with TorchRec's.
 """
 
 import sys
 from typing import Final
 
-from .common import Report, Run, program
-from .parts import Part, run_parts
+from .common import Part, Report, Run, program, run_parts
 from .peers import torchrec
-from .sharded import bytes_part, plans_part, step_part, tier_part, wire_part
+from .sharded import bytes_part, step_part
 
 __all__ = ["PARTS", "run"]
 
 PARTS: Final[dict[str, Part]] = {
     "bytes": bytes_part.PART,
-    "wire": wire_part.PART,
     "steps": step_part.PART,
-    "tiers": tier_part.PART,
-    "plans": plans_part.PART,
 }
 
 

@@ -23,7 +23,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from tierstore.plan.published import PUBLISHED
+from tierstore.plan.presets import PUBLISHED
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import Batch

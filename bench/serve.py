@@ -1,32 +1,28 @@
 """Does the server answer a ranking model's queries within their bounds over tables ten times its memory, and what else?
 
 Parts, each for itself with ``--only``: "load" (latencies by load, the highest load within bounds), "peers" (the same
-lookups through Redis), "soak" (load for long while a trainer commits), "fresh" (from a commit to its answers),
-"restart" (killed under load), "hostile" (alongside a client that takes all it can). The figures of parts that are not
-run again stay.
+lookups through Redis), "fresh" (from a commit to its answers), "restart" (killed under load). The figures of parts that
+are not run again stay.
 """
 
 import sys
 from typing import Final
 
-from .common import Report, Run, program
-from .parts import Part, run_parts
-from .serving import fresh, hostile, latency, peers, restart, soak
+from .common import Part, Report, Run, program, run_parts
+from .serving import fresh, latency, peers, restart
 
 __all__ = ["PARTS", "run"]
 
 PARTS: Final[dict[str, Part]] = {
     "load": latency.PART,
     "peers": peers.PART,
-    "soak": soak.PART,
     "fresh": fresh.PART,
     "restart": restart.PART,
-    "hostile": hostile.PART,
 }
 
 
 def run(request: Run) -> Report:
-    question = "Does the server answer within its bounds over tables ten times its memory, and keep doing so?"
+    question = "Does the server answer within its bounds over tables ten times its memory?"
     return run_parts(request, question, PARTS)
 
 

@@ -21,9 +21,8 @@ import tierstore
 from tierstore.plan.measure import page_cache
 
 from . import device
-from .common import Goal, Report, Run, Table, program
+from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from .data import CRITEO_NAME, find_criteo
-from .parts import Part, Told, run_parts
 from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 
 __all__ = ["run"]

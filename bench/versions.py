@@ -5,9 +5,12 @@ does meets both. The earlier version is a commit of the repository; its own modu
 """
 
 import contextlib
+import io
 import json
 import statistics
+import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .child import Child
-from .common import Goal, Report, Run, Spread, Table, extract, program
+from .common import Goal, Report, Run, Spread, Table, program
 from .data import ROOT
 
 __all__ = ["run"]
@@ -40,10 +43,20 @@ class _Worker(Child):
         return float(self.ask(part))
 
 
+def _extract(commit: str, folder: Path) -> Path:
+    """The tree of a commit, in a folder that is kept for the next run."""
+    target = folder / f"version-{commit}"
+    if not target.exists():
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(target, filter="tar")
+    return target
+
+
 @contextlib.contextmanager
 def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Worker]]:
     """(this version, the earlier one), ready to measure; in odd rounds the earlier one is started first."""
-    roots = {"now": ROOT, "earlier": extract(request.config["earlier"], request.folder)}
+    roots = {"now": ROOT, "earlier": _extract(request.config["earlier"], request.folder)}
     workers: dict[str, _Worker] = {}
     with contextlib.ExitStack() as stack:
         for name in sorted(roots, reverse=not number % 2):

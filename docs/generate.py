@@ -25,19 +25,16 @@ __all__ = ["benchmarks_page", "load_results", "main", "pages", "renewed", "stale
 RESULTS: Final = ROOT / "bench" / "results"
 ORDER: Final = (
     "cold",
-    "warm",
     "lookup",
     "train",
     "tiers",
     "memory",
-    "policies",
     "commit",
     "crashes",
     "cuts",
     "criteo",
     "reading",
     "quantized",
-    "start",
     "versions",
     "serve",
     "plan",
@@ -54,10 +51,10 @@ _HEAD: Final = """\
 # Benchmarks
 
 ```sh
-python -m bench.warm --quick --dir . --json warm.json    # in a checkout of the project
+python -m bench.lookup --quick --dir . --json lookup.json    # in a checkout of the project
 ```
 
-This prints reads of cached rows a second beside numpy's, at small size.
+This prints pooled lookups a second beside torch's, at small size.
 
 - Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, and
   reads its sizes from the TOML file of its name in `bench/`.
@@ -121,9 +118,7 @@ def _short(result: dict[str, Any], titles: str | None) -> list[str]:
 
 
 def _goal(goal: dict[str, Any]) -> str:
-    before = "" if goal.get("before") is None else f", before {goal['before']:.4g}"
-    reached = f"{goal['name']}: {goal['value']:.4g}{before}, wanted {goal['wanted']}"
-    return f"- {'met' if goal['met'] else '**missed**'}: {reached}"
+    return f"- {'met' if goal['met'] else '**missed**'}: {goal['name']}: {goal['value']:.4g}, wanted {goal['wanted']}"
 
 
 def _section(name: str, result: dict[str, Any]) -> list[str]:

@@ -6,22 +6,54 @@ import signal
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
 
 import tierstore
 from tierstore.io import ROW_FILE_NAME, anchor
 from tierstore.store.manifest import MANIFEST_NAME
 from tierstore.system import killpoints
 
-from .dense import Dense
 from .plan import Action, configs, make_batch, stretch
 from .state import State
 
-__all__ = ["Report", "Settings", "expected_states", "live", "other_boot", "train", "watch_names"]
+__all__ = ["Dense", "Report", "Settings", "expected_states", "live", "other_boot", "train", "watch_names"]
+
+_NOISE = 0.1
+
+
+class Dense:
+    """All of it is committed beside the rows: weights, and the state of the random numbers."""
+
+    def __init__(self, columns: int) -> None:
+        torch.manual_seed(5)
+        self._layer = torch.nn.Linear(columns, 1)
+        self._optimizer = torch.optim.SGD(self._layer.parameters(), lr=0.01)
+
+    def step(self, pooled: Tensor, target: Tensor) -> None:
+        """One step on float32 [samples, columns]; the gradient goes on to where ``pooled`` came from."""
+        noisy = pooled + _NOISE * torch.rand(pooled.shape)
+        loss = (self._layer(noisy).squeeze(1) - target).square().mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies."""
+        found = {name: tensor.clone() for name, tensor in self._layer.state_dict().items()}
+        return found | {"random": torch.get_rng_state()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what ``tensors`` gave."""
+        self._layer.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "random"})
+        torch.set_rng_state(tensors["random"])
+
 
 _POINTS_A_STALL: Final = 4
 _RATE_DECAY: Final = 0.995

@@ -8,8 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..child import HOST
-from ..common import Goal, Run, Table
-from ..parts import Part, Told
+from ..common import Goal, Part, Run, Table, Told
 from .clients import BlockingRest
 from .rig import Rig, canary_request, version_of
 from .trainer import Commit

@@ -39,11 +39,10 @@ def begun(window_bytes: int = _WINDOW) -> H2Connection:
     return made
 
 
-def headers_of(method: str, token: str = "") -> Headers:
+def headers_of(method: str) -> Headers:
     """What begins a call of ``/SERVICE/NAME``."""
     found = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}
-    shown = [("authorization", f"Bearer {token}")] if token else []
-    return [*found.items(), ("te", "trailers"), ("content-type", "application/grpc"), *shown]
+    return [*found.items(), ("te", "trailers"), ("content-type", "application/grpc")]
 
 
 def send_part(http2: H2Connection, stream: int, data: memoryview, *, is_last: bool = True) -> memoryview:
@@ -105,9 +104,9 @@ class Calls(Connection):
 class GrpcClient(SocketClient):
     """Calls of ModelInfer, bytes in and bytes out."""
 
-    def __init__(self, host: str, port: int, connections: int, token: str = "") -> None:
+    def __init__(self, host: str, port: int, connections: int) -> None:
         super().__init__(host, port, connections)
-        self.headers: Final = headers_of(f"/{INFERENCE_SERVICE}/ModelInfer", token)
+        self.headers: Final = headers_of(f"/{INFERENCE_SERVICE}/ModelInfer")
 
     def connection(self) -> Connection:
         return Calls(self)

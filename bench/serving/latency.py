@@ -10,8 +10,7 @@ import numpy as np
 from tierstore.plan.measure import page_cache
 
 from ..child import HOST
-from ..common import Goal, Run, Table
-from ..parts import Part, Told
+from ..common import Goal, Part, Run, Table, Told
 from .clients import RestClient
 from .load import Load, Quantiles, closed_loop, open_loop
 from .rig import HitRate, Rig

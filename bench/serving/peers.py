@@ -10,8 +10,7 @@ import numpy as np
 import tierstore
 
 from ..child import HOST, Child
-from ..common import Goal, Run, Table
-from ..parts import Part, Told
+from ..common import Goal, Part, Run, Table, Told
 from ..peers import redis_rows
 from . import queries
 from .clients import Answer, Client, RestClient

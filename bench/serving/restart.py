@@ -1,15 +1,15 @@
 """Part "restart": a server killed under load, and how soon the next one is as good."""
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
-from ..common import Run, Table
-from ..parts import Part, Told
+from ..common import Part, Run, Table, Told
 from .load import Quantiles, open_loop
-from .rig import HitRate, Rig, rate_of
+from .rig import HitRate, Rig
 from .server import ServerProcess
 
 __all__ = ["PART"]
@@ -66,8 +66,21 @@ def _way(rig: Rig, warm_up: str, rate: float) -> dict[str, Any]:
     }
 
 
+def _rate(config: Mapping[str, Any], figures: Mapping[str, Any]) -> float:
+    """Queries a second: as configured, or a share of what the part "load" found to be carried.
+
+    Raises:
+        SystemExit: neither is there; says what to do.
+    """
+    found = figures.get("load", {}).get("highest", [])
+    highest = next((float(each["rate"]) for each in found if each["protocol"] == "rest"), 0.0)
+    if not config["restart_rate"] and not highest:
+        raise SystemExit("restart: run the part load before, into the same file, or give restart_rate")
+    return float(config["restart_rate"] or config["restart_share"] * highest)
+
+
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
-    rig, rate = Rig(request), rate_of(request, "restart", figures)
+    rig, rate = Rig(request), _rate(request.config, figures)
     rig.prepare()
     hot, found = rig.store.with_name(rig.store.name + ".hot"), []
     for warm_up in rig.config["restart_ways"]:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,14 +14,14 @@ from .. import device
 from ..child import HOST
 from ..common import Run
 from . import queries
-from .clients import Answer, Client, RestClient
+from .clients import Client, RestClient
 from .http2 import GrpcClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
 from .server import ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
 from .trainer import TrainerProcess
 
-__all__ = ["HitRate", "Rig", "canary_request", "rate_of", "version_of"]
+__all__ = ["HitRate", "Rig", "canary_request", "version_of"]
 
 _VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
 _ROWS_FILE: Final = "rows.lmdb"
@@ -100,7 +100,6 @@ class Rig:
         protocol: str,
         rate: float,
         seconds: float,
-        on_answer: Callable[[int, Answer], None] | None = None,
         *,
         pattern: Sequence[int] = (),
     ) -> Stream:
@@ -110,7 +109,7 @@ class Rig:
         times, sizes = np.random.default_rng(pattern).spawn(2) if pattern else (self.generator, self.generator)
         intended = poisson(times, rate, seconds)
         requests = self.requests(len(intended), protocol, sizes_from=sizes)
-        return Stream(self.client(server, protocol), requests, intended, on_answer)
+        return Stream(self.client(server, protocol), requests, intended)
 
     def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
         return open_loop([self.stream(server, protocol, rate, seconds)])[0]
@@ -127,17 +126,3 @@ class Rig:
             requests = self.requests(400, "rest")
             client = RestClient(HOST, server.rest_port, 4)
             closed_loop(client, requests, at_once=4, seconds=max(0.1, min(left, 1.5)))
-
-
-def rate_of(request: Run, part: str, figures: Mapping[str, Any]) -> float:
-    """Queries a second for a part: as the configuration gives, or a share of what the part load found to be carried.
-
-    Raises:
-        SystemExit: neither is there; says what to do.
-    """
-    given = float(request.config[f"{part}_rate"])
-    found: Sequence[Mapping[str, Any]] = figures.get("load", {}).get("highest", [])
-    highest = next((float(each["rate"]) for each in found if each["protocol"] == "rest"), 0.0)
-    if not given and not highest:
-        raise SystemExit(f"{part}: run the part load before, into the same file, or give {part}_rate")
-    return given or float(request.config[f"{part}_share"]) * highest

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import tierstore
-from tierstore.plan.published import KAGGLE_ROWS
+from tierstore.plan.presets import KAGGLE_ROWS
 from tierstore.train.build import build_run
 from tierstore.train.checkpoint import Position, commit_run
 from tierstore.train.config import load, parse_override
@@ -18,16 +18,14 @@ from tierstore.train.config import load, parse_override
 from ..data import ROOT
 
 __all__ = [
-    "CANARY", "CANARY_ROWS", "NUMBERS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "numbered_store",
-    "rows_store", "table_bytes", "write_canary",
+    "CANARY", "CANARY_ROWS", "ROWS_TABLE", "chunks", "kaggle_rows", "kaggle_store", "rows_store", "table_bytes",
+    "write_canary",
 ]  # fmt: skip
 
 CANARY: Final = "canary"
 """A small table whose every element is the number of the version that wrote it."""
 CANARY_ROWS: Final = 256
 ROWS_TABLE: Final = "t0"
-NUMBERS: Final = 4096
-"""Of a numbered table: row i holds i modulo this, in every element."""
 _CHUNK: Final = 500_000
 _BUILD_DDR: Final = "512MiB"
 
@@ -113,16 +111,3 @@ def rows_store(folder: Path, config: Config) -> Path:
         store.commit()
 
     return _once(folder / "serve_rows", made_of, build)
-
-
-def numbered_store(folder: Path, config: Config) -> Path:
-    """A store of one table "item", pooled by sums, every row of which tells its id."""
-    made_of = {"rows": config["hostile_rows"], "dim": config["dim"]}
-
-    def build(store: tierstore.Store) -> None:
-        table = _add_table(store, "item", made_of["rows"], made_of["dim"])
-        for ids in chunks(table):
-            table.write(ids, (ids % NUMBERS).to(torch.float32)[:, None].expand(-1, made_of["dim"]))
-        store.commit()
-
-    return _once(folder / "serve_numbered", made_of, build)

@@ -19,8 +19,8 @@ from tierstore.train.checkpoint import Position, commit_run, restore_run, saved_
 from tierstore.train.config import RunConfig
 
 from ..child import Child
+from .queries import Zipf
 from .shape import CANARY, write_canary
-from .zipf import Zipf
 
 __all__ = ["Commit", "TrainerProcess"]
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tierstore.dist.plan import ShardingType
 
-from ..common import Goal, Run, Table
+from ..common import Goal, Part, Run, Table, Told
 from ..data import require_criteo
-from ..parts import Part, Told
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks
 from .systems import Ours, Setup, System, Theirs

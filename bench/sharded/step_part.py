@@ -9,9 +9,8 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist.plan import ShardingType
 
-from ..common import Goal, Run, Table
+from ..common import Goal, Part, Run, Table, Told
 from ..data import require_criteo
-from ..parts import Part, Told
 from ..steps import StepWorkload, criteo
 from .ranks import run_ranks, whole_machine
 from .systems import Alone, Ours, Setup, System, Theirs

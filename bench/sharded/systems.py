@@ -4,7 +4,6 @@ Each is built alike in all ranks, over tables t0, t1, ... with a feature f0, f1,
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.dist.plan import Exchange, ShardingType
-from tierstore.dist.wire import Precision
+from tierstore.dist.ranks import Precision
 from tierstore.models import DLRM
 
 from ..peers import torchrec
@@ -35,7 +34,6 @@ class Setup(NamedTuple):
         rule: "SGD" or "row-wise Adagrad"; ``initial_accumulator`` is of the latter, in tierstore.
         mlps: widths of the hidden layers of a DLRM's bottom and top MLP; None for the tables alone.
         exchange, forward_precision, backward_precision: of tierstore, as ``open_sharded`` has them.
-        ddr: of each rank's store, and where it lies; None for all rows in memory.
     """
 
     rows: Sequence[int]
@@ -49,8 +47,6 @@ class Setup(NamedTuple):
     exchange: Exchange = "rows"
     forward_precision: Precision = "fp32"
     backward_precision: Precision = "fp32"
-    ddr: str | None = None
-    folder: Path | None = None
 
     def config(self, number: int) -> tierstore.TableConfig:
         rule = tierstore.optim.SGD(lr=self.lr)
@@ -127,10 +123,8 @@ class Ours(Tierstore):
     store: ShardedStore
 
     def __init__(self, setup: Setup) -> None:
-        cold: Any = "memory" if setup.folder is None else "lmdb"
-        ddr = setup.in_memory if setup.ddr is None else setup.ddr
         self.store = open_sharded(
-            setup.folder, cold=cold, ddr=ddr, threads=1,
+            cold="memory", ddr=setup.in_memory, threads=1,
             forward_precision=setup.forward_precision, backward_precision=setup.backward_precision,
         )  # fmt: skip
         places = shardings(setup.sharding_type, setup.rows, dist.get_world_size())

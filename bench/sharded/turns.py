@@ -31,51 +31,51 @@ class Contender(NamedTuple):
     """A system, and what it does in a turn.
 
     Attributes:
-        turns: the batches of each turn; of turns after those, the same again.
+        batches: of each turn.
         step: of one batch.
         depth: batches brought in ahead, in tierstore's tables.
         alone_threads: if not 0, only the first rank works, with so many.
     """
 
     system: System
-    turns: Sequence[Sequence[Batch]]
+    batches: Sequence[Batch]
     step: Callable[[Batch], object]
     depth: int = 0
     alone_threads: int = 0
 
-    def turn(self, number: int) -> list[float]:
+    def turn(self) -> list[float]:
         """Seconds from the end of a step to that of the next; at either end those are left out that prefetch, which
         begins and ends with the turn, would make longer or shorter."""
-        ends, batches = [], self.turns[number % len(self.turns)]
+        ends = []
         if self.depth:
-            ahead = tierstore.prefetch(batches, self.system.model, depth=self.depth, features=lambda batch: batch[0])
+            ahead = tierstore.prefetch(
+                self.batches, self.system.model, depth=self.depth, features=lambda batch: batch[0]
+            )
             with contextlib.closing(ahead):
                 for batch in ahead:
                     self.step(batch)
                     ends.append(time.perf_counter())
         else:
-            for batch in batches:
+            for batch in self.batches:
                 self.step(batch)
                 ends.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(ends[2:-2])]
 
 
 def contender(
-    system: System, batches: Sequence[tierstore.KeyedJaggedTensor], *, is_model: bool, turns: int = 1, **how: Any
+    system: System, batches: Sequence[tierstore.KeyedJaggedTensor], *, is_model: bool, **how: Any
 ) -> Contender:
-    """Of a model over the tables, or of tables alone, whose gradient is given; turns share the batches equally."""
+    """Of a model over the tables, or of tables alone, whose gradient is given."""
     given = [(system.jagged(batch), *dense_part(batch, number)) for number, batch in enumerate(batches)]
-    size = len(given) // turns
-    parts = [given[first : first + size] for first in range(0, turns * size, size)]
     if is_model:
         trained = train_step(system, _DENSE_LR)
-        return Contender(system, parts, lambda batch: trained(*batch), **how)
+        return Contender(system, given, lambda batch: trained(*batch), **how)
     gradient = torch.full_like(system.pooled(given[0][0]), 1e-3)
 
     def step(batch: Batch) -> None:
         system.pooled(batch[0]).backward(gradient)  # type: ignore[no-untyped-call]
 
-    return Contender(system, parts, step, **how)
+    return Contender(system, given, step, **how)
 
 
 def take_turns(contenders: dict[str, Contender], turns: int) -> dict[str, list[float]]:
@@ -87,10 +87,10 @@ def take_turns(contenders: dict[str, Contender], turns: int) -> dict[str, list[f
             dist.barrier()
             seconds = list[float]()
             if not each.alone_threads:
-                seconds = each.turn(number)
+                seconds = each.turn()
             elif not dist.get_rank():
                 with whole_machine(each.alone_threads):
-                    seconds = each.turn(number)
+                    seconds = each.turn()
             if number:
                 found[name] += seconds
     return found

@@ -2,17 +2,15 @@
 
 import importlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import diskio, machine, memory
-from bench.common import Goal, Report, Run, Table, measure, program
+from bench import diskio, machine
+from bench.common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from bench.data import ROOT, criteo_keys
-from bench.parts import Part, Told, run_parts
 from bench.peers import rocksdb_rows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
 from tierstore.plan.measure import READ_BYTES, page_cache
@@ -40,20 +38,6 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_several_tables_hold_the_same_rows(tmp_path: Path) -> None:
-    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
-    ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
-    reader = TierReader(build_store(tmp_path, ROWS, 4), ROWS, len(ids), verify=True, tables=4)
-    reader.read(ids)
-    assert np.array_equal(reader.rows(), expected[ids])
-    reader.read_by_table(ids)
-    table_of = ids // (ROWS.count // 4)
-    assert np.array_equal(reader.rows(), expected[np.concatenate([ids[table_of == table] for table in range(4)])])
-    reader.close()
-    with pytest.raises(ValueError, match="cannot be divided among 3 tables"):
-        build_store(tmp_path, ROWS, 3)
-
-
 @pytest.mark.skipif(not rocksdb_rows.is_there(), reason="make peers brings RocksDB")
 def test_rocksdb_reads_the_same_rows(tmp_path: Path) -> None:
     expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
@@ -76,13 +60,6 @@ def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
     found = diskio.of_process() - before
     assert 40 * READ_BYTES <= found.read < 60 * READ_BYTES
     assert 50 * READ_BYTES <= found.written < 70 * READ_BYTES
-
-
-def test_a_build_that_broke_off_is_made_again(tmp_path: Path) -> None:
-    path = build_flat(tmp_path, ROWS)
-    path.write_bytes(b"half")
-    (path.parent / "rows.json").unlink()
-    assert build_flat(tmp_path, ROWS).stat().st_size == ROWS.count * ROWS.dim * 4
 
 
 def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:
@@ -108,13 +85,6 @@ def test_criteo_keys_skip_what_is_missing(tmp_path: Path) -> None:
     lines = [dense + "\t" + "\t".join(["000a", "", "0b"] + [""] * 23), dense + "\t" + "\t".join([""] * 25 + ["ff"])]
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
     assert criteo_keys(path).tolist() == [10, (2 << 40) + 11, (25 << 40) + 255]
-
-
-def test_measure_takes_turns() -> None:
-    order: list[str] = []
-    seconds = measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repetitions=2)
-    assert order == ["a", "b", "a", "b"]
-    assert [len(times) for times in seconds.values()] == [2, 2]
 
 
 def answer(request: Run) -> Report:
@@ -153,28 +123,3 @@ def test_a_part_that_fails_costs_none_before_it(tmp_path: Path) -> None:
         run_parts(request, "How many?", parts)
     (report,) = saved
     assert (report.figures["first"]["rows"], report.notes) == (3, ["3 rows"])
-
-
-def test_unknown_quick_key_is_an_error(tmp_path: Path) -> None:
-    config = tmp_path / "nothing.toml"
-    config.write_text("size = 100\n[quick]\nsice = 1\n")
-    with pytest.raises(ValueError, match="sice"):
-        program("nothing", answer, ["--config", str(config), "--dir", str(tmp_path)])
-
-
-def _take(size_bytes: int) -> tuple[int, int]:
-    """What was seen of taking that much memory, and of taking none."""
-    with memory.watched() as some:
-        taken = np.ones(size_bytes, np.uint8)
-        time.sleep(100 * memory.PERIOD_SECONDS)  # who watches must come to look
-        del taken
-    with memory.watched() as none:
-        pass
-    return some.growth.anonymous, none.growth.anonymous
-
-
-def test_memory_that_was_taken_and_given_back_is_seen() -> None:
-    size_bytes = 64 << 20
-    some, none = memory.in_child(_take, size_bytes)
-    assert 0.9 * size_bytes <= some <= 1.1 * size_bytes
-    assert none < 0.1 * size_bytes

@@ -1,12 +1,10 @@
 """The serving benchmark: whether its load, its checks and its search tell the truth, and that each part runs."""
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +15,9 @@ from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
-from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
+from bench.serving.load import Stream, open_loop
+from bench.serving.queries import Zipf
 from bench.serving.search import by_turns, highest_load, search
-from bench.serving.shape import CANARY_ROWS
-from bench.serving.soak import Canary
-from bench.serving.zipf import Zipf
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
@@ -69,29 +65,6 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert load.num_failed == 0
 
 
-def test_loads_count_what_failed() -> None:
-    (load,) = open_loop([Stream(Echo(error="no"), [b"x"] * 3, np.zeros(3))])
-    assert load.num_failed == 3
-    assert load.errors == ("no",) * 3
-    assert not len(load.since(0))
-    assert np.isnan(Quantiles.of(load.since(0)).p99)
-    assert closed_loop(Echo(error="no"), [b"x"], at_once=2, seconds=5).num_failed == 2
-
-
-def test_load_keeps_so_many_under_way() -> None:
-    load = closed_loop(Echo(0.01), [b"x"], at_once=4, seconds=0.1)
-    assert 8 <= len(load.latency) <= 44
-    assert load.latency.min() >= 0.009
-
-
-def test_poisson_times() -> None:
-    times = poisson(np.random.default_rng(0), 1000, 20)
-    gaps = np.diff(times)
-    assert abs(len(times) - 20_000) < 600
-    assert times.max() < 20
-    assert abs(gaps.std() / gaps.mean() - 1) < 0.05
-
-
 def _found(
     limits: dict[str, float], *, first: float, steps: int, scatter: float = 0.0, seed: int = 0
 ) -> dict[str, float]:
@@ -106,42 +79,10 @@ def _found(
     return {name: highest_load(each) for name, each in rates.items()}
 
 
-def test_search_finds_the_highest_load() -> None:
-    limits = {"a": 60.0, "b": 100.0, "c": 300.0}
-    found = _found(limits, first=100, steps=16)
-    assert found == {name: pytest.approx(limit, rel=0.02) for name, limit in limits.items()}
-
-
 def test_search_is_steadier_than_what_it_measures() -> None:
     found = [_found({"": 140.0}, first=115, steps=10, scatter=0.12, seed=seed)[""] for seed in range(200)]
     assert np.mean(found) == pytest.approx(140, rel=0.02)
     assert np.std(found) / 140 < 0.05
-
-
-def test_search_is_not_sent_off_by_one_stall() -> None:
-    calls = itertools.count()
-    found = by_turns(
-        {"": search(130, 10_000, steps=10)}, lambda rates: {"": 6.0 if next(calls) == 4 else rates[""] / 140}
-    )
-    assert highest_load(found[""]) == pytest.approx(140, rel=0.03)
-
-
-def test_search_ends() -> None:
-    ends = {"none": float("inf"), "all": 0.01}
-    found = by_turns(
-        {name: search(100, 300, steps=20) for name in ends}, lambda rates: {name: ends[name] for name in rates}
-    )
-    assert {name: highest_load(rates) for name, rates in found.items()} == {"none": 0, "all": 300}
-
-
-def test_patterns_are_the_same_at_any_rate() -> None:
-    few, many = (poisson(np.random.default_rng(5), rate, 10) * rate for rate in (50, 80))
-    assert np.allclose(few, many[: len(few)])
-    law = queries.Ranking([3], 1.05)
-    few, many = ([len(query.inputs["dense"]) for query in law.draw(np.random.default_rng(seed), count,
-                                                                 sizes_from=np.random.default_rng(5))]
-                 for seed, count in ((0, 30), (1, 90)))  # fmt: skip
-    assert few == many[:30]
 
 
 def test_queries_are_what_the_server_reads() -> None:
@@ -207,19 +148,6 @@ def test_redis_replies_are_cut_into_rows() -> None:
     )
 
 
-def test_canary_tells_mixed_versions() -> None:
-    canary = Canary(2)
-    head = b'{"model_version":"7"}'
-    rows = np.full((CANARY_ROWS, 2), 7, np.float32)
-    canary.look(0, Answer(head + rows.tobytes()))
-    assert (canary.checked, canary.mixed) == (1, 0)
-    rows[3, 1] = 6
-    canary.look(1, Answer(head + rows.tobytes()))
-    canary.look(2, Answer(head + np.full_like(rows, 8).tobytes()))
-    canary.look(3, Answer(b"", "an error"))
-    assert (canary.checked, canary.mixed) == (3, 2)
-
-
 def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
     def run(request: Run) -> Report:
         figures = request.earlier | dict.fromkeys(request.parts or ("a", "b"), request.config["size"])
@@ -237,61 +165,30 @@ def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
         program("c", run, [*given, "--only", "c"], parts=("a", "b"))
 
 
-def _quick(folder: Path, parts: str) -> dict[str, Any]:
-    target = folder / "serve.json"
-    program("serve", serve.run, ["--quick", "--dir", str(folder), "--json", str(target), "--only", parts],
-            parts=tuple(serve.PARTS))  # fmt: skip
-    found: dict[str, Any] = json.loads(target.read_text())
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["fresh", "load", "peers", "restart"])
+def test_quick_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
+    target = tmp_path / "serve.json"
+    given = ["--quick", "--dir", str(tmp_path), "--json", str(target), "--only", part]
+    program("serve", serve.run, given, parts=tuple(serve.PARTS))
+    found = json.loads(target.read_text())
     assert found["tables"]
     assert found["notes"]
-    return found["figures"]
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_quick_run_of_what_is_served(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "fresh")
-    assert len(figures["fresh"]["seconds"]) == 5
-    assert len(figures["fresh"]["first_seconds"]) == 2
-    assert figures["fresh"]["failures"] == 0
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_under_load(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "load")
-    for step in figures["load"]["steps"]:
-        assert step["failed"] == 0
-        assert step["requests"] >= 1
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
-    figures = _quick(tmp_path, "peers")
-    assert figures["peers"]["has_redis"] is False
-    (measured,) = figures["peers"]["lookups"]
-    assert len(measured["highest"]) == 2
-    assert all(each["failed"] == 0 for each in measured["highest"].values())
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("patient")
-def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
-    figures = _quick(tmp_path, "soak,restart")
-    assert figures["soak"]["failed"] == figures["soak"]["mixed"] == 0
-    assert figures["soak"]["commits"] >= 1
-    assert figures["soak"]["canaries"] >= 1
-    (way,) = figures["restart"]["ways"]
-    assert way["lost"] >= 1
-    assert way["regained_s"] is not None
+    figures = found["figures"][part]
+    if part == "fresh":
+        assert (len(figures["seconds"]), len(figures["first_seconds"]), figures["failures"]) == (5, 2, 0)
+    elif part == "load":
+        assert all(step["requests"] and not step["failed"] for step in figures["steps"])
+    elif part == "peers":
+        (measured,) = figures["lookups"]
+        assert [each["failed"] for each in measured["highest"].values()] == [0, 0]
+    else:
+        (way,) = figures["ways"]
+        assert way["lost"]
+        assert way["regained_s"] is not None
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")

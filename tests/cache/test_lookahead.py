@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bench.oracles import belady_hits, belady_rows_read
+from tests.cache.oracles import belady_hits, belady_rows_read
 from tests.conformance.row_cache import keys_from
 from tierstore.cache import Admission, AdmitStatus, DdrCache
 from tierstore.cache.books import MAX_BATCHES, USES_PER_ROW

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
 from tierstore.dist import lookup as dist_lookup
-from tierstore.dist.commits import Commits, in_common
+from tierstore.dist.parts import Commits, in_common
 from tierstore.errors import DiskFullError, RankError, TableError
 from tierstore.lookup import Lookup
 from tierstore.system import killpoints
@@ -148,42 +148,6 @@ def test_ranks_go_back_together(tmp_path: Path, uninterrupted: list[list[Any]]) 
     run(go_back, 2, tmp_path, tmp_path / "killed", 1, statuses=[0, DIED])
     found = run(train_and_commit, 2, tmp_path, tmp_path / "killed", 0)
     assert [(each[1]["steps"], each[2]) for each in found] == [(1, rows) for rows in uninterrupted[1]]
-
-
-def full_disks(folder: Path, failing: Sequence[int]) -> tuple[int, int]:
-    """Commits that fail, each on one rank, whose disk is full, after every row changed.
-
-    Returns:
-        the most versions that this rank's store ever had, and its bytes in the end.
-    """
-    with opened(folder) as store:
-        train(store, 0)
-        store.commit(extra={"steps": 1})
-        most = 0
-        for rank in failing:
-            local = store.local["t"]
-            local.write(torch.tensor(local.rows), local.read(torch.tensor(local.rows)) + 1)
-            with pytest.MonkeyPatch.context() as patch:
-                if store.ranks.rank == rank:
-                    patch.setattr(store.local, "commit", no_room)
-                with pytest.raises((RuntimeError, DiskFullError)):
-                    store.commit(extra={"steps": 2})
-            assert (store.version, store.extra) == (1, {"steps": 1})
-            most = max(most, len(store.local.versions))
-        return most, store.local.verify().bytes
-
-
-def test_commits_that_fail_leave_one_version_at_most_and_the_last_of_all_ranks(tmp_path: Path) -> None:
-    few, many = ([index % 2 if index % 5 else 1 for index in range(count)] for count in (4, 14))
-    sizes = []
-    for failing in (few, many):
-        folder = tmp_path / str(len(failing))
-        found = run(full_disks, 2, tmp_path, folder, failing)
-        assert all(most <= 3 for most, _ in found), "as keep says, and one more"
-        sizes.append([size_bytes for _, size_bytes in found])
-        again = run(train_and_commit, 2, tmp_path, folder, 0)
-        assert [each[1]["steps"] for each in again] == [1, 1]
-    assert all(after <= 2 * before for before, after in zip(*sizes, strict=True))
 
 
 def test_ranks_pair_by_the_commit_and_not_by_its_number(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedStore, Sharding, open_sharded, reshard
-from tierstore.dist.commits import SECTION
+from tierstore.dist.parts import SECTION
 from tierstore.errors import (
     DiskFullError,
     ReadOnlyError,

@@ -10,7 +10,7 @@ import tierstore
 from tierstore import errors, optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist.commits import SECTION
+from tierstore.dist.parts import SECTION
 from tierstore.exchange.rows import read_rows
 from tierstore.updates import apply_update, write_update
 

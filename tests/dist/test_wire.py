@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
-from tierstore.dist.wire import Precision, decoded, encoded
+from tierstore.dist.ranks import Precision, decoded, encoded
 
 from .ranks import run
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 
 from tierstore.plan import accesses_of, of_tables, once_a_batch
-from tierstore.plan.accesses import numbered
 from tierstore.trace import TableTrace, Trace
 
 BATCH = 4
@@ -74,12 +73,3 @@ def test_lookups_of_all_rows_go_with_their_tables() -> None:
     assert of_tables(accesses, [1]).all_lookups == (0, 200)
     assert once_a_batch(accesses).all_lookups is None
     assert of_tables(once_a_batch(accesses), 1).all_lookups is None
-
-
-def test_rows_are_numbered_in_order_of_first_use() -> None:
-    keys = np.random.default_rng(3).integers(0, 50, 400) << 37
-    order = {key: number for number, key in enumerate(dict.fromkeys(keys.tolist()))}
-    found = numbered(keys)
-    assert found.numbers.tolist() == [order[key] for key in keys.tolist()]
-    assert found.num_rows == len(order)
-    assert numbered(keys[:0]).num_rows == 0

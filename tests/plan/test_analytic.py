@@ -34,8 +34,8 @@ def lru_hit_rate(batches: list[list[int]], size: int) -> float:
     return hits / asked
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0])
-@pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 20_000])
+@pytest.mark.parametrize("exponent", [0.0, 0.999999, 1.0, 2.0])
+@pytest.mark.parametrize("rows", [1, 256, 257, 20_000])
 def test_bins_are_all_rows_with_the_shares_of_the_law(rows: int, exponent: float) -> None:
     counts, shares = zipf_bins(rows, exponent)
     weights = np.arange(1, rows + 1) ** -exponent
@@ -49,8 +49,8 @@ def distinct(num_rows: int, lookups: float, exponent: float) -> float:
     return popularity([(num_rows, exponent, lookups)]).unique
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.05, 2.5])
-@pytest.mark.parametrize("num_rows", [1, 7, 256, 257, 300_000])
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.05, 2.5])
+@pytest.mark.parametrize("num_rows", [1, 257, 300_000])
 @pytest.mark.parametrize("lookups", [1, 500, 1e6])
 def test_distinct_rows_are_the_sum_over_all(num_rows: int, lookups: float, exponent: float) -> None:
     weights = np.arange(1, num_rows + 1) ** -exponent

@@ -7,9 +7,8 @@ import pytest
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.cli import entry as cli
-from tierstore.plan import plan_file, planning
+from tierstore.plan import planning
 from tierstore.plan.parts import write_host
-from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.presets import workload_toml
 
 
@@ -35,18 +34,6 @@ def test_a_plan_is_printed_and_written(plan_path: Path, capsys: pytest.CaptureFi
     found = json.loads(plan_path.with_suffix(".json").read_text())
     assert found["asked"]["setup"]["ddr"] == "8MiB"
     assert f"{found['prediction']['samples_per_s']:,.0f} samples/s" in said
-
-
-def test_files_that_are_there_are_kept_unless_forced(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = plan_path.with_suffix(".json")
-    kept.write_text("mine")
-    assert cli.main(["plan", "run", "plan.toml", "--json", "plan.json"]) == 1
-    assert capsys.readouterr().err == (
-        "tierstore: plan.json exists; choose another name, or overwrite it with --force\n"
-    )
-    assert kept.read_text() == "mine"
-    assert cli.main(["plan", "run", "plan.toml", "--json", "plan.json", "--force", "--set", "setup.ddr=16MiB"]) == 0
-    assert json.loads(kept.read_text())["asked"]["setup"]["ddr"] == "16MiB"
 
 
 def test_what_prevents_files_is_told_before_the_work(
@@ -75,18 +62,10 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
             assert Path(words[-1]).read_bytes() == before
 
 
-def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "run", "--keys"]) == 0
-    path = tmp_path / "plan.toml"
-    path.write_text(capsys.readouterr().out)
-    assert plan_file.load(path) == PlanFile()
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["rnu"], 2, "tierstore: unknown plan command 'rnu'; did you mean 'run'?\n"),
-        (["nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such plan file\n"),
         (["run"], 2, "tierstore: give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys\n"),
         (["run", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such plan file\n"),
         (
@@ -100,7 +79,6 @@ def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.C
             "tierstore: nosuch is not a directory; make it first\n",
         ),
         (["presets", "rcm1"], 2, "tierstore: there is no preset 'rcm1'; did you mean 'rmc1'?\n"),
-        (["curve", "nosuch.npz"], 1, "tierstore: "),
     ],
 )
 def test_errors_are_one_line_with_a_status(

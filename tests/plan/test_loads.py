@@ -183,34 +183,27 @@ SECONDS = {
 }  # fmt: skip
 
 
-def _step_seconds(seconds: dict[str, float], *, is_ahead: bool) -> float:
-    return lanes_of(seconds, is_ahead=is_ahead)[0].seconds
-
-
-def test_a_step_is_the_longest_of_what_goes_on_at_once() -> None:
-    assert _step_seconds(SECONDS, is_ahead=True) == 17
-    assert _step_seconds(SECONDS | {"ssd reads": 0.0}, is_ahead=True) == 12
-    unshared = SECONDS | {"ssd reads": 0.0, "ddr": 0.0, "cores": 0.0}
-    assert _step_seconds(unshared, is_ahead=True) == 11, "rows come in and go down on one thread"
-    assert _step_seconds(unshared | {"write-back": 0.0}, is_ahead=True) == 10
-    assert _step_seconds(unshared | {"pcie": 13.0}, is_ahead=True) == 13
-    assert _step_seconds(unshared | {"wait ahead": 3.0}, is_ahead=True) == 14
-    assert _step_seconds(unshared | {"wait for a core": 3.0}, is_ahead=True) == 13
-    assert _step_seconds(SECONDS, is_ahead=False) == 45
-    assert _step_seconds(SECONDS | {"cores": 50.0}, is_ahead=False) == 50
-
-
-def test_the_bottleneck_is_the_longest_part_of_the_longest_lane() -> None:
-    def named(seconds: dict[str, float], *, is_ahead: bool) -> str:
-        return bottleneck_of(seconds, is_ahead=is_ahead)
-
-    assert named(SECONDS, is_ahead=True) == "ssd writes"
-    assert named(SECONDS | {"ddr": 100.0}, is_ahead=True) == "ddr"
-    assert named(SECONDS | {"model": 100.0}, is_ahead=True) == "model"
-    assert named(SECONDS, is_ahead=False) == "ssd writes"
-    assert named(SECONDS | {"wait ahead": 30.0}, is_ahead=True) == "cores"
-    idle = dict.fromkeys(SECONDS, 0.0)
-    assert named(idle | {"lookups": 5.0, "cold rows": 5.0, "network": 1.0}, is_ahead=True) == "lookups"
-    several = idle | {"model": 60.0, "lookups": 55.0, "cold rows": 100.0}
-    assert named(several, is_ahead=True) == "model", "not what takes longest and is waited for by nobody"
-    assert named(several, is_ahead=False) == "cold rows"
+@pytest.mark.parametrize(
+    ("changes", "step_s", "bottleneck"),
+    [
+        ({}, 17, "ssd writes"),
+        ({"ssd reads": 0.0}, 12, "ddr"),
+        ({"ssd reads": 0.0, "ddr": 0.0, "cores": 0.0}, 11, "write-back"),  # rows come in and go down on one thread
+        ({"pcie": 18.0}, 18, "pcie"),
+        ({"wait ahead": 30.0}, 41, "cores"),
+        ({"model": 100.0}, 107, "model"),
+        (
+            {"model": 60.0, "lookups": 55.0, "cold rows": 100.0},
+            121.25,
+            "model",
+        ),  # not the longest, that nobody waits for
+    ],
+)
+def test_a_step_and_its_bottleneck_are_the_longest_of_what_goes_on_at_once(
+    changes: dict[str, float], step_s: float, bottleneck: str
+) -> None:
+    seconds = SECONDS | changes
+    assert lanes_of(seconds, is_ahead=True)[0].seconds == pytest.approx(step_s)
+    assert bottleneck_of(seconds, is_ahead=True) == bottleneck
+    turns = sum(value for name, value in seconds.items() if name not in SHARED)
+    assert lanes_of(seconds, is_ahead=False)[0].seconds == max(turns, *(seconds[name] for name in SHARED))

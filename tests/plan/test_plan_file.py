@@ -38,21 +38,16 @@ def test_keys_reach_their_fields(write: Write) -> None:
     found = load(
         write(
             '[setup]\nddr = "64GiB"\nhbm = 1024\nhosts = 2\n[target]\nsamples_per_s = 5\n[pricing]\npue = 2\n'
-            '[search]\ndtypes = ["float16"]\nhosts = [1, 2]\n'
+            '[search]\ndtypes = ["float16"]\nhosts = [1, 2]\n[[workload.tables]]\nname = "item"\nexponent = 1\n'
         )
     )
     assert (found.setup.ddr, found.setup.hbm, found.setup.hosts) == ("64GiB", 1024, 2)
     assert (found.target.samples_per_s, found.pricing.pue) == (5.0, 2.0)
     assert (found.search.dtypes, found.search.hosts) == (("float16",), (1, 2))
+    assert found.workload.tables == (TableSpec(name="item", exponent=1.0),)
+    assert load(write(to_toml(found))) == found
     assert found.is_fixed
     assert not load(write("[setup]\nhosts = 2\n")).is_fixed
-
-
-def test_tables_are_written_one_by_one_or_many_alike(write: Write) -> None:
-    text = '[[workload.tables]]\nname = "item"\nnum_embeddings = 5\nexponent = 1\n[[workload.tables]]\ncount = 3\n'
-    found = load(write(text))
-    assert found.workload.tables == (TableSpec(name="item", num_embeddings=5, exponent=1.0), TableSpec(count=3))
-    assert load(write(to_toml(found))) == found
 
 
 @pytest.mark.parametrize(
@@ -63,11 +58,6 @@ def test_tables_are_written_one_by_one_or_many_alike(write: Write) -> None:
         ("[setup]\npolicy = 'lur'", [], r"setup\.policy = 'lur': expected \"auto\" or \"lru\""),
         ("[pricing]\npue = 0.5", [], r"plan\.toml: pricing\.pue=0\.5: expected a number from 1 to "),
         ("[workload]\npreset = 'a'\nfile = 'b'", [], r"workload\.file = 'b': preset is given too"),
-        (
-            "[target]\nsamples_per_s = 1\nqueries_per_s = 1",
-            [],
-            r"target\.queries_per_s=1\.0: samples_per_s is given too",
-        ),
         ("[[workload.tables]]\nrows = 1", [], r'workload\.tables\[0\]: unknown key "rows"; expected one of name, num_'),
     ],
 )

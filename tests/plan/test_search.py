@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -90,16 +89,6 @@ def test_the_best_is_that_of_all(target: Target) -> None:
     assert all(each.reason for each in found.failures)
 
 
-def test_the_cheaper_host_is_chosen_and_drives_that_last() -> None:
-    cheap = replace(HOST, name="cheap", usd=100.0)
-    assert find(Target(samples_per_s=30_000.0), hosts=(HOST, cheap)).best.setup.host.name == "cheap"
-    worn = replace(cheap, storage=(replace(DRIVE, drive_writes_a_day=0.03),) * 4)
-    target, space = Target(samples_per_s=30_000.0), replace(SPACE, memory_shares=(0.25,))
-    found = find(target, hosts=(HOST, worn), space=space)
-    assert found.best.setup.host.name != "cheap"
-    assert any("its drives wear out in" in each.reason for each in found.failures)
-
-
 @pytest.mark.parametrize("rate", [30_000.0, 100_000.0])
 def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     target = Target(queries_per_s=rate, p99_ms=6.0)
@@ -114,13 +103,6 @@ def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     less = predict(fewer, DEMANDS[SERVED], queries_per_s=rate, query_sizes=(50.0, 100.0, 300.0))
     assert less.latency is not None
     assert less.latency.p99_s > 0.006
-
-
-@pytest.mark.parametrize("target", [Target(usd=20_000.0), Target(queries_per_s=6e3), Target(samples_per_s=6e5)])
-@pytest.mark.parametrize("hosts", [(1, 4), (2, 5, 6), (3, 5, 6)])
-def test_serving_takes_as_many_hosts_as_the_space_has(target: Target, hosts: tuple[int, ...]) -> None:
-    found = find(target, SERVED, space=replace(SPACE, hosts=hosts, workers=(1,), drives=(1,)))
-    assert {each.setup.num_hosts for each in (found.best, *found.runners_up)} <= set(hosts)
 
 
 @pytest.mark.parametrize("rate", [300.0, 4000.0])
@@ -162,22 +144,11 @@ def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> 
         find(Target(usd=10_000.0), hosts=(replace(HOST, storage=(replace(DRIVE, capacity_bytes=1e6),)),))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({}, "names no rate and no limit"),
-        ({"p99_ms": 100.0, "usd": 1.0}, "needs queries_per_s"),
-        ({"usd": -1.0}, "usd=-1.0: expected a number from 0"),
-        ({"samples_per_s": 1.0, "queries_per_s": 1.0}, "queries_per_s=1.0: samples_per_s is given too"),
-        ({"samples_per_s": math.nan}, "samples_per_s=nan"),
-    ],
-)
-def test_targets_that_cannot_be(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        find(Target(**wrong))
-
-
 def test_searches_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="names no rate and no limit"):
+        find(Target())
+    with pytest.raises(ValueError, match="needs queries_per_s"):
+        find(Target(p99_ms=100.0, usd=1.0))
     target = Target(samples_per_s=1.0)
     with pytest.raises(ValueError, match="no host"):
         find(target, hosts=())

@@ -45,7 +45,7 @@ def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: 
 @pytest.mark.parametrize("ddr", [1 << 20, 5_000_000, 15_000_000, 60_000_000])
 def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, policy: str, ddr: int) -> None:
     setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), policy=policy)
-    loads = pool_loads(setup, flat_pools(WORKLOAD))
+    loads = pool_loads(setup, Demand.analytic(WORKLOAD))
     with make_store(store_dir, WORKLOAD, ddr=ddr, policy=policy) as store:
         pools = {store["a"].layout: store["a"].pool, store["b"].layout: store["b"].pool}
         assert {load.layout: load.ddr_rows for load in loads} == {
@@ -57,15 +57,11 @@ def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, poli
 def test_a_budget_of_device_memory_too(store_dir: Path) -> None:
     ddr, hbm = 12_000_000, 3_000_000
     setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), hbm_bytes=float(hbm), host=make_host(gpus=1))
-    loads = pool_loads(setup, flat_pools(WORKLOAD))
+    loads = pool_loads(setup, Demand.analytic(WORKLOAD))
     with make_store(store_dir, WORKLOAD, ddr=ddr, policy="lru", hbm=hbm) as store:
         pools = [store["a"].pool, store["b"].pool]
         assert [load.ddr_rows for load in loads] == [pool.cache.capacity for pool in pools]
         assert [load.hbm_rows for load in loads] == [pool.tier.cache.capacity for pool in pools if pool.tier.on_device]
-
-
-def flat_pools(workload: Workload) -> Demand:
-    return Demand.analytic(workload)
 
 
 class Trained(NamedTuple):
@@ -129,20 +125,6 @@ def test_by_count_every_step_writes_what_leaves(store_dir: Path) -> None:
     assert load.misses == pytest.approx(found.misses, rel=0.12), "the curve is of single accesses"
     assert load.rows_written / load.misses == pytest.approx(found.written / found.misses, rel=0.06)
     assert load.transactions == found.transactions == 1
-
-
-def test_more_memory_writes_no_more_by_a_trace() -> None:
-    """From caches that do not hold a batch to those that hold several."""
-    workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=1000)
-    generator = np.random.default_rng(1)
-    weights = np.arange(1, 30_001) ** -0.9
-    ids = generator.permutation(30_000)[generator.choice(30_000, 60 * 2000, p=weights / weights.sum())]
-    demand = Demand.from_accesses(workload, Accesses(ids, np.arange(0, len(ids) + 1, 2000), ("a",)))
-    for changes in ({}, {"host": make_host(gpus=1), "hbm_bytes": 2.0 * MIB}):
-        setups = [make_setup(workload, ddr_bytes=kb * 1e3, **changes) for kb in (1000, 1200, 1500, 2000, 3000, 5000)]
-        written = [pool_loads(setup, demand)[0].rows_written for setup in setups]
-        assert written == sorted(written, reverse=True)
-        assert written[-1] > 0
 
 
 def load_of(setup_changes: dict[str, object] | None = None, *, unique: float = 2000.0, miss_ratio: float = 0.25):

@@ -103,19 +103,6 @@ def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
     assert took <= max_bytes
 
 
-def test_contents_stay_as_they_are() -> None:
-    generator = np.random.default_rng(2)
-    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=20_000)
-    log, held = [], []
-    for _ in range(40):
-        log.append(random_batch(generator, ROWS, 10))
-        add(recorded, log[-1])
-        held.append(recorded.contents())
-    assert recorded.rate < 1
-    for count, contents in enumerate(held, 1):
-        check(contents.trace(), log[:count], INDEXES)
-
-
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_nothing_was_looked_up(rate: float) -> None:
     recorded = Recorded(list(INDEXES), rate=rate, max_bytes=4000)
@@ -135,11 +122,3 @@ def test_a_new_table_counts() -> None:
     log.append(Batch(1, [Feature("b", list(range(20)), [20])]))
     add(recorded, log[1])
     check(recorded.contents().trace(), log, {"a": 0, "b": 1})
-
-
-def test_lookups_counted_before_a_table_was_made() -> None:
-    """A thread counts, another makes the table, the first adds."""
-    recorded = Recorded(["a"], rate=0.5, max_bytes=4000)
-    recorded.add_table("b")
-    recorded.add(np.empty(0, np.int64), None, 1, recorded.last, np.array([7]))
-    assert recorded.contents().trace().all_lookups == (7, 0)

@@ -5,9 +5,10 @@ from .collection import (
     ShardedTieredEmbeddingBag,
     ShardedTieredEmbeddingBagCollection,
     ShardedTieredEmbeddingCollection,
+    average,
+    data_parallel,
 )
 from .plan import Plan, Sharding
-from .replicas import average, data_parallel
 from .store import ShardedStore, open_sharded
 
 __all__ = [

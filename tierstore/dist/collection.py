@@ -1,8 +1,12 @@
-"""Modules over tables that are sharded over ranks."""
+"""Modules over tables that are sharded over ranks, what prefetches for them, and the rest of a model alongside."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
 from ..lookup.joined import Features, Joined
@@ -10,16 +14,70 @@ from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbe
 from ..nn.embedding import TieredEmbedding
 from ..nn.embedding_bag import TieredEmbeddingBag
 from ..nn.function import Prepared
-from ..nn.module import TieredModule
+from ..nn.module import TieredModule, arguments_of
 from ..store import Table
-from .ahead import Ahead
-from .lookup import RowsLookup, ShardedLookup
-from .owners import Owners
+from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
 from .ranks import Ranks
-from .replicated import ReplicatedLookup
 from .store import ShardedStore
-from .table import ShardedTable
+from .table import Owners, ShardedTable
+
+
+class Ahead:
+    """What ``tierstore.prefetch`` drives, from its thread, for one pass over batches. Every rank's pass has as many.
+
+    Args:
+        module: the module.
+        ranks: in a group that only this object uses, so that its exchanges and those of forward have no order between
+            them; released at the end.
+    """
+
+    def __init__(self, module: "ShardedModule", ranks: Ranks) -> None:
+        self._module = module
+        self._ranks = ranks
+        self._is_over = False
+
+    def prepare(self, features: Any) -> Prepared:
+        """Exchange the ids of a batch; see ``TieredModule.prepare``."""
+        with self._ending_for_all():
+            prepared = self._module.prepare_by(self._ranks, *arguments_of(features))
+            lookups: list[Any] = list(prepared.lookups)
+            for lookup in lookups:
+                lookup.route(self._ranks)
+            return self._module.keep(features, prepared)
+
+    def has_room(self, ticket: Prepared) -> bool:
+        """Whether this rank has, for the rows that it owns."""
+        return ticket.has_room()
+
+    def bring_in(self, ticket: Prepared) -> bool:
+        """Bring the batch's rows in that this rank owns; see ``TieredModule.bring_in``."""
+        with self._ending_for_all(), self._ranks.together("a prefetched batch"):
+            return ticket.stage()
+
+    @contextlib.contextmanager
+    def _ending_for_all(self) -> Iterator[None]:
+        """What fails within fails on all ranks."""
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def forget(self, ticket: Prepared) -> None:
+        self._module.forget(ticket)
+
+    def announce(self, features: Any) -> Any:
+        return self._module.announce(features)
+
+    def end(self) -> None:
+        """Tell the other ranks that there are no more batches, and wait until they have none. In the pass's thread."""
+        with contextlib.suppress(RuntimeError):  # of a rank that is gone, as forward will say
+            if not self._is_over:
+                self._ranks.end()
+        self._is_over = True
+        self._ranks.release()
+
 
 _NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
@@ -128,3 +186,43 @@ class ShardedTieredEmbeddingCollection(ShardedCollection, TieredEmbeddingCollect
 
     def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
         return _kind_of(table, of_rows=True)
+
+
+def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """``DistributedDataParallel(model)``, which leaves the rows of sharded tables to their modules.
+
+    Args:
+        options: of ``DistributedDataParallel``.
+    """
+    owned = [f"{name}.rows" for name, each in model.named_modules() if isinstance(each, ShardedCollection)]
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *owned}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(model, **options)
+
+
+def average(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Replace tensors by their means over the ranks, in place; collective. For dense gradients between ``backward``
+    and ``step``, in place of ``DistributedDataParallel``.
+
+    A mean is the sum, in order of the ranks, of each one's value divided by their number: the same bits on all ranks
+    and whenever it is done again, which gloo's own sum does not promise. Each rank sums a part of the values.
+
+    Args:
+        tensors: float32, on the CPU, of the same shapes on all ranks.
+        ranks: ``ShardedStore.ranks``.
+    """
+    with ranks.telling():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / ranks.size
+        part = -(-len(flat) // ranks.size)
+        counts = [part] * ranks.size
+        padded = nn.functional.pad(flat, (0, part * ranks.size - len(flat)))
+    ranks.counts(counts, f"average of {len(flat)} values", then=2)
+    parts = ranks.exchange(padded, counts, counts).view(ranks.size, part)
+    total = parts[0].clone()
+    for each in parts[1:]:
+        total += each
+    means = ranks.exchange(total.repeat(ranks.size), counts, counts)
+    begin = 0
+    for tensor in tensors:
+        tensor.copy_(means[begin : begin + tensor.numel()].view(tensor.shape))
+        begin += tensor.numel()

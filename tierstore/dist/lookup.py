@@ -5,6 +5,9 @@ id-list order. Backward: it merges each row's gradients, divides them by the num
 owners, who add those of the ranks in order of the ranks and update the row once. So the bits depend on the number of
 ranks, not on who owns what.
 
+Of tables that all ranks have whole, a rank looks rows up itself, and sends merged gradients to all ranks, who add them
+in the same order: so all copies stay equal, and the bits are those of a table whose rows have one owner each.
+
 All calls are collective: every rank makes the same.
 """
 
@@ -21,19 +24,50 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import MODES
 from ..kernels.arrays import Floats, Int32s, Int64s
+from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined, OfKeys
 from ..lookup.lookup import AnyLookup, make_lookup
 from ..lookup.merging import Merged
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
+from ..optim.kernels import mean_squares
 from ..pool import Pool
 from ..pool.arena import RowArrays, dot_part, pool_part
 from ..pool.bags import NO_ARG_MAX, Pooling
 from ..store import Table
-from .columns import with_mean_squares
-from .owners import Owners
 from .ranks import Ranks
-from .table import ShardedTable
+from .table import Owners, ShardedTable
+
+
+def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: Owners) -> Tensor:
+    """What ``RowWiseAdagradOfColumns`` takes. Collective.
+
+    The owners of a row's parts were asked for the same rows. Each adds the ranks' gradients up, sends its part of the
+    sum to the others, and takes the mean square of the whole, as one process would have it.
+
+    Args:
+        asked: the rows that ranks asked this one for; see ``OfKeys``.
+        gradients: float32 [asked, columns of a part].
+
+    Returns:
+        float32 [1, asked * columns + asked]: the gradients, and behind them the mean square of each one's row.
+    """
+    count, width = gradients.shape
+    inverse, keys = asked.distinct
+    groups = asked.groups(NO_ARG_MAX, count * width, is_mean=False)
+    merged = groups.merged(inverse, len(keys), width, gradients.numpy().reshape(1, -1))
+    whole = np.empty((len(keys), num_parts, width), np.float32)
+    owner = owners.of(keys, num_parts)
+    by_key = np.argsort(keys)
+    shared = [by_key[(owner[by_key] == rank).any(1)] for rank in range(owners.ranks.size)]
+    counts = [len(rows) for rows in shared]
+    sent = torch.from_numpy(merged[np.concatenate(shared)])
+    taken = torch.split(owners.ranks.exchange(sent, counts, counts), counts)
+    for rank, (rows, part) in enumerate(zip(shared, taken, strict=True)):
+        whole[rows, (owner[rows] == rank).argmax(1)] = part.numpy()
+    squares = np.empty(count, np.float32)
+    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
+    return torch.cat([gradients.reshape(-1), torch.from_numpy(squares)])[None]
 
 
 class Sent(NamedTuple):
@@ -342,3 +376,43 @@ class RowsLookup(RoutedLookup[_Route]):
         if needs_squares:
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
         return Sent(self.own, taken.view(1, -1), torch.split(torch.from_numpy(route.keys), route.given))
+
+
+class ReplicatedLookup(ShardedLookup):
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners, own: Any = None) -> None:
+        super().__init__(joined, mode=mode, owners=owners)
+        self.own = make_lookup(joined, mode=mode) if own is None else own
+
+    @classmethod
+    def merged(cls, lookups: Sequence["ReplicatedLookup"], widths: Sequence[int]) -> Self:
+        kind: Any = type(lookups[0].own)
+        own = kind.merged([lookup.own for lookup in lookups], widths)
+        return cls(own.joined, mode=own.mode, owners=lookups[0]._owners, own=own)
+
+    def route(self, ranks: Ranks) -> None:
+        """Ids stay here."""
+
+    def release(self) -> None:
+        self.own.release()
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        with self._ranks.together(f"lookup of {self._names}, {self._ranks.next_batch()}"):
+            self.own.forward(out, keep=keep)
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        self.own.scale_gradient(grad_out, grad_scale)
+
+    def sent(self, grad_out: Tensor) -> Sent:
+        ranks = self._ranks
+        with ranks.telling():
+            found = self.own.gradients(grad_out)
+            keys = (
+                torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu().repeat(ranks.size)
+            )
+            values = (torch.cat([each.values for each in found]).cpu() / ranks.size).repeat(ranks.size, 1)
+            given = [len(keys) // ranks.size] * ranks.size
+        taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
+        all_keys = ranks.exchange(keys, given, taken)
+        gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
+        lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
+        return Sent(lookup, gradients.view(1, -1), torch.split(all_keys, taken))

@@ -31,8 +31,7 @@ from ..system.durable import make_directory, sync_directory
 from ..system.excerpt import excerpt
 from ..system.killpoints import reach
 from ..system.output import output_errors, require_room
-from .commits import Commits, in_common
-from .parts import Source, newer_set, open_parts, part_sets, read_commits
+from .parts import Commits, Source, in_common, newer_set, open_parts, part_sets, read_commits
 from .plan import Sharding
 from .ranks import Ranks
 from .reshard import WORK_NAME, made_id, resized, share_bytes, stored_rows, write_part
@@ -56,15 +55,7 @@ def require_alike(ranks: Ranks, **settings: Any) -> None:
 
 
 def open_to_read(ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> Store:
-    """This rank's part, open for reading at the newest commit that all ranks have. Collective.
-
-    Args:
-        options: of ``open_store``.
-
-    Raises:
-        StoreNotFoundError: there is no such part, or another number of ranks has a newer commit.
-        TierstoreError: the ranks have no commit in common. Others as of ``open_store``.
-    """
+    """This rank's part, open for reading at the newest commit that all ranks have. Collective."""
     path = folder / f"{ranks.rank}-of-{ranks.size}"
     for _ in range(_ATTEMPTS):
         with ranks.together():
@@ -265,11 +256,7 @@ class OwnPart:
                     reach("reshard: part written")
 
     def replace_others(self, version: int) -> None:
-        """Move the parts of other numbers of ranks away, now that all ranks show a version of theirs. Collective.
-
-        Raises:
-            TierstoreError: it is not the one that they were made of.
-        """
+        """Move the parts of other numbers of ranks away, now that all ranks show a version of theirs. Collective."""
         with self._ranks.together():
             if self.source is not None and version != self.source.number:
                 raise TierstoreError(

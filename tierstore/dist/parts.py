@@ -1,9 +1,14 @@
-"""A sharded store as one process reads it: all ranks' parts, at the newest commit that all have."""
+"""A sharded store as one process reads it: all ranks' parts, at the newest commit that all have.
+
+A commit has a number, and an identity that rank 0 draws: ranks have a commit in common if both are equal. A rank's
+store may hold one version that is no commit of all ranks, as its newest: that of a commit that others did not make.
+"""
 
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,8 +19,88 @@ from ..exchange.rows import RowValues
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
 from ..store.manifest import MANIFEST_NAME, Part, parts_in
-from .commits import SECTION, Commits, in_common
+from ..store.version import RANK_KEY
 from .plan import Shard, Sharding
+
+SECTION: Final = RANK_KEY
+"""Of ``extra`` of each rank's store."""
+
+
+class Place(NamedTuple):
+    """Whose part a store is: ``rank`` of so many ``ranks``."""
+
+    rank: int
+    ranks: int
+
+
+class Commits(NamedTuple):
+    """What a rank's store has.
+
+    Attributes:
+        run: the identity of what was trained; "" if there is none yet.
+        versions: of the rank's store, by the number of the commit; those that ``of`` tells are kept.
+        shardings: of each table, as JSON.
+        ids: of the commits, by number; commits of earlier releases have none.
+    """
+
+    run: str
+    versions: dict[int, int]
+    shardings: dict[str, Any]
+    ids: dict[int, str]
+
+    @property
+    def last(self) -> int:
+        """The highest number; 0 if nothing was committed."""
+        return max(self.versions, default=0)
+
+    @classmethod
+    def of(cls, store: Store) -> "Commits":
+        """TierstoreError if the store is no rank's part."""
+        if not store.version:
+            return cls("", {}, {}, {})
+        section = store.extra.get(SECTION)
+        if section is None:
+            raise TierstoreError(
+                f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
+            )
+        told = cls.told(section, store.version)
+        return told._replace(versions={each: kept for each, kept in told.versions.items() if kept in store.versions})
+
+    @classmethod
+    def told(cls, section: Mapping[str, Any], version: int) -> "Commits":
+        """What a version of a rank's store says, of the last 256 commits."""
+        known = {int(number): each for number, each in section["versions"].items()}
+        ids = {int(number): commit_id for number, commit_id in section.get("ids", {}).items()}
+        return cls(section["run"], known | {section["number"]: version}, section["shardings"], ids)
+
+
+def in_common(commits: Sequence[Commits]) -> list[int]:
+    """Numbers of the commits that all these ranks have, ascending."""
+    known = [{(number, each.ids.get(number)) for number in each.versions} for each in commits]
+    return sorted(number for number, _ in set.intersection(*known))
+
+
+def packed(
+    place: Place,
+    run: str,
+    number: int,
+    versions: Mapping[int, int],
+    shardings: dict[str, Any],
+    extra: dict[str, Any] | None,
+    ids: Mapping[int, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """``extra`` of a rank's commit: ``versions`` of its store by the numbers before, each table's sharding as JSON,
+    what the caller gave, and the identities of the commits, this one included."""
+    section = {
+        **place._asdict(),
+        "run": run,
+        "number": number,
+        "versions": {str(each): version for each, version in versions.items()},
+        "ids": {str(each): commit_id for each, commit_id in ids.items()},
+        "shardings": shardings,
+    }
+    return {SECTION: section, "extra": extra or {}}
+
 
 _DDR: Final = "64MiB"
 
@@ -29,12 +114,7 @@ def part_sets(directory: Path) -> dict[int, list[Part]]:
 
 
 class Source(NamedTuple):
-    """A complete set of parts.
-
-    Attributes:
-        number: of the newest commit that all have.
-        commits: of each rank's store, in order.
-    """
+    """A complete set of parts."""
 
     number: int
     commits: tuple[Commits, ...]
@@ -46,12 +126,7 @@ class Source(NamedTuple):
 
 
 def newest_set(directory: Path) -> Source:
-    """The one with the newest commit.
-
-    Raises:
-        StoreNotFoundError: no set is complete, or one that is not has a newer commit.
-        TierstoreError: they are of different runs.
-    """
+    """The one with the newest commit."""
     found = newer_set(directory, part_sets(directory), 0)
     if found is None:
         raise StoreNotFoundError(f"{directory} is a sharded store without a commit: train it, and commit, first")

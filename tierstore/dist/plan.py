@@ -63,11 +63,7 @@ class Sharding(NamedTuple):
         return cls(sharding_type, found, exchange)
 
     def shards(self, num_rows: int, dim: int) -> list[Shard]:
-        """Those that are not empty, in order.
-
-        Raises:
-            ValueError: the columns cannot be divided equally.
-        """
+        """Those that are not empty, in order."""
         count = len(self.ranks)
         if self.sharding_type == "data_parallel":
             return [Shard(rank, 0, num_rows, 0, dim) for rank in self.ranks]

@@ -14,15 +14,79 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
-from .gone import naming_gone
-from .wire import Precision, decoded, encoded
+
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+"""TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
+_HALVES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_LEVELS: Final = 127
+_SCALE_BYTES: Final = 4
+
+
+def encoded(rows: Tensor, precision: Precision) -> Tensor:
+    """What goes over the wire for float32 [n, dim]: as many rows."""
+    if precision == "fp32":
+        return rows
+    if precision in _HALVES:
+        return rows.to(_HALVES[precision])
+    scale = (rows.abs().amax(1) / _LEVELS).view(-1, 1)
+    levels = torch.round(rows / torch.where(scale > 0, scale, 1)).to(torch.int8)
+    return torch.cat([levels, scale.view(torch.int8)], dim=1)
+
+
+def decoded(sent: Tensor, precision: Precision) -> Tensor:
+    """float32 [n, dim] of what ``encoded`` gave."""
+    if precision == "int8":
+        scale = sent[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+        return sent[:, :-_SCALE_BYTES].to(torch.float32) * scale
+    return sent.to(torch.float32)
+
+
+_GRACE_SECONDS: Final = 2.0
+"""So long after the last report of a failure, who has not reported is gone: an exchange fails everywhere at once."""
+_POLL_SECONDS: Final = 0.1
+
+
+@contextlib.contextmanager
+def naming_gone(group: Any, rank: int, size: int) -> Iterator[None]:
+    """Run an exchange.
+
+    Raises:
+        RankError: it failed; names the ranks that ended or hang.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        gone = _gone(dist.get_process_group_ranks(group or dist.group.WORLD), rank, size)
+        who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
+        raise RankError(
+            f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from the "
+            "last commit that all have"
+        ) from error
+
+
+def _gone(members: list[int], rank: int, size: int) -> list[int]:
+    """Ranks that do not report that an exchange failed. Empty if there is nowhere to report it."""
+    reports: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"tierstore.dist/failed/{'-'.join(map(str, members))}/{each}" for each in range(size)]
+    try:
+        reports.set(keys[rank], "")
+        known, since = 0, time.monotonic()
+        while known < size - 1 and time.monotonic() - since < _GRACE_SECONDS:  # the last one left is gone
+            count = sum(map(reports.check, ([key] for key in keys)))
+            if count > known:
+                known, since = count, time.monotonic()
+            time.sleep(_POLL_SECONDS)
+        return [each for each, key in enumerate(keys) if not reports.check([key])]
+    except RuntimeError:  # rank 0 had the reports, and is gone
+        return []
+
 
 _T = TypeVar("_T")
 _FAILED: Final = -1

@@ -20,8 +20,7 @@ from ..store.manifest import MANIFEST_NAME
 from ..store.opened import open_files
 from ..store.target import new_store, require_outside
 from ..system.output import require_room
-from .commits import Place, packed
-from .parts import Parts, of_columns, open_parts
+from .parts import Parts, Place, of_columns, open_parts, packed
 from .plan import Plan, Shard, Sharding
 from .table import ShardedTable, local_config
 

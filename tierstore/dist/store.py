@@ -13,7 +13,7 @@ import copy
 import itertools
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
@@ -31,14 +31,37 @@ from ..store.arguments import OffsetsType
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
 from ..store.version import MAX_ANCESTORS
-from .commits import SECTION, Commits, Place, in_common, packed
 from .opening import OwnPart, open_to_read, require_alike
-from .optimizer import ShardedOptimizer
-from .owners import Owners, Wire
+from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Ranks, Traffic
-from .table import ShardedTable, local_config, whole_config
-from .wire import Precision
+from .ranks import Precision, Ranks, Traffic
+from .table import Owners, ShardedTable, Wire, local_config, whole_config
+
+
+class ShardedOptimizer(TieredOptimizer):
+    """``TieredOptimizer`` of this rank's rows; ``clip_grad_norm_`` takes the norm over the rows of all ranks.
+
+    Args:
+        is_replicated: whether all ranks have the rows of the table of that name.
+    """
+
+    def __init__(
+        self, store: Store, dense: torch.optim.Optimizer | None, ranks: Ranks, is_replicated: Callable[[str], bool]
+    ) -> None:
+        self._ranks = ranks
+        self._is_replicated = is_replicated
+        super().__init__(store, dense)
+
+    def _total_norm(self, others: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Others, and rows that all ranks have, count once. Collective."""
+        shared = [*others, *self._row_gradients(self._is_replicated)]
+        own = self._row_gradients(lambda name: not self._is_replicated(name))
+        with self._ranks.telling():
+            norm = float(torch.nn.utils.get_total_norm(own, norm_type))
+        norms = self._ranks.gather(norm, "clip_grad_norm_")
+        norms.append(float(torch.nn.utils.get_total_norm(shared, norm_type)))
+        return torch.nn.utils.get_total_norm([torch.tensor(norms)], norm_type, error_if_nonfinite)
+
 
 _RESTART: Final = "start all ranks again: they go on from the last commit that all have"
 

@@ -1,16 +1,21 @@
-"""A sharded table as lookups see it: whole, with this rank's part behind it."""
+"""A sharded table as lookups see it: whole, with this rank's part behind it; and which rank owns a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..config import TableConfig
-from ..layout import RowLayout
+from ..kernels.arrays import Int64s
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.tables import Replayed, id_error
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..store import Store, Table
 from .plan import Shard, Sharding
+from .ranks import Precision, Ranks
 
 _T = TypeVar("_T")
 
@@ -103,11 +108,7 @@ class ShardedTable:
 
 
 def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:
-    """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns.
-
-    Raises:
-        ValueError: the table cannot be sharded so.
-    """
+    """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns."""
     shards = sharding.shards(config.num_embeddings, config.embedding_dim)
     if sharding.exchange == "pooled" and config.pooling == "max":
         raise ValueError(f'table {config.name!r} has pooling="max", which owners cannot pool; use exchange="rows"')
@@ -136,3 +137,53 @@ def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
         rule = RowWiseAdagrad(**asdict(rule))
     dim = local.embedding_dim * len(sharding.ranks)
     return replace(local, embedding_dim=dim, optimizer=rule, init=local.init.from_column(0))
+
+
+class Wire(NamedTuple):
+    """How values cross: rows or pooled rows in forward, gradients in backward."""
+
+    forward: Precision = "fp32"
+    backward: Precision = "fp32"
+
+
+Ranks16 = NDArray[np.uint16]
+
+
+class _Firsts(NamedTuple):
+    """Shards that have the same of their tables' ranges of columns: the keys of their first rows, ascending; ranks."""
+
+    keys: Int64s
+    ranks: Ranks16
+
+
+class Owners:
+    """Owners of the rows of a store's tables, by key.
+
+    Attributes:
+        ranks: the group.
+        wire: how values cross.
+    """
+
+    def __init__(self, ranks: Ranks, wire: Wire) -> None:
+        self.ranks = ranks
+        self.wire = wire
+        self._by_part: list[_Firsts] = []
+
+    def set(self, tables: Iterable[ShardedTable]) -> None:
+        """All tables. Of those that all ranks have whole, each rank owns every row."""
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for table in tables:
+            width = table.local.config.embedding_dim
+            for shard in table.shards:
+                if table.sharding.sharding_type != "data_parallel":
+                    first = (table.index << KEY_ROW_BITS) | shard.first_row
+                    parts.setdefault(shard.first_column // width, []).append((first, shard.rank))
+        pairs = [np.array(sorted(parts[part]), np.int64) for part in sorted(parts)]
+        self._by_part = [_Firsts(each[:, 0].copy(), each[:, 1].astype(np.uint16)) for each in pairs]
+
+    def of(self, keys: Int64s, num_parts: int) -> Ranks16:
+        """uint16 [n, num_parts]: the rank of each range of columns of each key's row."""
+        found = np.empty((len(keys), num_parts), np.uint16)
+        for part, firsts in enumerate(self._by_part[:num_parts]):
+            found[:, part] = firsts.ranks[np.searchsorted(firsts.keys, keys, side="right") - 1]
+        return found

@@ -8,7 +8,7 @@ unless ``mincore`` finds the next rows in memory (the thread was merely interrup
 All of this decides speed only; every row is bounds-checked and verified in either mode.
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
-``numpy.take`` on a flat file needs 60-66, ``python -m bench.warm`` compares): the copy 55-60, which is memory itself;
+``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself;
 the map 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. Reference
 counts of the tuples of arrays would cost as much as the copy; hence ``uncounted_kernel``. Each end of a loop and each
 look at the clock lets the rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are

@@ -81,11 +81,7 @@ def _integral(low: Float64s, high: Float64s, exponent: float) -> Float64s:
 
 
 def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
-    """Of the rows of tables that share a cache.
-
-    Args:
-        tables: (rows, exponent, ids a batch) of each.
-    """
+    """Of the rows of tables that share a cache."""
     kinds: dict[tuple[int, float, float], int] = {}
     for table in tables:
         kinds[table] = kinds.get(table, 0) + 1

@@ -39,11 +39,7 @@ def dlrm_work(
     cross_layers: int,
     cross_rank: int,
 ) -> DenseWork:
-    """As ``models.DLRM`` computes it; flops are 2 a b for a layer of a inputs and b outputs.
-
-    Args:
-        dims: columns of each table. Where they differ, the bottom MLP ends in the largest.
-    """
+    """As ``models.DLRM`` computes it; flops are 2 a b for a layer of a inputs and b outputs."""
     dim, vectors = max(dims), len(dims) + 1
     if interaction == "dot":
         pairs = vectors * (vectors - 1) // 2

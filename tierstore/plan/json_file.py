@@ -30,9 +30,5 @@ def plain(value: Any) -> Any:
 
 
 def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
-    """Write what ``plain`` makes of it.
-
-    Raises:
-        FileExistsError: there is such a file, and ``force`` is not given. Else as of ``partial_file``.
-    """
+    """Write what ``plain`` makes of it."""
     write_text(Path(path), json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)

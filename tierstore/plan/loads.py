@@ -9,7 +9,7 @@ take of them. ``WAITS`` are for a core that another thread has.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..dist.wire import Precision
+from ..dist.ranks import Precision
 from ..kernels.threads import MIN_WORK
 from .host import ID_BYTES, TRAINING_FLOPS
 from .prediction import FLOAT_BYTES, Lane, ResourceLoad, Setup
@@ -34,11 +34,7 @@ _FLOPS_PER_WEIGHT: Final = 2
 
 
 def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
-    """Of all resources, idle ones too, in the order in which a batch meets them.
-
-    Args:
-        is_ahead: rows of later batches are fetched while a batch is computed.
-    """
+    """Of all resources, idle ones too, in the order in which a batch meets them."""
     work = (_Work if setup.rank_costs is None else _RankWork)(setup, pools, is_ahead)
     own = [ResourceLoad("batch", work.batch_s(), 1.0, "batches"), work.lookups(), work.hbm(), work.model()]
     others = [work.id_exchange(), work.cold_rows(), work.write_back(), work.pcie(), *work.drives(), work.ddr()]
@@ -47,12 +43,7 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
 
 
 def lanes_of(seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[Lane, ...]:
-    """What works side by side, the longest first; of equal ones in the order in which a batch meets them.
-
-    Args:
-        seconds: for which a step keeps each resource busy.
-        is_ahead: as of ``loads_of``; else everything waits for everything, except what is shared.
-    """
+    """What works side by side, the longest first; of equal ones in the order in which a batch meets them."""
     if is_ahead:
         groups = {"computing": SERIAL, "fetching": AHEAD, "pcie": LINKS, "drives": DRIVES}
     else:
@@ -172,11 +163,7 @@ class _Work(NamedTuple):
 
     def network(self, seconds: Mapping[str, float]) -> ResourceLoad:
         """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
-        and the dense weights' in a ring. In serving it sends the ids before, too.
-
-        Args:
-            seconds: that other resources are busy.
-        """
+        and the dense weights' in a ring. In serving it sends the ids before, too."""
         hosts = self.setup.hosts
         if hosts == 1:
             return ResourceLoad("network", 0.0, 0.0, "bytes")

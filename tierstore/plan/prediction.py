@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ..cache import POLICIES
 from ..config import require_choice
-from ..dist.wire import Precision
+from ..dist.ranks import Precision
 from ..settings.sections import option
 from .host import Accelerator, Checked, Host, shared_by, times
 from .workload import Workload
@@ -93,11 +93,7 @@ class Setup(Checked):
 
     @property
     def of_a_rank(self) -> "Setup":
-        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself.
-
-        Raises:
-            ValueError: they are of other ranks, or it serves.
-        """
+        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself."""
         costs = self.rank_costs
         if costs is None:
             return self

@@ -35,11 +35,7 @@ def price_of(host: Host, count: int, pricing: Pricing) -> Price:
 
 
 def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
-    """How often the most worn drive is written over in a day; drives share what is written as they are fast.
-
-    Args:
-        bytes_per_s: written to all drives of the host.
-    """
+    """How often the most worn drive is written over in a day; drives share what is written as they are fast."""
     if not bytes_per_s:
         return 0.0
     speed = sum(drive.write_bytes_per_s for drive in host.storage)

@@ -51,9 +51,6 @@ def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUER
     """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival.
 
     The same seed draws the same queries, and the same gaps between them but for their scale, at every rate.
-
-    Raises:
-        ValueError: the rate is not more than 0.
     """
     if not queries_per_s > 0 or not math.isfinite(queries_per_s):
         raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
@@ -87,10 +84,7 @@ def _serve(
 
 
 def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Latency:
-    """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry.
-
-    Raises: as ``latencies``.
-    """
+    """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry."""
     if queries_per_s >= queue.rate_max:
         return Latency(queries_per_s, math.inf, math.inf, math.inf)
     found = latencies(queue, queries_per_s, num_queries=num_queries, seed=seed)
@@ -107,11 +101,7 @@ def latency_alone(queue: Queue) -> Latency:
 
 
 def parse_query_sizes(text: str) -> tuple[float, ...]:
-    """Samples of a query, each as likely as any other: numbers with commas or space between them.
-
-    Raises:
-        ValueError: there is none, or something that is no number above 0.
-    """
+    """Samples of a query, each as likely as any other: numbers with commas or space between them."""
     sizes = []
     for word in text.replace(",", " ").split():
         try:

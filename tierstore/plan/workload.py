@@ -144,13 +144,7 @@ class Workload(Checked):
 
 def specified(specs: Sequence[TableSpec], **figures: Any) -> Workload:
     """The workload of a file's tables. What the file does not say is assumed: each such table has one id a sample, by
-    Zipf's law, and the model has the layers of MLPerf's DLRM-DCNv2.
-
-    Args:
-        figures: of ``Workload``, beside its tables.
-
-    Raises: as ``Workload``.
-    """
+    Zipf's law, and the model has the layers of MLPerf's DLRM-DCNv2."""
     found = Workload(tables=tuple(shape for spec in specs for shape in spec.shapes()), **figures)
     assumed = []
     if not found.dense_flops:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
-from ..dist.wire import Precision
+from ..dist.ranks import Precision
 from ..io.cleaning import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..settings import sections

@@ -76,13 +76,9 @@ def test_a_file_has_them(tmp_path: Path) -> None:
     ("change", "key"),
     [
         ("no JSON", "Expecting value"),
-        ("[]", "table"),
         ({"version": 0}, "version"),
-        ({"seconds": {}}, "rows"),
         ({"errors": {"rows": -1.0, "pooled": 0.0, "data_parallel": 0.0}}, r"errors: rows=-1\.0"),
         ({"world_size": "2"}, "world_size"),
-        ({"reduce_us": float("nan")}, "reduce_us"),
-        ({"optimizer": "best"}, "optimizer"),
         ({"more": 1}, "more"),
     ],
 )

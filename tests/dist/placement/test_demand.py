@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.dist.placement.support import table, trace_of
 from tierstore.dist.placement import demand_of
-from tierstore.dist.placement.demand import shares_of
+from tierstore.dist.placement.costs import shares_of
 from tierstore.trace import TableTrace, Trace
 
 

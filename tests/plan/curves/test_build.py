@@ -1,24 +1,14 @@
 """Curves of all accesses, and of tables; from accesses that are a sample already; and on real lookups."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from bench.data import criteo_keys
 from tierstore.cache import DdrCache
-from tierstore.plan import Accesses, MissRatioCurve, of_tables
+from tierstore.plan import Accesses, MissRatioCurve
 from tierstore.plan.curves import POLICIES, by_table, curve
 from tierstore.plan.json_file import plain
 
 SHIFT = 40
-CRITEO_HIT_RATES = {
-    ("lru", 2_000): 0.6033,
-    ("lru", 20_000): 0.8033,
-    ("lfu", 2_000): 0.6666,
-    ("lfu", 20_000): 0.8349,
-}
-"""Of the 26 tables in one cache, each lookup an access, by policy and rows, as independent programs found them."""
 
 
 def accesses_of_keys(keys: np.ndarray, rate: float = 1.0) -> Accesses:
@@ -53,14 +43,6 @@ def test_a_curve_is_what_the_stores_cache_does(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_default_sizes_go_from_one_row_to_all(policy: str) -> None:
-    for num, rate in ((1, 1.0), (50, 0.1), (20_000, 1.0), (20_000, 1 / 3)):
-        made = curve(random_accesses(4, num)._replace(sampling_rate=rate), policy)
-        assert (np.diff(made.sizes) > 0).all()
-        assert (made.sizes[0], made.sizes[-1]) == (1, made.num_rows)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("skip", [1, 1700, 3999])
 def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int) -> None:
     accesses, sizes = random_accesses(3), [1, 10, 100, 500]
@@ -76,15 +58,6 @@ def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int)
     np.testing.assert_allclose(first + rest, whole, rtol=1e-12)
     counted = accesses._replace(sampling_rate=0.5, all_lookups=(5000, 0, 3000))
     assert curve(counted, policy, sizes=sizes, skip=1000).num_accesses == 6000
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_table_has_the_curve_of_its_own_accesses(policy: str) -> None:
-    accesses = random_accesses(5)
-    found = by_table(accesses, policy)
-    assert list(found) == ["a", "c"]
-    for index, name in ((0, "a"), (2, "c")):
-        assert same(found[name], curve(of_tables(accesses, [index]), policy))
 
 
 def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
@@ -125,14 +98,3 @@ def test_what_cannot_be_is_said() -> None:
             curve(accesses, "lru", sizes=sizes)
     with pytest.raises(ValueError, match=r"skip=4000"):
         curve(accesses, "lru", skip=4000)
-
-
-@pytest.fixture(scope="module")
-def real_keys(criteo_path: Path) -> np.ndarray:
-    return criteo_keys(criteo_path)
-
-
-def test_hit_rates_of_real_lookups(real_keys: np.ndarray) -> None:
-    accesses = accesses_of_keys(real_keys)._replace(tables=tuple(f"C{number}" for number in range(26)))
-    for (policy, rows), expected in CRITEO_HIT_RATES.items():
-        assert round(curve(accesses, policy, sizes=[rows]).hit_rate(rows), 4) == expected

@@ -60,13 +60,6 @@ def test_policies_side_by_side(path: Path, tmp_path: Path, capsys: pytest.Captur
         assert f"{made.hit_rate(100):.4f}" in said
 
 
-def test_as_the_tiers_of_a_store_count(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(path, "--once-a-batch", "--json", tmp_path / "out") == 0
-    accesses = once_a_batch(read_accesses(path))
-    assert f"{len(accesses.keys):,} distinct rows of batches of 2 tables" in capsys.readouterr().out
-    assert same(read_curves(tmp_path / "out")["lru"]["all"], curve(accesses, "lru"))
-
-
 def test_tables(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accesses, out = read_accesses(path), tmp_path / "out"
     assert run(path, "--by-table", "--policy", "lfu, lru", "--json", out) == 0
@@ -91,9 +84,7 @@ def test_batches_ahead_are_of_the_curve(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--policy", "lru,belady"], r"policy='belady': there are lru, lfu"),
-        (["--policy", "tinylf"], r"policy='tinylf': did you mean 'tinylfu'\?"),
         (["--sizes", "10,ten"], r"--sizes ten: write rows, or a share"),
-        (["--sizes", "0"], "--sizes 0: write rows"),
         (["--prefetch-depth=-1"], "prefetch_depth=-1"),
     ],
 )
@@ -101,11 +92,3 @@ def test_mistakes_are_named_with_the_way_out(path: Path, tmp_path: Path, words: 
     with pytest.raises(ValueError, match=said):
         run(path, *words, "--json", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_files_that_are_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        run(tmp_path / "none.npz")
-    (tmp_path / "bad.npz").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"bad\.npz"):
-        run(tmp_path / "bad.npz")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.accesses import numbered
-from tierstore.plan.curves.replays import distances
+from tierstore.plan.curves import distances
 
 pytestmark = pytest.mark.kernel
 MANY = 40_000 if JIT_ENABLED else 3_000

@@ -1,26 +1,31 @@
 """Curves of batches, against the reference cache in plain Python and against a real store's own counters."""
 
+import bisect
+import contextlib
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.planning.beside_stores import errors_of, looked_up, one_table
-from bench.planning.validation import trace_of
+import tierstore
 from tierstore.cache import Admission
 from tierstore.cache.reference import ReferenceCache
-from tierstore.plan import Accesses, accesses_of, once_a_batch
+from tierstore.errors import BudgetError
+from tierstore.plan import Accesses, once_a_batch
 from tierstore.plan.curves import curve
 from tierstore.pool import HELD_SHARE
+from tierstore.store.budget import divide
 
 POLICIES = ("lru", "lfu", "tinylfu")
 
 
-def of_batches(batches: list[list[int]]) -> Accesses:
+def of_batches(batches: Sequence[Any]) -> Accesses:
     keys = np.array([key for batch in batches for key in batch], np.int64)
     return Accesses(keys, np.cumsum([0, *map(len, batches)]), ("all",))
 
@@ -93,32 +98,77 @@ def test_a_batch_that_does_not_fit_is_looked_up_part_by_part(
     assert misses(accesses, policy, capacity, depth) == slow_misses(accesses, policy, capacity, depth)
 
 
+class Looked(NamedTuple):
+    """Of a store, after it looked all batches up; rows count once a batch."""
+
+    capacity: int
+    unique: int
+    misses: int
+
+
+def looked_up(
+    batches: list[Any], capacity: int, policy: Any, *, depth: int = 0, step: Callable[[Any], None] = lambda _: None
+) -> Looked:
+    """Look batches of ids up in one table's store of about so many rows, which has as many rows more.
+
+    Args:
+        depth: batches fetched ahead.
+        step: what is done with the store before each lookup.
+    """
+    rows = 2 * int(max(ids.max() for ids in batches)) + 2
+    table = tierstore.TableConfig(name="t0", num_embeddings=rows, embedding_dim=4, optimizer=tierstore.optim.SGD(lr=1))
+    with tierstore.open(cold="memory", ddr="64MiB") as store:
+        layout = store.create_table(table).layout
+
+    def rows_of(budget: int) -> int:
+        with contextlib.suppress(BudgetError):
+            shares = divide(budget, {layout: rows}, num_tables=1, policy=policy, given=budget)
+            return shares.pools[layout].cached_rows
+        return 0
+
+    budget = bisect.bisect_left(range(2**32), capacity, key=rows_of)
+    jagged = [
+        tierstore.KeyedJaggedTensor(["t0"], torch.from_numpy(ids), lengths=torch.tensor([len(ids)])) for ids in batches
+    ]
+    with tierstore.open(cold="memory", ddr=budget, policy=policy, threads=1) as store:
+        store.create_table(table)
+        module = tierstore.TieredEmbeddingBagCollection(store)
+        with torch.no_grad(), contextlib.closing(tierstore.prefetch(jagged, module, depth=depth)) as ahead:
+            for batch in ahead:
+                step(store)
+                module(batch)
+        found = store.stats().ddr
+        return Looked(found.capacity_rows, found.unique, found.misses)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_misses_as_its_curve_says(policy: str) -> None:
     """From the largest batch's rows on. No id is twice in a batch: TinyLFU's window shrinks by the number of ids, which
     a trace of distinct rows has lost."""
     generator = np.random.default_rng(4)
-    batches = [np.unique(generator.zipf(1.2, size) % 5000) for size in generator.integers(1, 400, 60)]
-    workload = one_table("any", [generator.permutation(ids) for ids in batches])
-    found = errors_of(workload, policy, 0, 4)
-    assert found.sizes[0] in range(found.largest_batch, found.largest_batch + 3)
-    assert max(map(abs, found.points)) < 1e-9, found
+    batches = [generator.permutation(np.unique(generator.zipf(1.2, n) % 5000)) for n in generator.integers(1, 400, 60)]
+    accesses = of_batches(batches)
+    largest, num_rows = max(map(len, batches)), len(np.unique(accesses.keys))
+    for size in np.geomspace(largest, 0.6 * num_rows, 4).astype(int).tolist():
+        found = looked_up(batches, size, policy)
+        assert found.capacity in range(size, size + 3)
+        assert found.misses == misses(once_a_batch(accesses), policy, found.capacity)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_with_batches_ahead_misses_as_its_curve_says(policy: str) -> None:
     """Each lookup waits until the two batches behind it are in."""
     generator = np.random.default_rng(5)
-    workload = one_table("any", [np.unique(ids) for ids in generator.zipf(1.2, (40, 200)) % 4000])
-    accesses = once_a_batch(accesses_of(trace_of(workload)))
-    left = iter(range(len(workload.batches), 0, -1))
+    batches = [np.unique(ids) for ids in generator.zipf(1.2, (40, 200)) % 4000]
+    accesses = once_a_batch(of_batches(batches))
+    left = iter(range(len(batches), 0, -1))
 
     def wait(store: Any) -> None:
         expected, pins = min(3, next(left)), store["t0"].pool.pins
         while pins.num_held < expected:
             time.sleep(0.001)
 
-    found = looked_up(workload, 900, policy, depth=2, step=wait)
+    found = looked_up(batches, 900, policy, depth=2, step=wait)
     assert found.misses == misses(accesses, policy, found.capacity, 2)
     assert found.unique == len(accesses.keys)
 

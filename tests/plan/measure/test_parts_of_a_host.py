@@ -5,7 +5,6 @@ import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -118,14 +117,3 @@ def test_direct_reads_bring_what_the_file_holds(tmp_path: Path, block_bytes: int
         assert bytes(reader.buffer) == b"".join(content[at : at + block_bytes] for at in last)
         with pytest.raises(OSError, match="1 of 2 direct reads failed"):
             reader.read(np.array([0, len(content)]))
-
-
-def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    (tmp_path / "data").write_bytes(bytes(READ_BYTES))
-    monkeypatch.setattr(os, "open", refuse)
-    expected = r"cannot be read directly \(Invalid argument\); use --dir on another"
-    with pytest.raises(OSError, match=expected), direct_reader(tmp_path / "data", 1):
-        pass

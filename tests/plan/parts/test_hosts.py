@@ -132,14 +132,12 @@ def changed(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", r"a host = \[\]: expected a table with name, processor"),
         (b" " * (2 << 20), "more than"),
         (changed(processor__flops=None), 'processor: key "flops" is missing'),
         (
             changed(costs__write_ns=9),
             'costs: unknown key "write_ns".*an older tierstore wrote the file, run tierstore plan measure again',
         ),
-        (changed(storage__1__reads_per_s="fast"), r"storage\[1\].reads_per_s = 'fast': expected a number"),
         (changed(storage__0__reads_per_s=0), r"storage\[0\]: reads_per_s=0.0: expected a number from 1 to"),
     ],
 )
@@ -160,7 +158,6 @@ def test_what_is_wrong_with_a_file_is_said(text: str | bytes, message: str, tmp_
             "host: there is no part .* 'epyc-9355'; did you mean 'epyc-9354'",
         ),
         ("count = 24", "count = 0", "host.memory: count=0: expected a whole number from 1 to 4,096"),
-        ("usd = 2500", "cores = 0.25", "host: cores=0.5: expected a whole number"),
         ('part = "l4", ', "", r'host.accelerators\[0\]: key "part" is missing'),
         ('"pcie3-x16"', '"pcie6-x16"', r"no part of kind 'links' named 'pcie6-x16'; did you mean"),
     ],

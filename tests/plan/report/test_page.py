@@ -1,18 +1,19 @@
 """The page as a browser shows it."""
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
 
 from tests.chromium import WatchedPage
-from tests.plan.report.results import HOSTILE, made_result, served_result
+from tests.plan.report.results import HOSTILE, planned, served
 from tierstore.plan.report import page_of
 from tierstore.plan.report.sections import sections_of
+from tierstore.plan.result import PlanResult
 
 WAIT_MS = 60_000
 
@@ -22,7 +23,7 @@ WAIT_MS = 60_000
 def test_the_page_has_its_sections_and_no_error_network_or_sideways_scroll(
     browser: Browser, tmp_path: Path, width: int, name: str
 ) -> None:
-    path, result = tmp_path / "plan.html", made_result(name)
+    path, result = tmp_path / "plan.html", planned(name)
     path.write_text(page_of(result), encoding="utf-8")
     watched = WatchedPage(browser, wait_ms=WAIT_MS, viewport={"width": width, "height": 800})
     page = watched.page
@@ -53,9 +54,9 @@ class Links(HTMLParser):
         self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
 
 
-@pytest.mark.parametrize("result", [made_result(), served_result()], ids=["training", "serving"])
-def test_the_page_is_one_file_that_asks_for_nothing(result: Any) -> None:
-    text, links = page_of(result), Links()
+@pytest.mark.parametrize("answered", [planned, served])
+def test_the_page_is_one_file_that_asks_for_nothing(answered: Callable[[], PlanResult]) -> None:
+    text, links = page_of(answered()), Links()
     links.feed(text)
     assert not links.found
     assert "default-src 'none'" in text
@@ -63,7 +64,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(result: Any) -> None:
 
 
 def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
-    result = made_result()
+    result = planned()
     (shown,), drawn = result.curves, page_of(result)
     strips = re.findall(r"rows [0-9,]+ - ([0-9,]+)\nmissed: (\S+) %", drawn)
     told = [(int(last.replace(",", "")), float(value)) for last, value in strips]
@@ -71,4 +72,4 @@ def test_the_picture_has_the_curve_and_where_the_plan_is() -> None:
     assert told[-1][0] == shown.curve.sizes[-1]
     for (before, _), (end, value) in pairwise(told):
         assert value == pytest.approx(100 * shown.curve.miss_ratio((before + end) / 2), abs=0.01)
-    assert "row 125,000\nthis plan: 0 %\nthis plan: 50 %" in drawn
+    assert f"row {round(shown.chosen_rows):,}\nthis plan: 0 %" in drawn

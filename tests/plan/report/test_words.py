@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tierstore.plan.report import words
+from tierstore.plan.report import sections as words
 
 
 @pytest.mark.parametrize(

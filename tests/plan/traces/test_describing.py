@@ -3,12 +3,10 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.data import criteo_keys
 from tests.packed import random_trace
 from tierstore.plan.traces import describe
 from tierstore.trace import TableTrace, Trace
@@ -38,20 +36,6 @@ def test_each_table_is_counted() -> None:
         assert table.ids_a_sample == len(ids) / TRACE.num_samples
     assert found.batches == math.ceil(TRACE.num_samples / TRACE.batch_samples)
     assert found.samples == TRACE.num_samples
-
-
-def test_real_lookups(criteo_path: Path) -> None:
-    """The figures that come with the data."""
-    keys = criteo_keys(criteo_path)
-    total = describe(traced({f"C{n}": (keys[keys >> 40 == n] & ((1 << 40) - 1)).tolist() for n in range(26)})).total
-    assert (total.accesses, total.rows) == (1_852_505, 200_012)
-    assert round(total.top_share, 2) == 0.70
-
-
-def test_no_access() -> None:
-    found = describe(traced({"a": [], "b": []}))
-    assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
-    assert "0 accesses of 0 rows; tables: 2, batches: 1, samples: 1" in found.text()
 
 
 def test_text() -> None:

@@ -1,13 +1,10 @@
 """Draws by Zipf's law, against the exact chances of each rank; and the permutation of a table's rows."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.plan.traces import draw_zipf
-from tierstore.plan.traces.zipf import scattered
+from tierstore.plan.traces import draw_zipf, scattered
 
 DRAWS = 400_000
 _LEAST = 10
@@ -28,40 +25,14 @@ def deviation(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
     return float(((statistic / freedom) ** (1 / 3) - (1 - part)) / part**0.5)
 
 
-@pytest.mark.parametrize("exponent", [0, 0.3, 0.99, 1, 1.05, 2, 6.5])
-@pytest.mark.parametrize("rows", [2, 3, 50, 1000])
+@pytest.mark.parametrize("exponent", [0, 0.99, 1, 1.05, 6.5])
+@pytest.mark.parametrize("rows", [2, 1000])
 def test_each_rank_has_its_chance(rows: int, exponent: float) -> None:
     chances = np.arange(1, rows + 1) ** -float(exponent)
     ids = draw_zipf(rows, exponent, DRAWS, seed=1)
     ranks = np.argsort(scattered(np.arange(rows), rows, 0))[ids]
     assert abs(deviation(np.bincount(ranks, minlength=rows), chances / chances.sum())) < 4
     assert np.array_equal(ids, draw_zipf(rows, exponent, DRAWS, seed=1))
-
-
-def zeta_sum(exponent: float, first: int, last: int) -> float:
-    """Sum of k^-exponent over [first, last], by Euler and Maclaurin; ``first`` large enough for it."""
-    power = 1 - exponent
-    area = (last**power - first**power) / power
-    slopes = -exponent * (last ** (-exponent - 1) - first ** (-exponent - 1))
-    return float(area + (first**-exponent + last**-exponent) / 2 + slopes / 12)
-
-
-@pytest.mark.parametrize("exponent", [0.7, 1.05, 1.5])
-def test_as_many_rows_as_there_can_be(exponent: float) -> None:
-    """The first ranks each, then ranks by powers of two, then all others."""
-    rows, known = 1 << 40, 1 << 20
-    ids = draw_zipf(rows, exponent, 1_000_000, seed=3)
-    assert 0 <= ids.min() <= ids.max() < rows
-    row_of_rank = scattered(np.arange(known), rows, 0)
-    order = np.argsort(row_of_rank)
-    places = np.minimum(np.searchsorted(row_of_rank[order], ids), known - 1)
-    ranks = np.where(row_of_rank[order[places]] == ids, order[places], known)
-    edges = np.array([*range(64), *(1 << np.arange(6, 21)), rows])
-    weights = np.arange(1, known + 1, dtype=np.float64) ** -exponent
-    sums = [weights[low:high].sum() for low, high in pairwise(edges[:-1])]
-    chances = np.array([*sums, zeta_sum(exponent, known + 1, rows)])
-    counts = np.histogram(ranks, [*edges[:-1], known + 1])[0]
-    assert abs(deviation(counts, chances / chances.sum())) < 4
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 1 << 70])

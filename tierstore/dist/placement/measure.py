@@ -25,13 +25,11 @@ from ...kernels.arrays import Int64s
 from ...nn import KeyedJaggedTensor
 from ...optim import Optimizer
 from ...trace import TableTrace, Trace
-from ..collection import ShardedTieredEmbeddingBagCollection
+from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel
 from ..plan import Exchange, Sharding, ShardingType
 from ..ranks import Ranks
-from ..replicas import data_parallel
 from ..store import open_sharded
-from .costs import OPTIMIZERS, OptimizerName, Probe, RankCosts, amounts_of, group_of
-from .demand import demand_of
+from .costs import OPTIMIZERS, OptimizerName, Probe, RankCosts, amounts_of, demand_of, group_of
 
 _ROUNDS: Final = 2
 _BATCHES: Final = 4

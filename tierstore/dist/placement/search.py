@@ -21,8 +21,7 @@ from ...config import TableConfig
 from ...kernels.arrays import Float64s
 from ...system.sizes import format_size
 from ..plan import Exchange, Plan, Sharding
-from .costs import AMOUNTS, Group, RankCosts, amounts_of, group_of
-from .demand import Demand, TableDemand
+from .costs import AMOUNTS, Demand, Group, RankCosts, TableDemand, amounts_of, group_of
 
 _BEAM: Final = 4
 _CHANGED: Final = 10
@@ -122,13 +121,10 @@ class Search:
         self._work, self._placed = cache(self._work_of), cache(self._place)
 
     def best(self, progress: Callable[[int, int], None] | None = None) -> Prediction:
-        """The best plan found.
+        """The best plan found; ValueError if the tables exceed the ranks' limits.
 
         Args:
             progress: is given the rounds done, and how many there may be.
-
-        Raises:
-            ValueError: the tables exceed the ranks' limits.
         """
         best = self._fastest(self._starts())
         for done in range(_MOST_ROUNDS):

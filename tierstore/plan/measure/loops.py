@@ -56,14 +56,7 @@ _DENSE_TABLES, _DENSE_DIM = 8, 16
 
 
 class Lab(NamedTuple):
-    """How much is done, and where.
-
-    Attributes:
-        rows: of a store; together far more than the processor's caches hold.
-        ids: of a batch.
-        cold_ids: of a batch that is read from the device.
-        passes: over the batches whose rows are in memory.
-    """
+    """How much is done, and where."""
 
     folder: Path
     processor: Processor
@@ -94,11 +87,7 @@ class Lab(NamedTuple):
 
 
 def measure_costs(lab: Lab, progress: Callable[[float], None] = lambda _share: None) -> SoftwareCosts:
-    """Time all loops, on stores that are made in the lab's folder.
-
-    Args:
-        progress: called with the share that is done, from 0 to 1.
-    """
+    """Time all loops, on stores that are made in the lab's folder."""
     costs, loops = SoftwareCosts(), (_in_memory, _misses, _reads, _writes, _ahead, _dense)
     with torch_threads(1):
         for number, loop in enumerate(loops, 1):

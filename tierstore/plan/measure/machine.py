@@ -37,12 +37,7 @@ GPU_SIZES: Final = Sizes(4 << 30, 8192)
 
 
 def rate_of(work: Callable[[int], object], *, seconds: float, first: int = 1) -> float:
-    """How many units a second ``work(units)`` does: the median of five calls, after smaller ones that find their size.
-
-    Args:
-        seconds: for all five together, about.
-        first: units of the first call; it also warms up.
-    """
+    """Units a second that ``work(units)`` does: the median of five calls, after smaller ones that find their size."""
 
     def taken(units: int) -> float:
         began = time.perf_counter()
@@ -77,14 +72,7 @@ def measure_host(*, seconds: float, threads: int, sizes: Sizes) -> tuple[Memory,
 
 
 def measure_accelerators(device: str, *, seconds: float) -> tuple[Accelerator, ...]:
-    """One for each GPU of ``device``: none for "cpu", all for "cuda", one for "cuda:1".
-
-    Args:
-        seconds: to spend on it, about, all together.
-
-    Raises:
-        ValueError: torch sees no such device.
-    """
+    """One for each GPU of ``device``: none for "cpu", all for "cuda", one for "cuda:1"."""
     devices = _devices(device)
     return tuple(measure_accelerator(each, seconds=seconds / len(devices)) for each in devices)
 

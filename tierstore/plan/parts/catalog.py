@@ -103,22 +103,14 @@ def _catalog() -> dict[str, dict[str, Part]]:
 
 
 def parts(kind: str | None = None) -> tuple[Part, ...]:
-    """All parts, or those of one kind.
-
-    Raises:
-        ValueError: no such kind; names the nearest.
-    """
+    """All parts, or those of one kind."""
     if kind is not None:
         require_name(kind, FIGURES, "kind of part")
     return tuple(part for own, named in _catalog().items() if kind in (None, own) for part in named.values())
 
 
 def load_part(kind: str, name: str) -> Part:
-    """The part of this kind and name.
-
-    Raises:
-        ValueError: no such kind, or no such part of it; names the nearest.
-    """
+    """The part of this kind and name."""
     require_name(kind, FIGURES, "kind of part")
     require_name(name, _catalog()[kind], f"part of kind {kind!r} named")
     return _catalog()[kind][name]
@@ -137,11 +129,7 @@ def shown(name: str, value: float) -> str:
 
 def describe_parts(*, sources: bool = False) -> str:
     """All parts and the hosts made of them, for people, each figure under its key in a host's file. A ``*`` marks a
-    figure in which something is assumed.
-
-    Args:
-        sources: say with each figure where it comes from.
-    """
+    figure in which something is assumed."""
     lines, indent = [], " " * 27
     for kind, named in _catalog().items():
         lines.append(kind)

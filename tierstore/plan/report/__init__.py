@@ -1,6 +1,5 @@
 """A plan as text for the terminal and as one page of HTML."""
 
-from .page import page_of
-from .text import describe
+from .forms import describe, page_of
 
 __all__ = ["describe", "page_of"]

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...kernels.jit import kernel
-from ...settings.names import nearest
+from ...settings.sections import nearest
 from ...system.excerpt import excerpt
 from ..base import Pause
 from ..messages import InferTensor, ServeError, Status, TensorSpec

@@ -1,35 +1,13 @@
-"""Caches that know too much, in plain Python: perfect counts, and the future. Nothing of tierstore is in them."""
+"""Caches that know the future, in plain Python. Nothing of tierstore is in them."""
 
 import heapq
-from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["belady_hits", "belady_rows_read", "perfect_count_hits"]
+__all__ = ["belady_hits", "belady_rows_read"]
 
 Keys = NDArray[np.int64]
-
-
-def perfect_count_hits(keys: Keys, capacity: int) -> int:
-    """Hits of LFU that never forgets a count, cached or not; of equal counts the least recent leaves."""
-    counts: defaultdict[int, int] = defaultdict(int)
-    newest: dict[int, int] = {}
-    queue: list[tuple[int, int, int]] = []
-    hits = 0
-    for time, key in enumerate(keys.tolist()):
-        counts[key] += 1
-        if key in newest:
-            hits += 1
-        elif len(newest) == capacity:
-            while True:
-                _, entered, victim = heapq.heappop(queue)
-                if newest.get(victim) == entered:
-                    del newest[victim]
-                    break
-        newest[key] = time
-        heapq.heappush(queue, (counts[key], time, key))
-    return hits
 
 
 def _next_uses(keys: Keys, times: NDArray[np.int64]) -> NDArray[np.int64]:

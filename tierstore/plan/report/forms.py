@@ -1,5 +1,6 @@
-"""A plan as one page of HTML without a script: the sections, and the miss-ratio curves. It loads nothing."""
+"""A plan for the terminal, plain text of 100 columns; and as one page of HTML without a script, which loads nothing."""
 
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -7,10 +8,33 @@ from typing import Final
 import numpy as np
 
 from ...settings.sections import to_toml
+from ...system.terminal import columns_of
 from ...train.page import Line, Step, draw
 from ..result import PlanResult, ShownCurve
-from .sections import sections_of
-from .words import named
+from .sections import named, sections_of
+
+_WIDTH: Final = 100
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+
+
+def describe(result: PlanResult, *, colours: bool = False) -> str:
+    """What was asked, the answer, and what supports it."""
+    lines: list[str] = []
+    for each in sections_of(result):
+        table = columns_of(each.table, is_last_text=each.is_text_last) if each.table else []
+        lines.append(f"{_BOLD}{each.title}{_PLAIN}" if colours else each.title)
+        lines += [shown for line in (*table, *each.lines) for shown in _wrapped(line)]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _wrapped(line: str) -> list[str]:
+    if len(line) <= _WIDTH - 2:
+        return [f"  {line}".rstrip()]
+    begins = len(line) - len(line.lstrip())
+    indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
+    return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
+
 
 _POINTS: Final = 120
 _SCALES: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))

@@ -1,1 +1,0 @@
-"""Measurements of capacity planning: curves, overheads, predictions against runs."""

@@ -1,0 +1,341 @@
+"""Miss-ratio curves: which share of accesses misses, by how many rows the cache has; exactly or from a sample.
+
+Accesses are replayed once for LRU, and once a size for the other policies.
+
+*LRU* at every size in one pass: stack distances (R. Mattson et al., Evaluation techniques for storage hierarchies, IBM
+Systems Journal 9, 1970). An access hits a cache of c rows if fewer than c other rows were accessed since the row's last
+access. So one histogram of these distances holds the curve. A tree of sums (P. Fenwick, A new data structure for
+cumulative frequency tables, 1994) over the accesses counts those that are the last one to their row, and a distance is
+how many of these are behind a row's own. A store pins the rows of in-flight batches. They are those used last, so while
+not all slots are pinned the least recently used row is none of them; and where all are, they are let go. So distances
+hold at every size.
+
+*LFU and TinyLFU* by the DDR tier's own code: batch by batch, with the pins that it has.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache import resolve_policy
+from ..cache.ddr import DdrCache
+from ..config import require_int
+from ..kernels.arrays import Float64s, Int64s
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
+from ..layout import KEY_ROW_BITS
+from ..pool import HELD_SHARE
+from ..settings.names import nearest
+from ..system.excerpt import excerpt
+from ..system.terminal import columns_of
+from .accesses import Accesses, Numbered, first_uses, numbered, of_tables
+
+POLICIES: Final = ("lru", "lfu", "tinylfu")
+"""The store's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissRatioCurve:
+    """One policy's.
+
+    Attributes:
+        policy: of ``POLICIES``.
+        sizes: int64 [k], ascending, rows of the cache, from 1 on.
+        miss_ratios: float64 [k], of those sizes.
+        num_accesses, num_rows: accesses, and distinct rows; of a recorded sample what the whole has by estimate.
+        sampling_rate: of the rows that were recorded.
+        warning: how far it may be off, and what to do, if that is much; else "".
+    """
+
+    policy: str
+    sizes: NDArray[np.int64]
+    miss_ratios: NDArray[np.float64]
+    num_accesses: int
+    num_rows: int
+    sampling_rate: float = 1.0
+    warning: str = ""
+
+    def miss_ratio(self, rows: float) -> float:
+        """At a size: as simulated; between two sizes by a straight line over the logarithm of the size; beyond the
+        largest its own; 1 for no row."""
+        if rows < 1:
+            return 1.0
+        return float(np.interp(np.log(rows), np.log(self.sizes), self.miss_ratios))
+
+    def hit_rate(self, rows: float) -> float:
+        """1 - miss_ratio."""
+        return 1 - self.miss_ratio(rows)
+
+
+_NUM_SIZES: Final = 10
+
+
+def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] | None = None) -> str:
+    """Hit rates by size and name, lines of text."""
+    largest = max(int(curve.sizes[-1]) for curve in curves.values())
+    chosen = _round_sizes(largest) if sizes is None else sorted(set(sizes))
+    rows = [["hit rate with rows cached", *(f"{size:,}" for size in chosen), "of rows", "accesses"]]
+    for name, curve in curves.items():
+        rates = [f"{curve.hit_rate(size):.4f}" for size in chosen]
+        rows.append([name, *rates, f"{curve.num_rows:,}", f"{curve.num_accesses:,}"])
+    columns = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))  # the longer way down
+    return "\n".join(columns_of(columns, is_last_text=False))
+
+
+def _round_sizes(largest: int) -> list[int]:
+    """Two figures each, evenly apart on a scale of logarithms, and the largest."""
+    exact = np.geomspace(max(1.0, largest / 1000), largest, _NUM_SIZES)[:-1]
+    units = 10.0 ** np.maximum(0, np.floor(np.log10(exact)) - 1)
+    return sorted({*(np.rint(exact / units) * units).astype(int).tolist(), largest})
+
+
+@inline
+def _add(tree: Any, time: Any, amount: Any) -> None:
+    place = time + 1
+    while place < tree.shape[0]:
+        tree[place] += amount
+        place += place & -place
+
+
+@inline
+def _sum_to(tree: Any, time: Any) -> Any:
+    """Of all up to ``time``, itself too."""
+    found, place = 0, time + 1
+    while place > 0:
+        found += tree[place]
+        place -= place & -place
+    return found
+
+
+@kernel
+def _count_distances(numbers: Any, begin: Any, end: Any, latest: Any, tree: Any, num_rows: Any, histogram: Any) -> Any:
+    """``num_rows``: distinct ones before ``begin``; returned of those before ``end``."""
+    for time in range(begin, end):
+        last = latest[numbers[time]]
+        if last >= 0:
+            histogram[num_rows - _sum_to(tree, last)] += 1
+            _add(tree, last, -1)
+        else:
+            num_rows += 1
+        _add(tree, time, 1)
+        latest[numbers[time]] = time
+    return num_rows
+
+
+Progress = Callable[[int, int], None]
+"""Told how much is done, and of how much; accesses, each once a replay."""
+
+_INTERPOLATED: Final = 16
+"""Rows. Below, a part of a row makes a difference."""
+_CHUNK: Final = 1 << 20
+"""Accesses between two calls of a ``Progress``."""
+
+
+def distances(accesses: Numbered, *, skip: int = 0, progress: Progress | None = None) -> Int64s:
+    """int64 [rows]: accesses by how many other rows came since the row's last one. A row's first access is in none.
+
+    8 bytes of memory a row, and 4 an access.
+    """
+    total, num_rows = len(accesses.numbers), 0
+    tree, latest = np.zeros(total + 1, np.int32), np.full(accesses.num_rows, -1, np.int64)
+    uncounted, counted = np.zeros(accesses.num_rows, np.int64), np.zeros(accesses.num_rows, np.int64)
+    for part, (begin, end) in ((uncounted, (0, skip)), (counted, (skip, total))):
+        for start in range(begin, end, _CHUNK):
+            stop = min(end, start + _CHUNK)
+            num_rows = _count_distances(accesses.numbers, start, stop, latest, tree, num_rows, part)
+            if progress is not None:
+                progress(stop, total)
+    return counted
+
+
+class Replay(NamedTuple):
+    """Accesses that caches of any sizes see."""
+
+    policy: str
+    accesses: Accesses
+    rows: Numbered
+    skip: int = 0
+    prefetch_depth: int = 0
+    progress: Progress | None = None
+
+    def misses(self, sizes: Float64s) -> Float64s:
+        """float64 [k]: accesses that miss, at sizes (float64 [k], rows, more than 0).
+
+        Between two whole sizes misses lie on a straight line; policies that are replayed for each size take the nearest
+        whole one from 16 rows on.
+        """
+        if self.policy != "lru":
+            sizes = np.where(sizes < _INTERPOLATED, sizes, np.rint(sizes))
+        sizes = np.minimum(sizes, self.rows.num_rows)
+        low, high = np.floor(sizes).astype(np.int64), np.ceil(sizes).astype(np.int64)
+        wanted = np.unique(np.concatenate([low, high]))
+        missed = self._by_distance(wanted) if self.policy == "lru" else self._by_store(wanted)
+        at_low, at_high = (missed[np.searchsorted(wanted, ends)] for ends in (low, high))
+        found: Float64s = at_low + (at_high - at_low) * (sizes - low)
+        return found
+
+    @property
+    def _first(self) -> int:
+        return int(self.accesses.starts[self.skip])
+
+    def _by_distance(self, wanted: Int64s) -> Int64s:
+        nearer = np.cumsum(distances(self.rows, skip=self._first, progress=self.progress))
+        missed: Int64s = len(self.accesses.keys) - self._first - np.append(0, nearer)[wanted]
+        return missed
+
+    def _by_store(self, wanted: Int64s) -> Int64s:
+        is_first = first_uses(self.rows, self.accesses.starts)
+        keys, starts = self.accesses.keys[is_first], np.append(0, np.cumsum(is_first))[self.accesses.starts]
+        missed, total = np.empty(len(wanted), np.int64), len(self.accesses.keys)
+        for index, capacity in enumerate(wanted.tolist()):
+            is_hit = np.ones(total, np.bool_)  # a row that its own batch has used is there
+            is_hit[is_first] = self._store_hits(capacity, keys, starts) if capacity else False
+            missed[index] = np.count_nonzero(~is_hit[self._first :])
+            if self.progress is not None:
+                self.progress((index + 1) * total, len(wanted) * total)
+        return missed
+
+    def _store_hits(self, capacity: int, keys: Int64s, starts: Int64s) -> NDArray[np.bool_]:
+        policy: Any = self.policy
+        cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
+        held_rows = int(capacity * HELD_SHARE)
+        return cache.access(keys, starts, depth=self.prefetch_depth, held_rows=held_rows)
+
+
+_EVERY_SIZE: Final = 4096
+_STEP: Final = 1.02
+"""Ratio of sizes beyond."""
+_NUM_SIMULATED: Final = 24
+_SMALLEST_SIMULATED: Final = 1 / 2000
+"""Of all rows."""
+_DEEPEST: Final = 1024
+"""Batches fetched ahead, at most."""
+_MEAN_POINTS, _WORST_POINTS = 70, 170
+"""Points of hit rate that the curve of a recorded sample is off on average over sizes, times the root of its rows: the
+mean over curves and the worst of them, of eight traces and samples of 100 to 5,000 rows."""
+_MOST_POINTS: Final = 2.0
+"""That a curve may be off without a warning, at worst."""
+
+
+class CurveOptions(TypedDict, total=False):
+    """How a curve is made.
+
+    Attributes:
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
+            size: 24, and the largest batch's rows. Up to all rows there are.
+        prefetch_depth: batches whose rows are fetched ahead of the one in use, as ``tierstore.prefetch`` has them if it
+            is never waited for; 0, the default: a plain loop, or serving. LRU does not depend on it.
+        skip: batches at the start that fill the cache and do not count; default: 0.
+        progress: called with the accesses that are done, each once a replay.
+    """
+
+    sizes: Sequence[int] | Int64s | None
+    prefetch_depth: int
+    skip: int
+    progress: Progress | None
+
+
+def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> MissRatioCurve:
+    """The miss-ratio curve of a cache that starts empty.
+
+    Of a recorded sample of the rows (``accesses.sampling_rate``) the curve is that of all rows, by estimate: caches are
+    as much smaller (C. Waldspurger et al., Efficient MRC construction with SHARDS, FAST 2015, and Cache modeling and
+    optimization using miniature simulations, ATC 2017); ``all_lookups`` make it better.
+
+    Args:
+        accesses: each counts; one to a row that its batch has used before hits. What the tiers of a store count is
+            ``once_a_batch(accesses)``.
+        policy: of ``POLICIES``, or "auto" for what that stands for.
+        options: see ``CurveOptions``.
+
+    Raises:
+        ValueError: there is no access; no such policy; a size is out of range.
+    """
+    if not len(accesses.keys):
+        raise ValueError("there is no access: a curve needs one at least")
+    policy = resolve_policy(policy)
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
+    depth, skip = options.get("prefetch_depth", 0), options.get("skip", 0)
+    require_int(depth, "prefetch_depth", 0, _DEEPEST)
+    require_int(skip, "skip", 0, accesses.num_batches - 1)
+    rows, rate = numbered(accesses.keys), accesses.sampling_rate
+    asked = _sizes(options.get("sizes"), policy, accesses, rows.num_rows)
+    counted = _counted(accesses, skip)
+    missed = Replay(policy, accesses, rows, skip, depth, options.get("progress")).misses(
+        _sampled_sizes(policy, asked, rate)
+    )
+    return MissRatioCurve(
+        policy=policy,
+        sizes=asked,
+        # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
+        # SHARDS-adj does: the rows that make the difference are those that any cache has. The estimate of a sample may
+        # be a little more than all.
+        miss_ratios=np.minimum(missed / counted, 1.0),
+        num_accesses=round(counted / rate),
+        num_rows=round(rows.num_rows / rate),
+        sampling_rate=rate,
+        warning=_warning(rows.num_rows, rate),
+    )
+
+
+def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
+    """Curves of the tables, each in a cache of its own; a table without accesses has none. As ``curve``."""
+    used = np.unique(accesses.keys >> KEY_ROW_BITS).tolist()
+    return {accesses.tables[index]: curve(of_tables(accesses, [index]), policy, **options) for index in used}
+
+
+def _counted(accesses: Accesses, skip: int) -> float:
+    """Of the accesses to all rows behind the skipped batches, what the sampling rate makes of them. Where it is not
+    known how many there are, those that the sample has; else each batch is taken to have as many as another."""
+    if accesses.all_lookups is None:
+        return float(len(accesses.keys) - accesses.starts[skip])
+    return sum(accesses.all_lookups) * accesses.sampling_rate * (1 - skip / accesses.num_batches)
+
+
+def _sizes(sizes: Sequence[int] | Int64s | None, policy: str, accesses: Accesses, num_rows: int) -> Int64s:
+    """Those asked for, or by default some of caches for ``num_rows`` rows, which may be a sample of all."""
+    if sizes is not None:
+        found = np.unique(np.asarray(sizes))
+        if not len(found) or not np.issubdtype(found.dtype, np.integer) or found[0] < 1:
+            raise ValueError(f"sizes={excerpt(sizes)}: expected whole numbers of rows, each 1 or more")
+        return found.astype(np.int64)
+    if policy == "lru":
+        last = min(num_rows, _EVERY_SIZE)
+        steps = int(np.log(num_rows / last) / np.log(_STEP)) + 2
+        small, large = np.arange(1, last), np.geomspace(last, num_rows, steps)
+    else:
+        smallest = min(num_rows, max(2.0, num_rows * _SMALLEST_SIMULATED))
+        small = np.array([1, np.diff(accesses.starts).max()])
+        large = np.geomspace(smallest, num_rows, _NUM_SIMULATED - 1)
+    own = np.concatenate([small, np.rint(large)]) / accesses.sampling_rate
+    return np.unique(np.concatenate([[1], np.rint(own)])).astype(np.int64)
+
+
+def _sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
+    """Of the caches that are to a sample what ``sizes`` (int64 [k], rows) are to all rows: float64 [k].
+
+    Of all rows, c - 1 are cached beside the newest, which these policies always let in. Of the sample, the newest is
+    there too, with a share of the others: so a small cache of sampled rows is larger than its share. For LRU, whose
+    distances are whole numbers that stand for some of both sides, half of that row.
+    """
+    newest = 0.5 if policy == "lru" else 1.0
+    found: Float64s = sizes.astype(np.float64) * rate + newest * (1 - rate)
+    return found
+
+
+def _warning(num_rows: int, rate: float) -> str:
+    """What to say of curves from so few recorded rows, or ""."""
+    enough = int((_WORST_POINTS / _MOST_POINTS) ** 2)
+    if rate == 1 or num_rows >= enough:
+        return ""
+    root, needed = math.sqrt(max(num_rows, 1)), rate * enough / max(num_rows, 1)
+    rows = f"{needed:.2g} of the rows" if needed < 1 else "every row"
+    return (
+        f"{num_rows:,} sampled rows say little: hit rates may be off by {_MEAN_POINTS / root:.1f} points, "
+        f"{_WORST_POINTS / root:.0f} at worst; record {rows}"
+    )
