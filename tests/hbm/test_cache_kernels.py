@@ -203,14 +203,3 @@ def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
     assert ended[0][0].tolist() == [min(int(counters[place]) for place in both) + 1 for both in places]
     added = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten(), minlength=2 * width)
     assert torch.equal(ended[0][1].cpu().long(), (counters.cpu() + added).clamp(max=31))
-
-
-def test_mixing_loses_nothing_and_sets_ascend_with_it() -> None:
-    keys = torch.cat([torch.arange(-5000, 5000), torch.arange(5000) << 40])
-    mixes = mixed(keys)
-    assert len(set(mixes.tolist())) == len(keys) - 1  # 0 is in both
-    ordered = sets_of(mixes.sort().values, 37)
-    assert torch.equal(ordered, ordered.sort().values)
-    counts = torch.bincount(ordered, minlength=37)
-    assert len(counts) == 37
-    assert counts.min() > len(keys) / 37 * 0.75

@@ -1,6 +1,5 @@
 """Every row in device memory: the bits of host memory, dirty rows that go down, and what is refused."""
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,11 @@ import pytest
 import torch
 
 import tierstore
-from tests.hbm import stores, tracing
+from tests.hbm import stores
 from tests.hbm.counting import counting
 from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, step
-from tests.hbm.test_order import train
 from tierstore import optim
 from tierstore.errors import ClosedError
-from tierstore.hbm import rows_twin
 from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
 from tierstore.hbm.lanes import Lane
@@ -31,13 +28,6 @@ def full(store: tierstore.Store, name: str = "t") -> FullRows:
     found: Any = store[name].pool.tier
     assert isinstance(found, FullRows)
     return found
-
-
-def test_the_tracer_notices_a_flush_that_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = tracing.install(monkeypatch, 0)
-    monkeypatch.setattr(FullRows, "_follow_users", lambda self: None)
-    train(tmp_path / "store", depth=2, hbm="64KiB")
-    assert trace.problems
 
 
 def test_rows_come_in_once_and_dirty_ones_go_down(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,35 +77,6 @@ def test_what_could_not_go_down_stays_dirty(store_dir: Path, monkeypatch: pytest
         store.commit()
         assert hot.num_dirty == 0
     assert shown(store_dir)[:, 0].sum() == -30
-
-
-def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that comes while an update is given to the device waits for it."""
-    inside, go_on = threading.Event(), threading.Event()
-    real = rows_twin.update_rows
-
-    def halting(*arguments: Any, **named: Any) -> None:
-        inside.set()
-        assert go_on.wait(30)
-        real(*arguments, **named)
-
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        store["t"].read(ALL)
-        monkeypatch.setattr(rows_twin, "update_rows", halting)
-        training = threading.Thread(target=step, args=(bag, ALL[:6]))
-        training.start()
-        assert inside.wait(30)
-        flush = threading.Thread(target=full(store).flush)
-        flush.start()
-        flush.join(0.1)
-        assert flush.is_alive()
-        go_on.set()
-        training.join()
-        flush.join()
-        assert full(store).num_dirty == 0
-        store.commit()
-    assert shown(store_dir)[:, 0].sum() == -6
 
 
 @pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])

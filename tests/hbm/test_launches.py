@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hbm.counting import counting
-from tests.hbm.test_pool import CACHED, STAGED, Below, below, cold, make, read
+from tests.hbm.test_pool import STAGED, Below, below, cold, make, read
 
 __all__ = ["below", "cold"]  # fixtures
 
@@ -40,21 +40,4 @@ def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, polic
         # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
         assert hot.counters.evictions == 6
         assert count.waits == ["synchronize"] * (1 + 2 + 1)
-    hot.check_integrity()
-
-
-def test_rows_in_overflow_wait_for_no_copy_of_their_own(below: Below, monkeypatch: pytest.MonkeyPatch) -> None:
-    hot = make(below)
-    keys = torch.arange(CACHED + STAGED)
-    with counting(monkeypatch, (torch.Tensor, "to")) as count:
-        # The summary, the keys of misses; and, from the third buffer on, every other time that one is filled.
-        for waits in (2 + CACHED // STAGED // 2, 2):
-            lease = hot.acquire(hot.group(keys), len(keys))
-            assert lease is not None
-            assert len(lease.overflow) == STAGED
-            assert count.waits == ["synchronize"] * waits
-            assert "to" not in count.launches  # it would wait: of memory that is not page-locked
-            lease.release()
-            count.catch_up()
-            count.clear()
     hot.check_integrity()

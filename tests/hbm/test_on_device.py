@@ -187,18 +187,6 @@ def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPat
     assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
 
 
-def test_ids_may_be_overwritten_after_forward(store_dir: Path, there: There) -> None:
-    there.begin()
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        ids, offsets, scale = ALL[:6].clone(), torch.tensor([0, 3]), torch.ones(6)
-        outs = [bag(ids, offsets, scale), bag(ids, offsets, scale)]
-        for each in (ids, offsets, scale):
-            each.fill_(77)
-        sum(outs).sum().backward()
-        assert store["t"].read(ALL)[:7, 0].tolist() == [-2] * 6 + [0]
-
-
 STEP = [
     "join_ids", "pool_rows", "sort", "place_starts", "place_starts", "mul", "update_rows", "update_rows", "update_rows",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 import tierstore
 from tests.hbm import tracing
 from tierstore import optim
+from tierstore.hbm.full import FullRows
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool
 
@@ -36,15 +37,12 @@ def train(directory: Path, *, depth: int, evaluate: bool = False, steps: int = S
         return store["t"].read(torch.arange(ROWS))
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    return train(tmp_path_factory.mktemp("expected") / "store", depth=0)
-
-
-@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once"])
+@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once", "flush does not wait"])
 def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     trace = tracing.install(monkeypatch, 0)
-    if broken == "forward does not wait":
+    if broken == "flush does not wait":
+        monkeypatch.setattr(FullRows, "_follow_users", lambda _: None)
+    elif broken == "forward does not wait":
         monkeypatch.setattr(HbmLease, "in_use", lambda self, **_: contextlib.nullcontext())
     else:
 
@@ -55,5 +53,5 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
                     self._unpin(claim)
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
-    train(tmp_path / "store", depth=2, hbm="8KiB")
+    train(tmp_path / "store", depth=2, hbm="64KiB" if broken == "flush does not wait" else "8KiB")
     assert trace.problems

@@ -15,7 +15,7 @@ import torch
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
-from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
+from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
@@ -131,22 +131,6 @@ def forget(hot: HbmPool) -> None:
         pass
 
 
-def test_state_and_padding_go_along(hot: HbmPool) -> None:
-    """The words of a row, whatever they stand for."""
-    lease = acquire(hot, range(ROOM))
-    generator = torch.Generator().manual_seed(0)
-    places = lease.slots.long()
-    for arena in (hot.cache.weights, hot.cache.state):
-        arena[places] = torch.randint(-(2**62), 2**62, arena[places].shape, generator=generator)
-    expected = [arena[places].clone() for arena in (hot.cache.weights, hot.cache.state)]
-    lease.release(changed=True)
-    hot.read(keys(range(100, 180)))
-    lease = acquire(hot, range(ROOM))
-    for arena, words in zip((hot.cache.weights, hot.cache.state), expected, strict=True):
-        assert torch.equal(arena[lease.slots.long()], words)
-    lease.release()
-
-
 # Trouble below
 
 
@@ -162,43 +146,6 @@ class Trouble:
         if self._left < 0:
             self.raised = True
             raise self._error
-
-
-ERRORS = [ChecksumError("trouble"), MemoryError("trouble"), KeyboardInterrupt("trouble")]
-
-
-def test_a_full_disk_loses_no_row(hot: HbmPool, cold: TroubledTier) -> None:
-    """All tiers are full of newer rows, and the last one takes none."""
-    for first in range(0, 400, 10):
-        write(hot, range(first, first + 10), 2.0 + first)
-    cold.before_write = Trouble(0, DiskFullError("no room"))
-    for _ in range(3):
-        with pytest.raises(DiskFullError, match="no room"):
-            read(hot, range(500, 600))
-        hot.check_integrity()
-    assert read(hot, range(380, 400)) == [2.0 + first for first in (380, 390) for _ in range(10)]
-    cold.before_write = nothing
-    assert read(hot, range(500, 600)) == [1.0] * 100
-    assert read(hot, range(400)) == [2.0 + row // 10 * 10 for row in range(400)]
-
-
-def test_rows_in_use_survive_trouble_of_others(hot: HbmPool, below: Below) -> None:
-    """Half of the batch is pinned by another lease, in the cache and in overflow slots, and not brought in again."""
-    write(hot, range(ROOM), 2.0)
-    lease = acquire(hot, range(20, ROOM))
-    below.before_take = Trouble(2, ChecksumError("trouble"))
-    with pytest.raises(ChecksumError):
-        acquire(hot, range(20, ROOM + 20))
-    hot.check_integrity()
-    below.before_take = nothing
-    assert hot.num_leased == 1
-    assert torch.equal(hot.weights[lease.slots.long(), :DIM], torch.full((20, DIM), 2.0))
-    both = acquire(hot, range(20, ROOM + 20))
-    assert set(lease.slots.tolist()) < set(both.slots.tolist())
-    lease.release()
-    both.release()
-    assert hot.num_leased == 0
-    assert (hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["plan", "commit", "release"])

@@ -1,10 +1,7 @@
 """Versions, whole tables in and out, and trouble, with the newest rows in device memory."""
 
 import gc
-import os
 import random
-import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -168,56 +165,3 @@ def test_a_backward_that_fails_leaves_the_last_commit_to_go_back_to(
             assert store["t"].state == state
             assert bits(store["t"].read(ALL)) == bits(saved.weights)
             assert bits(read_rows(store["t"], 0, ROWS).state) == bits(saved.state)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser
-def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None:
-    """A thread sends SIGINT again and again while rows are written, trained and committed; the handler raises once."""
-    armed = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise KeyboardInterrupt
-
-    done = threading.Event()
-
-    def bother() -> None:
-        while not done.wait(0.002):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    steps, interrupted = torch.zeros(ROWS), 0
-    previous = signal.signal(signal.SIGINT, interrupt)
-    thread = threading.Thread(target=bother, daemon=True)
-    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
-        table = store["t"]
-        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-        generator = torch.Generator().manual_seed(0)
-        thread.start()
-        try:
-            for number in range(60):
-                ids = torch.randint(0, ROWS, (200,), generator=generator)
-                before = table.state.step
-                try:
-                    armed = True
-                    table.read(ids[:100])
-                    bag(ids.reshape(10, -1)).sum().backward()
-                    if number % 4 == 3:
-                        store.commit()
-                    armed = False
-                except KeyboardInterrupt:
-                    interrupted += 1
-                if table.state.step > before:
-                    steps += torch.bincount(ids, minlength=ROWS)
-        finally:
-            done.set()
-            thread.join()
-            signal.signal(signal.SIGINT, previous)
-        gc.collect()
-        assert interrupted > 0
-        assert not table.pool.in_use
-        hot(store).check_integrity()
-        assert torch.equal(table.read(ALL)[:, 0], -steps)
-        store.commit()
-    assert torch.equal(shown(store_dir)[:, 0], -steps)

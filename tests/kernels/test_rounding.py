@@ -18,7 +18,7 @@ from tierstore.cli import main
 from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
-from tierstore.kernels.rounding import NEAREST, stochastic_bits, update_seed
+from tierstore.kernels.rounding import stochastic_bits
 from tierstore.store.manifest import Manifest
 
 HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}
@@ -223,61 +223,6 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Pat
         for number in range(4, 8):
             step(store["t"], number)
         assert np.array_equal(bits_of(store["t"]), expected)
-
-
-def test_other_seeds_and_places_give_other_bits(tmp_path: Path) -> None:
-    """All rows start alike, so that only the random bits differ; of each update, too."""
-    seeds = {update_seed(seed, step) for seed in range(4) for step in range(1, 9)}
-    assert len(seeds) == 32
-    assert NEAREST not in seeds
-    ends = []
-    for number, seed in enumerate((0, 0, 1)):
-        with tierstore.open(tmp_path / str(number), ddr="8MiB") as store:
-            same = tierstore.init.Uniform(0.5, 0.5, seed=seed)
-            tables = [
-                store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic", init=same))
-                for name in "ab"
-            ]
-            for table in tables:
-                step(table, 0)
-            ends.append([bits_of(table) for table in tables])
-    assert np.array_equal(ends[0], ends[1])
-    assert not np.array_equal(ends[0][0], ends[0][1])
-    assert not np.array_equal(ends[0][0], ends[2][0])
-
-
-def test_small_steps_add_up(tmp_path: Path) -> None:
-    """Each of 64 steps is 1/64 of the gap below 1.0, so a column takes Binomial(64, 1/64) gaps.
-
-    Sums over steps, rows and columns have the mean and the variance of independent draws; bounds are five standard
-    deviations of each statistic.
-    """
-    steps, rows, dim, gap = 64, 500, 16, 2.0**-8
-    share = 1 / 64
-    made: dict[str, Any] = {}
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        for rounding in ("nearest", "stochastic"):
-            table = store.create_table(
-                tierstore.TableConfig(
-                    name=rounding, num_embeddings=rows, embedding_dim=dim, dtype="bfloat16", rounding=rounding,  # type: ignore[arg-type]
-                    init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=gap * share),
-                )
-            )  # fmt: skip
-            bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-            for _ in range(steps):
-                bag(torch.arange(rows), torch.arange(rows)).sum().backward()
-            made[rounding] = (1 - table.read(torch.arange(rows)).double().numpy()) / gap
-    assert not made["nearest"].any()
-    taken = made["stochastic"]
-    assert np.array_equal(taken, taken.round())
-    wanted, sigma = steps * share, np.sqrt(steps * share * (1 - share) / taken.size)
-    assert 5 * sigma < wanted / 10, "else it says little"
-    assert abs(taken.mean() - wanted) < 5 * sigma
-    for sums, draws in ((taken.ravel(), steps), (taken.sum(0), steps * rows), (taken.sum(1), steps * dim)):
-        variance = draws * share * (1 - share)
-        kurtosis = 3 + (1 - 6 * share * (1 - share)) / variance
-        found = ((sums - draws * share) ** 2).mean() / variance
-        assert abs(found - 1) < 5 * np.sqrt((kurtosis - 1) / len(sums))
 
 
 # What a table's configuration says

@@ -102,32 +102,3 @@ def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monke
         for value in range(1, 4):
             table.write(torch.arange(ROWS), torch.full((ROWS, DIM), float(value)))
             assert store.commit() == value + 1
-
-
-def test_tables_are_made_and_versions_dropped_while_others_read(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="440KiB", keep=2) as store:
-        table = store.create_table(small("t"))
-        store.commit()
-        done, failures = threading.Event(), list[BaseException]()
-
-        def read() -> None:
-            try:
-                while not done.is_set():
-                    table.read(torch.randint(0, ROWS, (50,)))
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            for number in range(10):
-                new = store.create_table(small(f"new {number}"))
-                new.write(torch.arange(10), torch.ones(10, DIM))
-                store.commit()
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-        assert not failures
-        assert all(store[f"new {number}"].read(torch.arange(10)).eq(1).all() for number in range(10))

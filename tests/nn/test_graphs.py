@@ -20,7 +20,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": "480KiB", "policy": "tinylfu", "threads": 1},
     {"ddr": "2MiB", "hbm": "12KiB"},
 ]
-RULES = [optim.SGD(lr=0.5), optim.RowWiseAdagrad(lr=0.5), optim.Adagrad(lr=0.5), optim.Adam(lr=0.1)]
+RULES = [
+    optim.SGD(lr=0.5), optim.SGD(lr=0.1, weight_decay=0.02), optim.RowWiseAdagrad(lr=0.5, eps=1e-6),
+    optim.RowWiseAdagrad(lr=0.1, weight_decay=0.5, decoupled=True), optim.Adagrad(lr=0.5),
+    optim.Adagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1), optim.Adam(lr=0.1),
+    optim.Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.02, decoupled=True),
+]  # fmt: skip
 OTHERS = 6000
 """Rows of a table that nobody trains, which leaves no room for all of them."""
 

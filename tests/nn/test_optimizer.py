@@ -217,26 +217,6 @@ def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
         twins.check()
 
 
-def test_learning_rates_are_saved_and_loaded() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.param_groups[0]["lr"] = 0.25
-        saved = optimizer.state_dict()
-        store.create_table(tierstore.TableConfig(name="u", num_embeddings=10, embedding_dim=4))
-        bag = tierstore.TieredEmbeddingBag(store["u"])
-        bag(torch.tensor([[1, 2]])).sum().backward()
-        assert [group["name"] for group in optimizer.param_groups] == ["t", "u"], "a table made since has a group"
-        before = rows_of(store, "u")
-        optimizer.step()
-        assert not torch.equal(before, rows_of(store, "u"))
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.load_state_dict(saved)
-        tierstore.TieredEmbeddingBag(store["t"])(torch.tensor([[1, 2]])).sum().backward()
-        optimizer.step()
-        assert store["t"].learning_rate == 0.25
-
-
 def test_rates_are_loaded_by_the_names_of_tables() -> None:
     def made(names: str) -> tierstore.Store:
         store = tierstore.open(cold="memory", ddr="2MiB")

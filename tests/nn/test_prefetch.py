@@ -315,36 +315,6 @@ def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
-def test_leaving_the_loop_while_the_source_waits_leaves_nothing(
-    store_dir: Path, error: type[BaseException] | None
-) -> None:
-    stuck = Stuck()
-
-    def train() -> None:
-        for item in tierstore.prefetch(stuck.batches(), collection, depth=3):
-            assert stuck.waits.wait(10)
-            out = collection(item).values()
-            if error is None:
-                break
-            raise error(len(out))
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-
-        def leaves() -> None:
-            with contextlib.nullcontext() if error is None else pytest.raises(error):
-                train()
-
-        within(10, leaves)
-        assert pinned(store) == 0
-        store.create_table(tierstore.TableConfig(name="b", num_embeddings=5, embedding_dim=4))
-        stuck.goes_on.set()
-        for thread in prefetch_threads():
-            thread.join(10)
-        assert not prefetch_threads()
-
-
 def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
     def batches() -> Iterator[tierstore.KeyedJaggedTensor]:
         yield batch(1)

@@ -116,27 +116,6 @@ def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path
         assert same(contents(source), contents(replica))
 
 
-def test_nan_and_signs_of_zero_are_bits_like_others(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    values = torch.tensor([[float("nan"), 0.0, -0.0, float("inf"), 1e-45, -1.0]])
-    other = values.clone()
-    other[0, 1] = -0.0
-    with tierstore.open(source, keep=2, **SMALL) as store:
-        table = store.create_table(table_config("item"))
-        for second in (values, other):
-            table.write(torch.tensor([3, 9]), torch.cat([values, second]))
-            store.commit()
-        store.rollback(1)
-    apply_update(replica, make(source).path)
-    with tierstore.open(source, keep=2, **SMALL) as store:
-        store["item"].write(torch.tensor([9]), other)
-        store.commit()
-    update = make(source, 1)
-    assert sent_rows(update) == {"item": {9}}
-    apply_update(replica, update.path)
-    assert same(contents(source), contents(replica))
-
-
 def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
     source = tmp_path / "source"
     change(source, 1)

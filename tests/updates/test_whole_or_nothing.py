@@ -120,21 +120,6 @@ def test_an_update_that_fails_leaves_no_tables(
     assert same(contents(replica), contents(forked.source))
 
 
-def test_an_update_that_fails_after_it_is_durable_keeps_its_tables(
-    replica: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(name: str) -> None:
-        if name == "commit: durable":
-            raise errors.DiskFullError("no room left to clean up")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(killpoints, "hook", fail)
-        with pytest.raises(errors.DiskFullError):
-            apply_update(replica, forked.one.path)
-    assert same(contents(replica), contents(forked.copy))
-    assert apply_update(replica, forked.one.path).was_there
-
-
 KILLED = """
     import hashlib, shutil
     from tierstore.system import killpoints
