@@ -34,7 +34,6 @@ _DROPPED: Final = "\0dropped "
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
-    """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 
@@ -162,7 +161,6 @@ class TableConfig:
         return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
 
     def layout(self, page_bytes: int) -> RowLayout:
-        """How this table's rows lie in memory and on disk."""
         return RowLayout(
             dim=self.embedding_dim,
             dtype=self.dtype,

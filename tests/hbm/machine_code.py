@@ -26,8 +26,8 @@ import torch
 
 MODULES: Final = (
     "tierstore.hbm.cache_triton",
-    "tierstore.hbm.grouping_triton",
-    "tierstore.hbm.moving_triton",
+    "tierstore.hbm.cache_triton",
+    "tierstore.hbm.pooling_triton",
     "tierstore.hbm.pooling_triton",
     "tierstore.hbm.updating_triton",
 )
@@ -110,9 +110,10 @@ def kernels_of(name: str) -> dict[str, Any]:
 
 def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64, 100 and 512 columns, by all modes and rules."""
-    from tierstore import kernels, optim
+    from tierstore import optim
     from tierstore.hbm import rows_triton
     from tierstore.hbm.batch import Bags, Groups
+    from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.kernels import SUPER_RUN
 
@@ -191,7 +192,7 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from tierstore.hbm import cache_triton, grouping_triton
+    from tierstore.hbm import cache_triton
     from tierstore.hbm.books import SUMMARY_ROWS, WAYS, Books, Plan, Status
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -210,9 +211,9 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "forget", partial(edit, forget=True)
     yield "estimate", lambda: cache_triton.sketch_estimate(counters, keys, slots[:1])
     yield "count", lambda: cache_triton.sketch_count(counters, keys, slots[:1], 9)
-    yield "mix", lambda: grouping_triton.mix_keys(keys)
-    yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, keys)
-    yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, None)
+    yield "mix", lambda: cache_triton.mix_keys(keys)
+    yield "place starts of keys", lambda: cache_triton.place_starts(keys, keys, keys)
+    yield "place starts of slots", lambda: cache_triton.place_starts(slots, keys, None)
 
 
 def launches() -> dict[str, Launch]:
@@ -226,10 +227,10 @@ def launches() -> dict[str, Launch]:
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
         noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
 
-    from tierstore.hbm import cache_triton, grouping_triton, rows_triton
+    from tierstore.hbm import cache_triton, rows_triton
 
     module: ModuleType
-    for module in (cache_triton, grouping_triton, rows_triton):
+    for module in (cache_triton, rows_triton):
         module.launch = note  # type: ignore[attr-defined]
     for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
@@ -244,7 +245,7 @@ def _compiled(launch: Launch) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tierstore.hbm.triton_launch import LAUNCH
+    from tierstore.hbm.backend import LAUNCH
 
     kernel, types, constants, attributes = launch.kernel, {}, {}, {}
     options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}

@@ -9,15 +9,12 @@ import torch
 
 import tierstore
 from tests.hbm import stores
-from tests.hbm.counting import counting
-from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, step
-from tierstore import optim
+from tests.hbm.stores import ALL, ROWS, open_store, put, shown, step
 from tierstore.errors import ClosedError
 from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
 from tierstore.hbm.lanes import Lane
-from tierstore.hbm.sending import Sender
-from tierstore.hbm.staging import Staging
+from tierstore.hbm.staging import Sender, Staging
 
 ENOUGH = 2**20
 SHARED = 50
@@ -92,31 +89,7 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
         out.sum().backward()
 
 
-STEP = [
-    "copy_", "number_bags", "pool_rows", "sort", "place_starts", "place_starts", "update_rows", "update_rows",
-    "update_rows",
-]  # fmt: skip
 """Runs and super-runs of hot rows are kernels of an update, too."""
-
-
-@pytest.mark.parametrize("optimizer", [optim.SGD(), optim.Adam()])
-def test_a_training_step_is_ten_launches_at_most_and_no_wait(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, optimizer: Any
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=True)
-        bag(ALL, torch.tensor([0, ROWS])).sum().backward()
-        with counting(monkeypatch) as count:
-            for _ in range(6):
-                ids = torch.randint(0, ROWS, (5100,), generator=generator)
-                offsets, gradient = torch.arange(0, 5101, 3), torch.ones(1700, 4)
-                count.clear()
-                bag(ids, offsets).backward(gradient)
-                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
-                assert sorted(count.launches) == sorted(STEP + changing)
-                assert count.waits == []
-                count.catch_up()
 
 
 def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:

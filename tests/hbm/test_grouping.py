@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tierstore.hbm import grouping, grouping_triton, grouping_twin
+from tierstore.hbm import backend, cache_triton, cache_twin, grouping
 from tierstore.hbm.batch import Groups
 from tierstore.hbm.books import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
-TILE = grouping_triton.TILE
+TILE = cache_triton.TILE
 HAS_CUDA = torch.cuda.is_available()
-KERNELS = [grouping_twin]
+KERNELS = [cache_twin]
 if HAS_CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-    KERNELS.append(grouping_triton)
+    KERNELS.append(cache_triton)
 
 
 @pytest.fixture(scope="module", params=KERNELS, ids=lambda module: module.__name__.rsplit("_")[-1])
@@ -31,7 +31,7 @@ def device(request: Any) -> Iterator[str]:
     """The device, with one of the two modules of kernels installed."""
     with pytest.MonkeyPatch.context() as patch:
         module: ModuleType = request.param
-        patch.setattr(grouping, "_kernels_for", lambda _: module)
+        patch.setattr(backend, "cache_kernels", lambda _: module)
         yield "cuda" if HAS_CUDA else "cpu"
 
 

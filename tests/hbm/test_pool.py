@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.hbm.counting import counting
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
@@ -21,7 +22,7 @@ from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
-from tierstore.hbm.sending import Sender
+from tierstore.hbm.staging import Sender
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
@@ -358,3 +359,37 @@ def test_random_work_and_trouble(below: Below, cold: TroubledTier, policy: str, 
     forget(chaos.hot)
     assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
     assert (chaos.hot.num_leased, chaos.hot.cache.num_pinned, chaos.hot.overflow.num_pinned) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    hot = make(below, policy)
+    read(hot, range(20))
+    resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
+
+    def step(keys: torch.Tensor) -> None:
+        lease = hot.acquire(hot.group(keys), len(keys))
+        assert lease is not None
+        lease.release(changed=True)
+        count.catch_up()
+
+    with counting(monkeypatch) as count:
+        step(resident)
+        count.clear()
+        step(resident)
+        step(resident)
+        estimating = ["sketch_estimate", "sketch_count"] if policy == "lfu" else []
+        expected = ["mix_keys", "sort", "place_starts", "place_starts", "edit_flags", "plan", "copy_", "commit"]
+        assert sorted(count.launches) == sorted((expected + estimating) * 2)
+        assert count.waits == ["synchronize"] * 2
+        count.clear()
+        step(new)
+        assert count.waits == ["synchronize"] * 2
+        listing = ["sort", "list_keys", "move_rows", "move_rows", "edit_flags"]
+        assert sorted(count.launches) == sorted(expected + estimating + listing)
+        count.clear()
+        step(torch.arange(30, 40))  # over dirty victims
+        # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
+        assert hot.counters.evictions == 6
+        assert count.waits == ["synchronize"] * (1 + 2 + 1)
+    hot.check_integrity()

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
-from tierstore import kernels, optim
+from tierstore import optim
 from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, DeviceIds
+from tierstore.kernels import slots as kernels
 from tierstore.optim.configs import NUM_HYPER
 from tierstore.optim.kernels import SUPER_RUN
 

@@ -1,6 +1,7 @@
 """A store with rows in device memory is a store without, bit by bit: whatever is asked of it, and whatever fails."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,13 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tests.hbm.stores import (
-    ALL,
-    LEAST,
-    ROWS,
-    config,
-    hot,
-    open_store,
-    put,
-    simple,
-    step,
-)
-from tierstore.errors import BudgetError, TableError
+from tests.gate import Gate
+from tests.hbm.stores import ALL, LEAST, ROWS, config, hot, open_store, put, shown, simple, step
+from tierstore.errors import BudgetError, PartlyTrainedError, TableError
 from tierstore.exchange.rows import write_rows
 from tierstore.hbm import rows_twin
+from tierstore.hbm.cache import HbmCache
+from tierstore.hbm.overflow import Overflow
 
 # Batches under way
 
@@ -129,3 +123,120 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
         assert hot(store).num_dirty == 0
         for each in seen:
             assert (each == -1).all()
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``broken(owner, name, first)``: works for ``first`` calls, fails once, then works."""
+
+    def install(owner: Any, name: str, first: int = 0, *, after: bool = False) -> None:
+        real = getattr(owner, name)
+        calls = iter(range(1000))
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            fails = next(calls) == first
+            if fails and not after:
+                raise OutOfMemory
+            found = real(*arguments, **named)
+            if fails:
+                raise OutOfMemory
+            return found
+
+        monkeypatch.setattr(owner, name, call)
+
+    return install
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Iterator[tierstore.Store]:
+    with open_store(store_dir, simple()) as opened:
+        yield opened
+
+
+def reopened(store: tierstore.Store) -> torch.Tensor:
+    store.close()
+    with tierstore.open(store.directory, mode="r", ddr="2MiB") as reader:
+        return reader["t"].read(ALL)
+
+
+def test_what_changed_is_not_forgotten_where_unpinning_fails(store: tierstore.Store, broken: Any) -> None:
+    store["t"].write(ALL[:10], torch.full((10, 4), 7.0))
+    broken(HbmCache, "release")
+    with pytest.raises(OutOfMemory):
+        store.commit()
+    store.commit()
+    assert not store["t"].pool.in_use
+    assert (reopened(store)[:10] == 7).all()
+
+
+def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Store, broken: Any) -> None:
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    out = bag(ALL[:20].view(4, 5))
+    broken(rows_twin, "update_rows", after=True)
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
+        out.sum().backward()
+    assert isinstance(failed.value.__cause__, OutOfMemory)
+    assert not store["t"].pool.in_use
+    live = store["t"].read(ALL)
+    assert (live[:20] == -1).all()
+    with hot(store).emptied():
+        pass
+    assert torch.equal(store["t"].read(ALL), live)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [(HbmCache, "plan", True), (HbmCache, "commit", False), (HbmCache, "settle", True), (Overflow, "touch", False)],
+)
+def test_no_row_is_there_that_was_not_brought_in(
+    store: tierstore.Store, broken: Any, owner: type, name: str, after: bool
+) -> None:
+    table = store["t"]
+    table.write(ALL, torch.arange(600.0)[:, None].expand(-1, 4))
+    with hot(store).emptied():
+        pass
+    broken(owner, name, after=after)
+    with pytest.raises(OutOfMemory):
+        table.read(ALL[50:60])
+    hot(store).check_integrity()
+    assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
+    assert not table.pool.in_use
+
+
+# Versions
+
+
+@pytest.mark.parametrize("point", ["write-back: segments put", "commit: frozen rows written"])
+def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, gate: Gate, point: str) -> None:
+    """Rows change, go down into host memory and are read again while the writer of the version stands still."""
+    with open_store(store_dir, keep=3) as store:
+        put(store, ALL, 1.0)
+        assert store.commit() == 1
+        put(store, ALL[:300], 2.0)
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        out = bag(ALL[:10], torch.tensor([0]))
+        gate.close(point)
+        pending = store.commit_async()
+        assert gate.reached.wait(60)
+        out.sum().backward()
+        put(store, ALL[295:305], 4.0)  # with those above, fewer than the outbox holds
+        store["t"].read(ALL[400:])
+        expected = torch.tensor([1.0] * 10 + [2.0] * 285 + [4.0] * 10 + [1.0] * 295)
+        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
+        gate.open()
+        assert pending.result(60) == 2
+        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
+        store.commit()
+    assert (shown(store_dir, 1) == 1.0).all()
+    assert torch.equal(shown(store_dir, 2)[:, 0], torch.tensor([2.0] * 300 + [1.0] * 300))
+    assert torch.equal(shown(store_dir)[:, 0], expected)
+
+
+# Whole tables in and out
+
+
+# Trouble

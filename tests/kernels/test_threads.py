@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from tierstore.store.pools import Pools
 ROWS, DIM, STEPS = 2000, 8, 60
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, policy: str) -> None:
+@pytest.mark.parametrize("tiers", [{"policy": "lru"}, {"policy": "lfu"}, {"policy": "lru", "hbm": "36KiB"}], ids=str)
+def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, tiers: dict[str, Any]) -> None:
     """Every step subtracts 1 from every column of the rows it touches, so a row's columns are equal at all times."""
-    with tierstore.open(store_dir, ddr="440KiB", policy=policy, threads=2) as store:
+    with tierstore.open(store_dir, ddr="480KiB", threads=2, **tiers) as store:
         store.create_table(
             tierstore.TableConfig(
                 name="t", num_embeddings=ROWS, embedding_dim=DIM,

@@ -155,14 +155,7 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
                 assert found == value
                 assert not isinstance(found, np.generic)
         saved = store.version
-        others = (
-            collections.deque([1]),
-            collections.defaultdict(int, a=1),
-            Path("a"),
-            np.zeros(2),
-            print,
-            object(),
-        )
+        others = (collections.deque([1]), collections.defaultdict(int, a=1), Path("a"), np.zeros(2), print, object())
         for value in others:
             for optimizers, schedulers, place in (([Kept(value)], [], "optimizers"), ([], [Kept(value)], "schedulers")):
                 with pytest.raises(

@@ -2,12 +2,14 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tierstore
 
@@ -53,3 +55,73 @@ def test_training_gives_the_same_bits_without_a_warning(backend: str) -> None:
     assert counter.frame_count == 4, "graphs: one before, between and behind three modules"
     torchs_own = re.compile("torch.jit|Python 3.13.0|Skipping serialization of")
     assert [str(each.message) for each in warned if not torchs_own.search(str(each.message))] == []
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+class _OfCollection(nn.Module):
+    def __init__(self, collection: Any) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, ids: Tensor) -> Any:
+        found = self.collection(tierstore.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(4)))
+        return found.values() if isinstance(found, tierstore.KeyedTensor) else found["t"].values()
+
+
+MODULES: dict[str, Callable[[Any, tierstore.Store], nn.Module]] = {
+    "embedding": lambda table, _: nn.Sequential(tierstore.TieredEmbedding(table), nn.Linear(4, 1)),
+    "bag": lambda table, _: tierstore.TieredEmbeddingBag(table),
+    "bag collection": lambda _, store: _OfCollection(tierstore.TieredEmbeddingBagCollection(store)),
+    "collection": lambda _, store: _OfCollection(tierstore.TieredEmbeddingCollection(store)),
+}
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jit.trace": lambda model, ids: torch.jit.trace(model, (ids,), check_trace=False),  # type: ignore[no-untyped-call]
+    "jit.script": lambda model, _: torch.jit.script(model),
+    "symbolic_trace": lambda model, _: torch.fx.symbolic_trace(model),
+    "make_fx": lambda model, ids: make_fx(model)(ids),
+    "make_fx, fake": lambda model, ids: make_fx(model, tracing_mode="fake")(ids),
+    "make_fx, before dispatch": lambda model, ids: make_fx(model, pre_dispatch=True)(ids),
+    "export": lambda model, ids: torch.export.export(model, (ids,), strict=False),
+    "export, strict": lambda model, ids: torch.export.export(model, (ids,), strict=True),
+    "fullgraph": lambda model, ids: torch.compile(model, fullgraph=True, backend="eager")(ids),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using len to get tensor shape:torch.jit.TracerWarning")  # of a batch made inside
+def test_a_whole_model_is_refused(kind: str, way: str) -> None:
+    torch._dynamo.reset()
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        model, ids = MODULES[kind](table, store), IDS[:, None]
+        expected = model(ids)
+        for is_frozen in (False, True):
+            model.requires_grad_(not is_frozen)
+            for has_grad in (False, True):
+                with torch.set_grad_enabled(has_grad), pytest.raises(Exception, match="export the dense part"):
+                    WAYS[way](model, ids)
+        assert torch.equal(model(ids), expected)  # nothing is left behind that would refuse this
+
+
+LOOKUPS: dict[str, Callable[[tierstore.Table, Tensor], Tensor]] = {
+    "read": lambda table, ids: table.read(ids),
+    "pooled": lambda table, ids: table.pooled(ids, torch.arange(4)),
+    "pooled, max": lambda table, ids: table.pooled(ids, torch.arange(4), mode="max"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way == "jit.trace" or "make_fx" in way])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_lookup_of_a_table_is_refused(kind: str, way: str) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        table.write(torch.arange(100), torch.rand(100, 4))  # all rows are in memory
+        expected = LOOKUPS[kind](table, IDS)
+        with pytest.raises(RuntimeError, match="export the dense part"):
+            WAYS[way](lambda ids: LOOKUPS[kind](table, ids), IDS)
+        assert torch.equal(LOOKUPS[kind](table, IDS), expected)

@@ -17,7 +17,7 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     sum to the others, and takes the mean square of the whole, as one process would have it.
 
     Args:
-        asked: the rows that ranks asked this one for; see ``OfKeys``.
+        asked: the rows that ranks asked this one for; see ``Joined.of_keys``.
         gradients: float32 [asked, columns of a part].
 
     Returns:
@@ -37,5 +37,5 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     for rank, (rows, part) in enumerate(zip(shared, taken, strict=True)):
         whole[rows, (owner[rows] == rank).argmax(1)] = part.numpy()
     squares = np.empty(count, np.float32)
-    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
+    squares[asked.bags.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
     return torch.cat([gradients.reshape(-1), torch.from_numpy(squares)])[None]

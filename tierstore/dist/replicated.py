@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import Joined, OfKeys
+from ..lookup.joined import Joined
 from ..lookup.lookup import make_lookup
 from .lookup import Sent, ShardedLookup
 from .owners import Owners
@@ -57,5 +57,5 @@ class ReplicatedLookup(ShardedLookup):
         taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
         all_keys = ranks.exchange(keys, given, taken)
         gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
-        lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
+        lookup = make_lookup(Joined.of_keys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
         return Sent(lookup, gradients.view(1, -1), torch.split(all_keys, taken))

@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from ..config import TableConfig
+from ..hbm.checks import Captured
 from ..layout import RowLayout
-from ..lookup.tables import Replayed, id_error
+from ..lookup.tables import id_error
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..store import Store, Table
@@ -82,7 +83,7 @@ class ShardedTable:
     def next_hyper(self) -> Hyper:
         return self.local.next_hyper()
 
-    def replayed_hyper(self, captured: Replayed) -> Hyper:
+    def replayed_hyper(self, captured: Captured) -> Hyper:
         return self.local.replayed_hyper(captured)
 
     def id_error(self, row: int) -> ValueError:

@@ -3,13 +3,12 @@
 The host never learns how many distinct ids there are: results have room for N, of which the first U are valid.
 """
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import grouping_twin
+from . import backend
 from .batch import Groups
 
 
@@ -29,7 +28,7 @@ class Grouping(NamedTuple):
 
 def group_keys(keys: Tensor) -> Grouping:
     """Group int64 [N] by key, N > 0. Keys are sorted by ``books.mixed``, so keys of a set are neighbours."""
-    kernels = _kernels_for(keys.device)
+    kernels = backend.cache_kernels(keys.device)
     ordered, order = torch.sort(kernels.mix_keys(keys), stable=True)
     distinct, starts, num_unique, inverse = kernels.place_starts(ordered, order, keys)
     return Grouping(distinct, inverse, Groups(order, starts, num_unique))
@@ -37,22 +36,12 @@ def group_keys(keys: Tensor) -> Grouping:
 
 def group_slots(slots: Tensor) -> tuple[Tensor, Groups]:
     """Group int32 [N] by slot, N > 0: int32 [N], whose first U are the distinct slots, ascending; and the groups."""
-    kernels = _kernels_for(slots.device)
+    kernels = backend.cache_kernels(slots.device)
     ordered, order = torch.sort(slots, stable=True)
     distinct, starts, num_unique, _ = kernels.place_starts(ordered, order, None)
     return distinct, Groups(order, starts, num_unique)
 
 
 def warm_up(device: torch.device) -> None:
-    """Have the kernels compiled."""
     group_keys(torch.zeros(1, dtype=torch.int64, device=device))
     group_slots(torch.zeros(1, dtype=torch.int32, device=device))
-
-
-def _kernels_for(device: torch.device) -> ModuleType:
-    """The module with the steps' kernels."""
-    if device.type != "cuda":
-        return grouping_twin
-    from . import grouping_triton
-
-    return grouping_triton

@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 
 
 class HbmLease:
-    """The rows of a batch, pinned in their slots until ``release``.
-
-    Attributes:
-        claim: what it has.
-        grouping: of the keys asked for.
-        ready: when the rows are in place.
-        held: whether it outlives the call that took it.
-    """
+    """The rows of a batch, pinned in their slots until ``release``; in place from ``ready`` on. ``grouping`` is of the
+    keys asked for."""
 
     __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "ready")
 

@@ -1,37 +1,25 @@
-"""The contract of resident rows: bring in, look up and update the rows of a batch.
+"""What pools are given of a batch, to look its rows up and to update them."""
 
-Implementations: ``leases`` (rows may be evicted) and ``in_place`` (every row keeps its own slot).
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from .backward import Groups
-from .bags import Bags, Numbering, Pooling
-from .pins import Lease
+from .bags import Bags
 
 
 class Distinct(NamedTuple):
-    """The rows of a batch.
-
-    Attributes:
-        inverse: int32 [N], each position's row number.
-        keys: int64 [U], the rows' keys in order of first use.
-    """
+    """The rows of a batch: the number of each position's, int32 [N], and their keys, int64 [U], in order of use."""
 
     inverse: Int32s
     keys: Int64s
 
     @classmethod
     def of(cls, keys: Int64s) -> "Distinct":
-        """Those of a batch's keys, int64 [N]."""
         unique_keys = np.empty_like(keys)
         inverse = np.empty(len(keys), np.int32)
         scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
@@ -58,7 +46,6 @@ class Batch:
 
     @cached_property
     def distinct(self) -> Distinct:
-        """The rows, by key."""
         return Distinct.of(self.rows)
 
 
@@ -83,13 +70,8 @@ class IdsOfBags(NamedTuple):
 
 
 class FromIds(NamedTuple):
-    """A lookup directly from ids.
-
-    Attributes:
-        slots: int32 [N], if they were asked for, else empty.
-        failed: if anything, the lookup was none, and its output is undefined: positions of ids that are no rows, and
-            negative numbers for rows that are not resident.
-    """
+    """A lookup directly from ids: slots, int32 [N], if they were asked for. If anything ``failed``, it was none, and
+    its output is undefined: positions of ids that are no rows, and negative numbers for rows that are not resident."""
 
     slots: Int32s
     failed: list[int]
@@ -110,73 +92,3 @@ class Update(NamedTuple):
     hyper: Floats
     gradient: Floats
     seeds: Words | None
-
-
-class OneTable(Protocol):
-    """Lookups of one table by one compiled call."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the pool was closed."""
-        ...
-
-    def rows(self, ids: Int64s) -> Floats | None:
-        """float32 [n, dim], the rows of these ids; None if one is no row or not resident."""
-        ...
-
-    def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
-        """float32 [bags, dim], or None if a lookup of the usual kind must do it."""
-        ...
-
-
-class ResidentRows(Protocol):
-    """See the module's docstring. A lease that is given is of the whole batch, or None.
-
-    Methods raise ClosedError if the pool was closed, and DamagedError if a row on SSD failed its check.
-
-    Attributes:
-        numbering: of slots, which batches have here; None: they have keys.
-        takes_ids: whether there is ``look_up_ids``.
-    """
-
-    numbering: Numbering | None
-    takes_ids: bool
-
-    def has_room(self, batch: Batch) -> bool:
-        """Whether the rows could be held, beside those that are."""
-        ...
-
-    def stage(self, batch: Batch) -> Lease | None:
-        """Bring the rows in and hold them; None, and nothing is read, if there is no room."""
-        ...
-
-    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
-        """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
-        ...
-
-    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
-        """Check ids and pool every bag, in one pass; ``keep`` asks for slots."""
-        ...
-
-    def held(self, slots: Int32s) -> Lease:
-        """A held lease of rows that ``look_up_ids`` gave the slots of."""
-        ...
-
-    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
-        """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
-        ...
-
-    def whole(self, batch: Batch) -> Lease | None:
-        """A lease of all rows of the batch, for ``update``; None if they do not fit, or there are none."""
-        ...
-
-    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
-        """Merge each row's gradients in their fixed order, mark it dirty, update it.
-
-        Without a lease, if a later part of a split batch cannot be brought in, the rows of earlier parts are updated.
-        """
-        ...
-
-    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        """Lookups of a table by one compiled call; None if that is not to be had."""
-        ...

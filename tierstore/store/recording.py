@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..errors import TierstoreError
-from ..kernels import copy_offsets
 from ..kernels.arrays import Int32s, Int64s
+from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined
 from ..pool.residency import IdsOfBags

@@ -16,8 +16,7 @@ from ..store.lineage import NO_LINEAGE, Lineage
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
 from ..store.version import ORIGIN_KEY, pack, unpack, unpack_tensors
-from .header import UpdateHeader
-from .origin import Origin
+from .header import Origin, UpdateHeader
 from .update_file import UpdateWriter, file_checksum
 
 _OPTIMIZER_PREFIX: Final = "optimizer."

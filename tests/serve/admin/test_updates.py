@@ -23,9 +23,8 @@ from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, client, write_update
-from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import plan, publish
+from tierstore.updates.publish import AdminClient, PublishError, plan, publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
