@@ -1,6 +1,5 @@
 """An update becomes the replica's version whole or not at all: wrong and damaged ones, and a process that is killed."""
 
-import json
 import os
 import shutil
 import zlib
@@ -21,7 +20,6 @@ from tierstore import errors
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.apply import _Sent
-from tierstore.updates.child import main as child
 from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
 from tierstore.updates.update_file import UpdateFile, file_checksum
 
@@ -226,24 +224,6 @@ def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Upd
     for name in ("pipe", "link"):
         with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
             pass
-
-
-def test_the_child_says_what_became_of_it(
-    replica: Path, updates: dict[int, Update], capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-    for arguments, status in [
-        (("apply", str(replica), str(updates[2].path), updates[2].id), 1),
-        (("apply", str(replica), str(updates[1].path), updates[1].id), 0),
-        (("rollback", str(replica)), 0),
-        (("apply", str(replica), str(updates[1].path), "0" * 16), 1),
-    ]:
-        assert child(arguments) == status
-        said.append(json.loads(capsys.readouterr().out))
-    assert said[0]["kind"] == "TierstoreError"
-    assert said[1] == {"version": 3, "rows": updates[1].header.num_rows, "was_there": False}
-    assert said[2]["version"] == 1
-    assert said[3]["kind"] == "ChecksumError"
 
 
 MANY_ROWS = 1_000_000

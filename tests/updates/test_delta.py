@@ -68,24 +68,6 @@ def test_rows_that_were_written_are_sent_whatever_bits_they_had(tmp_path: Path) 
     assert sent_rows(make(source, 1)) == {"item": {5, 700, 800}}
 
 
-def test_a_source_that_went_back_is_followed(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    change(source, 1, keep=3)
-    before = contents(source)
-    change(source, 2, keep=3)
-    later = make(source)
-    apply_update(replica, later.path)
-    with tierstore.open(source, keep=3, **SMALL) as store:
-        store.rollback(1)
-    with pytest.raises(ValueError, match="is at version 1"):
-        make(source, 2)
-    again = make(source, name="again").path
-    with pytest.raises(errors.TierstoreError, match="publish from the store as it is now"):
-        apply_update(replica, again)
-    assert apply_update(replica, again, replaces=later.header.origin.commit_id).version == 1
-    assert same(contents(replica), before)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int4"])
 def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: Any) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"

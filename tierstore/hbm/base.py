@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
 from ..pool import bags as host
 from ..pool.bags import Features, Numbering
+from ..pool.transfers import Tier
 from ..system.signals import shielded
 from . import backend
 from .batch import Bags, DeviceIds, Groups
@@ -58,6 +60,7 @@ class DeviceLease(Protocol):
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
 
 
+@dataclass(slots=True, eq=False)
 class DeviceBatch:
     """A batch on the device.
 
@@ -65,24 +68,18 @@ class DeviceBatch:
         bags: where its positions lie.
         rows: int32 [N], the slot of each position, or int64 [N], its key.
         ready: when bags are there; rows_ready: when rows are.
-        grouping: its positions by row, as its pool groups them; None until it did.
         check: of ids that the device joined; None if the host did, which found nothing wrong.
         captured: whose ids a CUDA graph joins, or None.
+        grouping: its positions by row, as its pool groups them; None until it did.
     """
 
-    __slots__ = ("bags", "captured", "check", "grouping", "ready", "rows", "rows_ready")
-
-    def __init__(
-        self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark, check: Check | None = None,
-        captured: Captured | None = None,
-    ) -> None:  # fmt: skip
-        self.bags = bags
-        self.rows = rows
-        self.ready = ready
-        self.rows_ready = rows_ready
-        self.grouping: Any = None
-        self.check = check
-        self.captured = captured
+    bags: Bags
+    rows: Tensor
+    ready: Mark
+    rows_ready: Mark
+    check: Check | None = None
+    captured: Captured | None = None
+    grouping: Any = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,7 +123,7 @@ class _SentRules(NamedTuple):
     ready: Mark
 
 
-class DeviceRows(ABC):
+class DeviceRows(Tier, ABC):
     """Rows of one layout in device memory.
 
     Attributes:
@@ -381,18 +378,6 @@ class DeviceRows(ABC):
     def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
         return None
 
-    @abstractmethod
-    def read(self, keys: Int64s) -> Tensor:
-        """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
-
-    @abstractmethod
-    def write(self, keys: Int64s, rows: Tensor) -> None:
-        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
-
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
         """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
@@ -424,16 +409,6 @@ class DeviceRows(ABC):
 
     @property
     @abstractmethod
-    def num_leased(self) -> int:
-        """Leases that are in use."""
-
-    @property
-    @abstractmethod
-    def num_dirty(self) -> int:
-        """Rows that are newer than below. Waits for the device."""
-
-    @property
-    @abstractmethod
     def capacity_rows(self) -> int:
         """Rows that there is room for."""
 
@@ -441,15 +416,6 @@ class DeviceRows(ABC):
     @abstractmethod
     def size_bytes(self) -> int:
         """Bytes of device memory."""
-
-    @property
-    @abstractmethod
-    def host_bytes(self) -> int:
-        """Bytes of host memory."""
-
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """AssertionError unless the books are whole."""
 
     def refuse(self) -> None:
         self._closed = True

@@ -38,15 +38,9 @@ class HbmTable(Protocol):
 
 
 def add_hbm(
-    pools: Iterable[Pool],
-    sizes: Mapping[RowLayout, DeviceSize],
-    tables: Sequence[HbmTable],
-    *,
-    device: torch.device,
-    policy: str,
-    readonly: bool,
-    given: object,
-) -> None:
+    pools: Iterable[Pool], sizes: Mapping[RowLayout, DeviceSize], tables: Sequence[HbmTable], *, device: torch.device,
+    policy: str, readonly: bool, given: object,
+) -> None:  # fmt: skip
     """Give each pool its part of device memory. BudgetError, which names ``given``, the budget as its owner wrote it:
     the device has less memory free."""
     sender = Sender(open_lane(device), device)

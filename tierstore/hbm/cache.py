@@ -48,15 +48,9 @@ class HbmCache:
     """
 
     def __init__(
-        self,
-        capacity: int,
-        *,
-        weight_words: int,
-        state_words: int,
-        policy: PolicyName,
-        device: torch.device,
+        self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName, device: torch.device,
         extra_rows: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.capacity: Final = capacity
         rows = capacity + extra_rows
         self.weights = torch.empty((rows, weight_words), dtype=torch.int64, device=device)

@@ -91,13 +91,9 @@ class HbmPool(DeviceRows):
         # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
-                size.cached_rows,
-                weight_words=layout.weight_words,
-                state_words=layout.state_words,
-                policy=policy,
-                device=device,
-                extra_rows=size.overflow_rows,
-            )
+                size.cached_rows, weight_words=layout.weight_words, state_words=layout.state_words, policy=policy,
+                device=device, extra_rows=size.overflow_rows,
+            )  # fmt: skip
             kernels = self.cache.kernels
             self.overflow = Overflow(size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=kernels)
             self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
 from ..hbm.lanes import refused_in_graph
 from ..kernels import slots as kernels
-from ..kernels.arrays import Floats, Int64s
+from ..kernels.arrays import Floats
 from ..optim.configs import Hyper, adding
 from ..pool import Pool
 from ..system.signals import shielded
@@ -38,7 +38,7 @@ class HbmLookup(AnyLookup):
         if joined.sent is not None:
             self._rows, self._batch = joined.rows, joined.sent
         else:
-            lane = rows_of(self._pool).lane
+            lane = rows_of(self.joined.tables[0].pool).lane
             lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
@@ -65,15 +65,6 @@ class HbmLookup(AnyLookup):
     @property
     def _is_empty(self) -> bool:
         return not len(self.joined)
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        return self._pool, self.joined.keys
-
-    @property
-    def _pool(self) -> Pool:
-        """The tables' current pool; while no rows are in use, a new table may replace it."""
-        return self.joined.tables[0].pool
 
     def _sent(self, pool: Pool) -> tuple[DeviceRows, DeviceBatch]:
         rows = rows_of(pool)
@@ -169,7 +160,7 @@ class HbmLookup(AnyLookup):
         """Waits for the device."""
         if self._is_empty:
             return
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             rows.lane.require_no_capture("per-sample weights get no gradient: give some that require none")
             own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
             for part in rows.parts(batch, self._lease):
@@ -201,7 +192,7 @@ class HbmLookup(AnyLookup):
         if self._is_empty:
             joined.next_hyper()
             return
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             hyper = joined.next_hyper() if replayed is None else replayed
             if batch.captured is not None:
                 batch.captured.count_update()
@@ -226,7 +217,7 @@ class HbmLookup(AnyLookup):
         dim = tables[0].layout.dim
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             rows.lane.require_no_capture("gradients of rows are not merged, as for grad of a table's parameter")
             rows.require_right(batch)
             groups = rows.groups(batch)

@@ -257,6 +257,7 @@ class AnyLookup(TrainsRows, Protocol):
     @property
     def demand(self) -> tuple[Pool, Int64s]:
         """The pool and the keys, int64 [N], of the rows it will use."""
+        return self.joined.tables[0].pool, self.joined.keys
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""

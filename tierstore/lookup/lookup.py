@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import slots as kernels
-from ..kernels.arrays import Floats, Int64s
+from ..kernels.arrays import Floats
 from ..layout import ROW_MASK
 from ..pool import Pool
 from ..pool.arena import dot_part
@@ -46,15 +46,6 @@ class Lookup(AnyLookup):
         if made._mode == kernels.MAX and joined.parts is not None:
             made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
         return made
-
-    @property
-    def _pool(self) -> Pool:
-        """The tables' current pool; while no lease is held, a new table may replace it."""
-        return self.joined.tables[0].pool
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        return self._pool, self.joined.keys
 
     def has_room(self) -> bool:
         return self.joined.tables[0].in_pool(lambda pool: pool.rows.has_room(self._batch_in(pool)))
@@ -111,7 +102,7 @@ class Lookup(AnyLookup):
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
-        joined, pool = self.joined, self._pool
+        joined, pool = self.joined, self.joined.tables[0].pool
         own = np.zeros(len(joined), np.float32)
         if not len(own):
             return
@@ -132,7 +123,7 @@ class Lookup(AnyLookup):
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """Backward and optimizer in one, by the gradient of the output, float32 [batch, columns], C-contiguous."""
-        joined, pool = self.joined, self._pool
+        joined, pool = self.joined, self.joined.tables[0].pool
         hyper, seeds = np.array(joined.next_hyper(), np.float32), joined.rounding_seeds()
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
@@ -147,7 +138,7 @@ class Lookup(AnyLookup):
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
-        joined, pool = self.joined, self._pool
+        joined, pool = self.joined, self.joined.tables[0].pool
         inverse, keys = joined.distinct
         groups = self._groups(grad_out)
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())

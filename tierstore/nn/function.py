@@ -45,14 +45,9 @@ class Prepared:
     its rows. ``features``: the object that it waits for, see ``PreparedLookups``."""
 
     def __init__(
-        self,
-        lookups: Sequence[AnyLookup],
-        shape: tuple[int, ...],
-        scale: Tensor | None,
-        sources: Sequence[Tensor | None],
-        store: Store,
-        padding: Padding | None = None,
-    ) -> None:
+        self, lookups: Sequence[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
+        sources: Sequence[Tensor | None], store: Store, padding: Padding | None = None,
+    ) -> None:  # fmt: skip
         self.lookups = lookups
         self.shape = shape
         self.scale = scale

@@ -59,14 +59,9 @@ class Leases:
         return lease if lease.num_positions else None
 
     def _admit(
-        self,
-        keys: Int64s,
-        *,
-        read: bool,
-        whole: bool = False,
-        order: Int64s | None = None,
+        self, keys: Int64s, *, read: bool, whole: bool = False, order: Int64s | None = None,
         fill: Callable[[Admission], None] | None = None,
-    ) -> Lease:
+    ) -> Lease:  # fmt: skip
         """A lease of what was admitted. It owns the pins before there are any."""
         admission = Admission(keys)
         lease = self._pins.lease(admission)

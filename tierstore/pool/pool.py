@@ -47,18 +47,9 @@ class Pool:
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        cache: RowCache,
-        cold: ColdTier,
-        workers: Workers,
-        *,
-        transaction_bytes: int,
-        outbox_rows: int,
-        epoch: int,
-        readonly: bool,
-        read: RowSource | None = None,
-    ) -> None:
+        self, layout: RowLayout, cache: RowCache, cold: ColdTier, workers: Workers, *, transaction_bytes: int,
+        outbox_rows: int, epoch: int, readonly: bool, read: RowSource | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.cache = cache
         self.arena = Arena(layout, cache, workers, readonly=readonly)

@@ -157,10 +157,8 @@ class Tier(Protocol):
     """The fastest tier of a pool: host memory (``HostTier``), or device memory above it (``hbm.base.DeviceRows``)."""
 
     on_device: bool
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while rows come into device memory or go down; taken before the locks of the pool."""
+    lock: AbstractContextManager[Any]
+    """Held while rows come into device memory or go down; taken before the locks of the pool."""
 
     @property
     def num_leased(self) -> int:

@@ -251,14 +251,9 @@ class _Publisher:
 
 
 def publish(
-    directory: str | os.PathLike[str],
-    to: Sequence[str],
-    *,
-    since: int | None = None,
-    token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None,
-    bar: Bar = _no_bar,
-) -> list[Published]:
+    directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
+    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar,
+) -> list[Published]:  # fmt: skip
     """Bring servers to a store's last version, one after another; one that fails does not keep the others from it.
 
     The update lies in the system's temporary directory (TMPDIR) meanwhile.
@@ -278,14 +273,9 @@ def publish(
 
 
 def plan(
-    directory: str | os.PathLike[str],
-    to: Sequence[str],
-    *,
-    since: int | None = None,
-    token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None,
-    bar: Bar = _no_bar,
-) -> list[str]:
+    directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
+    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar,
+) -> list[str]:  # fmt: skip
     """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing. PublishError: a
     server cannot be asked, or has not ``since``. Others as ``publish``."""
     with _publishing(directory, to, keep_file, bar) as publisher:
