@@ -15,7 +15,7 @@ from torch import Tensor
 from tierstore import optim
 from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, Groups
-from tierstore.hbm.grouping import group_slots
+from tierstore.hbm.cache import group_slots
 from tierstore.kernels import slots as kernels
 
 from ..common import Spread

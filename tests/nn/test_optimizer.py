@@ -26,7 +26,6 @@ RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
     (Adam(lr=0.05, eps=1e-15), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05, eps=1e-15)),
     (RowWiseAdagrad(lr=0.5), lambda parameters: RowWiseReference(parameters)),
 ]
-EVERY_RULE = [rule for rule, _ in RULES[:3]] + [RowWiseAdagrad(lr=0.5, weight_decay=0.01)]
 
 
 class RowWiseReference(torch.optim.Optimizer):
@@ -96,38 +95,6 @@ class Twins:
     def check(self) -> None:
         torch.testing.assert_close(rows_of(self.store), self.weight.detach())
         torch.testing.assert_close(self.ours[1].weight, self.theirs[1].weight)
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.kind)
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-def test_a_step_after_one_pass_gives_the_bits_of_the_fused_update(rule: Optimizer, tiers: str, pooling: Any) -> None:
-    def trained(kind: str) -> list[Tensor]:
-        with tierstore.open(cold="memory", **TIERS[tiers]) as store:
-            for name in "ab":  # in one pool, looked up together
-                store.create_table(
-                    tierstore.TableConfig(
-                        name=name, feature_names=[f"{name}1", f"{name}2"], num_embeddings=ROWS, embedding_dim=DIM,
-                        optimizer=rule, pooling=pooling,
-                    )
-                )  # fmt: skip
-            features = tierstore.TieredEmbeddingBagCollection(store)
-            optimizer = None if kind == "fused" else store.optimizer()
-            for ids in batches(5):
-                lengths = torch.tensor([0, 1, 2, 3, 4, 5, 10, 15])
-                both = tierstore.KeyedJaggedTensor(features.feature_names, ids.flatten(), lengths=lengths)
-                out = features(both).values()
-                (out.square().mean() + features(both).values().sum()).backward()
-                if optimizer is not None:
-                    if kind == "merged":
-                        assert optimizer.param_groups[0]["params"][0].grad.is_sparse
-                    optimizer.step()
-                    optimizer.zero_grad()
-            return [rows_of(store, name) for name in "ab"]
-
-    expected = trained("fused")
-    for kind in ("deferred", "merged"):
-        assert all(torch.equal(one, other) for one, other in zip(trained(kind), expected, strict=True)), kind
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's own optimizers

@@ -29,8 +29,7 @@ from ..pool import Pool
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
-from .cache import PolicyName
-from .grouping import group_slots
+from .cache import PolicyName, group_slots
 from .lanes import NOT_THERE, Mark, refused_in_graph
 from .staging import Sender, Staging, staging_bytes
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..kernels.arrays import Int32s
-from .grouping import Grouping
+from .cache import Grouping
 from .lanes import Mark
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .books import SUMMARY_ROWS, Plan, Status
-from .cache import FrequencySketch, HbmCache, PolicyName
-from .grouping import Grouping, group_keys, warm_up
+from .cache import FrequencySketch, Grouping, HbmCache, PolicyName, group_keys, warm_up
 from .lanes import Mark
 from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes

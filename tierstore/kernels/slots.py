@@ -16,6 +16,12 @@ from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
 from .simd import WIDE, fill, item, load, prefetch_line, put, store
 
+__all__ = [
+    "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
+    "copy_rows_of_ids", "copy_rows_out", "dot_rows", "group_rows", "halving_sum", "join_ids", "look_up",
+    "order_by_sample", "padded_width", "pool_rows", "put_rows", "renumber", "row_keys", "unique_in_order",
+]  # fmt: skip
+
 SUM: Final = 0
 MEAN: Final = 1
 MAX: Final = 2

@@ -19,8 +19,7 @@ from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
 from ..pool import Pool
 from ..pool.backward import Groups
-from ..pool.bags import NO_FLOATS, Bags, Features, Numbering
-from ..pool.residency import Batch, Distinct, IdsOfBags
+from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
 from .tables import LookupTable, TrainsRows
 
 _INT32_MAX: Final = 2**31 - 1

@@ -17,9 +17,8 @@ from ..layout import ROW_MASK
 from ..pool import Pool
 from ..pool.arena import dot_part
 from ..pool.backward import Groups
-from ..pool.bags import NO_ARG_MAX, Pooling
+from ..pool.bags import NO_ARG_MAX, Batch, Pooling, Update
 from ..pool.pins import Lease
-from ..pool.residency import Batch, Update
 from ..system.signals import shielded
 from .hbm import HbmLookup
 from .joined import AnyLookup, Joined

@@ -21,10 +21,9 @@ from ..kernels.floats import FLOAT32
 from ..kernels.jit import JIT_ENABLED
 from . import direct
 from .arena import Arena, pool_part
-from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS, Bags, Pooling
+from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS, Bags, Batch, FromIds, IdsOfBags, Pooling, Update
 from .leases import Leases, ResidentRows
 from .pins import Lease, Pins
-from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)

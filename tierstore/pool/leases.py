@@ -19,10 +19,9 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
 from .arena import Arena, pool_part
-from .bags import NO_INTS, Bags, Numbering, Pooling
+from .bags import NO_INTS, Bags, Batch, FromIds, IdsOfBags, Numbering, Pooling, Update
 from .converting import RowSource
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
-from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
 
 if TYPE_CHECKING:
