@@ -12,6 +12,7 @@ addresses are part of the graph, so the pool counts as in use until it is closed
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -125,33 +126,33 @@ class Spare(NamedTuple):
         return [cls(*each) for each in zip(words, counts, strict=True)]
 
 
+@dataclass(frozen=True, eq=False)
 class Captured:
-    def __init__(self, lane: Lane, check: Check, counts: Tensor, num_positions: int) -> None:
-        self.check = check
-        self.num_positions = num_positions
-        self._lane = lane
-        self._counts = counts
+    """A lookup in a CUDA graph, which counts its replays."""
+
+    lane: Lane
+    check: Check
+    counts: Tensor
+    num_positions: int
 
     def count_forward(self) -> None:
-        self._counts[0].add_(1)
+        self.counts[0].add_(1)
 
     def count_update(self) -> None:
         """Have each replay count one more update, unless its ids are wrong."""
-        self._counts[1].add_(self.check.is_right[0])
+        self.counts[1].add_(self.check.is_right[0])
 
     @property
     def num_forwards(self) -> int:
-        """Replayed so far. Waits for the device."""
-        return self._counted(0)
+        """Waits for the device."""
+        self.lane.synchronize()
+        return int(self.counts[0])
 
     @property
     def num_updates(self) -> int:
-        """Replayed so far, of right ids. Waits for the device."""
-        return self._counted(1)
-
-    def _counted(self, place: int) -> int:
-        self._lane.synchronize()
-        return int(self._counts[place])
+        """Waits for the device."""
+        self.lane.synchronize()
+        return int(self.counts[1])
 
 
 class Captures:
