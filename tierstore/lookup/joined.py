@@ -421,7 +421,8 @@ class _JoinedThere(Joined):
             if record[-1]:
                 return jagged.offsets_error(int(record[-1]) - 1)
             feature = int(np.flatnonzero(record)[0])
-            return self.table_of_feature[feature].id_error(int(record[feature]))
+            error: ValueError = features.tables[features.table_of[feature]].id_error(int(record[feature]))
+            return error
 
         self.sent = rows.join(features, self.batch, jagged.given, explain)
 
