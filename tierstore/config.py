@@ -12,16 +12,9 @@ from .system.excerpt import excerpt
 from .system.hints import hinting
 
 __all__ = [
-    "MAX_KEPT_VERSIONS",
-    "MAX_SLACK",
-    "Pooling",
-    "Rounding",
-    "TableConfig",
-    "require_choice",
-    "require_int",
-    "require_names",
-    "require_slack",
-]
+    "MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_choice", "require_int",
+    "require_names", "require_slack",
+]  # fmt: skip
 
 Pooling = Literal["sum", "mean", "max"]
 Rounding = Literal["nearest", "stochastic"]
@@ -161,6 +154,7 @@ class TableConfig:
         return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
 
     def layout(self, page_bytes: int) -> RowLayout:
+        """How this table's rows lie in memory and on disk."""
         return RowLayout(
             dim=self.embedding_dim,
             dtype=self.dtype,

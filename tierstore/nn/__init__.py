@@ -7,15 +7,6 @@ from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
-    "JaggedLike",
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedTensor",
-    "TieredEmbedding",
-    "TieredEmbeddingBag",
-    "TieredEmbeddingBagCollection",
-    "TieredEmbeddingCollection",
-    "checkpoint",
-    "convert",
-    "plain_model",
-]
+    "JaggedLike", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "TieredEmbedding", "TieredEmbeddingBag",
+    "TieredEmbeddingBagCollection", "TieredEmbeddingCollection", "checkpoint", "convert", "plain_model",
+]  # fmt: skip
