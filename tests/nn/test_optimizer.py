@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore import errors
-from tierstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from tierstore.optim import SGD, Adagrad, Adam, Optimizer
 
 ROWS, DIM = 300, 20
 TIERS: dict[str, dict[str, Any]] = {
@@ -24,23 +24,7 @@ RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
     (Adagrad(lr=0.5), lambda parameters: torch.optim.Adagrad(parameters, lr=0.5)),
     # eps is beside a smaller root in SparseAdam than in Adam.
     (Adam(lr=0.05, eps=1e-15), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05, eps=1e-15)),
-    (RowWiseAdagrad(lr=0.5), lambda parameters: RowWiseReference(parameters)),
 ]
-
-
-class RowWiseReference(torch.optim.Optimizer):
-    """Row-wise Adagrad, which torch has not, as its definition says, in torch."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            gradient = each.grad.to_dense()
-            total = self.state[each].setdefault("sum", torch.zeros(len(each)))
-            total += gradient.square().mean(dim=1)
-            each -= 0.5 * gradient / (total.sqrt() + 1e-8)[:, None]
 
 
 @contextlib.contextmanager
