@@ -26,28 +26,8 @@ from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.op
 from .system.release import __version__
 
 __all__ = [
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedTensor",
-    "QuantizeReport",
-    "QuantizedTable",
-    "Stats",
-    "Store",
-    "Table",
-    "TableConfig",
-    "TierStats",
-    "TieredEmbedding",
-    "TieredEmbeddingBag",
-    "TieredEmbeddingBagCollection",
-    "TieredEmbeddingCollection",
-    "__version__",
-    "checkpoint",
-    "convert",
-    "errors",
-    "init",
-    "open",
-    "optim",
-    "plain_model",
-    "prefetch",
-    "quantize",
-]
+    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats", "Store", "Table",
+    "TableConfig", "TierStats", "TieredEmbedding", "TieredEmbeddingBag", "TieredEmbeddingBagCollection",
+    "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "init", "open", "optim",
+    "plain_model", "prefetch", "quantize",
+]  # fmt: skip

@@ -12,16 +12,9 @@ from .system.excerpt import excerpt
 from .system.hints import hinting
 
 __all__ = [
-    "MAX_KEPT_VERSIONS",
-    "MAX_SLACK",
-    "Pooling",
-    "Rounding",
-    "TableConfig",
-    "require_choice",
-    "require_int",
-    "require_names",
-    "require_slack",
-]
+    "MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_choice", "require_int",
+    "require_names", "require_slack",
+]  # fmt: skip
 
 Pooling = Literal["sum", "mean", "max"]
 Rounding = Literal["nearest", "stochastic"]
@@ -34,7 +27,6 @@ _DROPPED: Final = "\0dropped "
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
-    """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 

@@ -24,24 +24,10 @@ Every message names the file or the argument and the way out.
 """
 
 __all__ = [
-    "BudgetError",
-    "ChecksumError",
-    "ClosedError",
-    "DamagedError",
-    "DiskFullError",
-    "FormatError",
-    "IdError",
-    "PartlyTrainedError",
-    "RankError",
-    "ReadOnlyError",
-    "StoreLockedError",
-    "StoreNotFoundError",
-    "StoreReplacedError",
-    "TableError",
-    "TierstoreError",
-    "TruncatedError",
-    "UnreadableError",
-]
+    "BudgetError", "ChecksumError", "ClosedError", "DamagedError", "DiskFullError", "FormatError", "IdError",
+    "PartlyTrainedError", "RankError", "ReadOnlyError", "StoreLockedError", "StoreNotFoundError",
+    "StoreReplacedError", "TableError", "TierstoreError", "TruncatedError", "UnreadableError",
+]  # fmt: skip
 
 
 class TierstoreError(Exception):

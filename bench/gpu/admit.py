@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tierstore.cache.base import RESIDENT
 from tierstore.hbm.books import WAYS, Plan, Status, mixed, sets_of
-from tierstore.hbm.cache import HbmCache
-from tierstore.hbm.grouping import Grouping, group_keys
+from tierstore.hbm.cache import Grouping, HbmCache, group_keys
 
 from ..common import Spread, Table
 from .ids import Zipf

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tierstore.hbm.grouping import group_keys
+from tierstore.hbm.cache import group_keys
 
 from ..common import Spread, Table
 from .part import Part

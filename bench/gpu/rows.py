@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore import kernels, optim
+from tierstore import optim
 from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, Groups
-from tierstore.hbm.grouping import group_slots
+from tierstore.hbm.cache import group_slots
+from tierstore.kernels import slots as kernels
 
 from ..common import Spread
 from .compulsory import Work, pooled_bytes, updated_bytes

@@ -9,8 +9,7 @@ import numpy as np
 import tierstore
 from tierstore.errors import DamagedError
 from tierstore.store.version import NO_LINEAGE, pack
-from tierstore.updates.header import PAGE_BYTES, UpdateHeader
-from tierstore.updates.origin import Origin
+from tierstore.updates.header import PAGE_BYTES, Origin, UpdateHeader
 from tierstore.updates.update_file import UpdateFile, UpdateWriter
 
 from .target import FindingError, Target, scratch_folder

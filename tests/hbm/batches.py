@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore import kernels
 from tierstore.hbm.batch import Bags, Groups
 from tierstore.kernels import floats
+from tierstore.kernels import slots as kernels
 from tierstore.kernels.threads import Workers
 from tierstore.pool import backward
 from tierstore.pool.bags import NO_ARG_MAX, NO_FLOATS
@@ -167,7 +167,9 @@ def numba_update(
     scale = batch.scale if scaled else NO_FLOATS
     arg_max = NO_ARG_MAX if arg_max is None else arg_max
     bounds = np.array([0, len(batch.bag_starts) - 1])
-    bags = PoolBags([SimpleNamespace(index=0)], bounds, batch.wide_starts, batch.columns, batch.samples, scale)
+    bags = PoolBags(
+        np.zeros(1, np.int64), batch.table_of, bounds, batch.wide_starts, batch.columns, batch.samples, scale
+    )
     pool: Any = SimpleNamespace(
         weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
         dtype_code=batch.dtype_code,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.hbm.counting import FREE, WAITING, _functions
-from tierstore.hbm import build, grouping_twin, rows_twin
+from tierstore.hbm import build, cache_twin, rows_twin
 from tierstore.hbm.lanes import CudaLane
 from tierstore.store import arguments
 
@@ -235,7 +235,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(CudaLane, "pin_memory", property(pin_memory))
     monkeypatch.setattr(build, "open_lane", CudaLane)
     monkeypatch.setattr(arguments, "is_there", lambda given, _: isinstance(given, Tensor))
-    for module in (grouping_twin, rows_twin):
+    for module in (cache_twin, rows_twin):
         for name, function in _functions(module):
             monkeypatch.setattr(module, name, device.recorded(function, name))
     return device

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tierstore.hbm import cache_triton, cache_twin, grouping_triton, grouping_twin, rows_triton, rows_twin
+from tierstore.hbm import cache_triton, cache_twin, rows_triton, rows_twin
 from tierstore.hbm.lanes import Lane
 
-TWINS: Final = (cache_twin, grouping_twin, rows_twin)
+TWINS: Final = (cache_twin, rows_twin)
 KERNELS_OF: Final = {"place_starts": 2, "update_rows": 3}
 """Kernels of a function that launches more than one."""
 FREE: Final = ("empty", "new_empty", "lift_fresh", "is_pinned", "set_", "resize_")
@@ -114,9 +114,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, *copies: tuple[Any, str]) -> Itera
         for module in TWINS:
             for name, function in _functions(module):
                 patch.setattr(module, name, count.counted(function, name, KERNELS_OF.get(name, 1)))
-        for module in (cache_triton, grouping_triton, rows_triton):
-            if hasattr(module, "launch"):
-                patch.setattr(module, "launch", count.counted(module.launch, "triton", 1))
+        for module in (cache_triton, rows_triton):
+            patch.setattr(module, "launch", count.counted(module.launch, "triton", 1))
         for owner, name in copies:
             patch.setattr(owner, name, count.counted(getattr(owner, name), name, 1))
         for name in ("cpu", "tolist"):

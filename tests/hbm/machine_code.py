@@ -1,7 +1,7 @@
 """What Triton's compiler makes of the HBM tier's kernels for an H100 or H200, as JSON; it needs no GPU.
 
-    python -m tests.hbm.machine_code --json machine_code.json
-    python -m tests.hbm.machine_code --triton .peers/triton-3.6 --json machine_code-3.6.json
+    python -m tests.hbm.machine_code > machine_code.json
+    python -m tests.hbm.machine_code --triton .peers/triton-3.6 > machine_code-3.6.json
 
 A program of its own: Triton's interpreter, where it is on, takes the place of the compiler for a whole process. The
 tier's own functions are called on the CPU, with a ``launch`` that only notes kernel, arguments and options. So what is
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-MODULES: Final = (
-    "tierstore.hbm.cache_triton",
-    "tierstore.hbm.grouping_triton",
-    "tierstore.hbm.moving_triton",
-    "tierstore.hbm.pooling_triton",
-    "tierstore.hbm.updating_triton",
-)
+MODULES: Final = tuple(f"tierstore.hbm.{name}_triton" for name in ("cache", "pooling", "updating"))
 """Every module with Triton kernels."""
 
 # Of a multiprocessor of compute capability 9.0.
@@ -58,45 +51,6 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What became of one kernel.
-
-    Attributes:
-        registers: of a thread.
-        spills: loads and stores of registers that did not fit.
-        shared_bytes: shared memory of a program.
-        programs, occupancy: how many fit a multiprocessor, and their share of the warps that it can hold.
-        loops: of each innermost loop.
-        ptx: the text.
-    """
-
-    kernel: str
-    warps: int
-    registers: int
-    spills: int
-    shared_bytes: int
-    programs: int
-    occupancy: float
-    loops: list["Loop"]
-    ptx: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loop:
-    """An innermost loop.
-
-    Attributes:
-        barriers: how many it has.
-        row_loads: loads of more than one number.
-        loaded_first: those of them that precede its first sum or comparison of float32.
-    """
-
-    barriers: int
-    row_loads: int
-    loaded_first: int
-
-
 def kernels_of(name: str) -> dict[str, Any]:
     """Kernels of a module that no other kernel calls: those that are launched."""
     from triton.runtime.jit import JITFunction
@@ -110,9 +64,10 @@ def kernels_of(name: str) -> dict[str, Any]:
 
 def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Tables of 16, 64, 100 and 512 columns, by all modes and rules."""
-    from tierstore import kernels, optim
+    from tierstore import optim
     from tierstore.hbm import rows_triton
     from tierstore.hbm.batch import Bags, Groups
+    from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
     from tierstore.optim.kernels import SUPER_RUN
 
@@ -191,7 +146,7 @@ def _join_cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from tierstore.hbm import cache_triton, grouping_triton
+    from tierstore.hbm import cache_triton
     from tierstore.hbm.books import SUMMARY_ROWS, WAYS, Books, Plan, Status
 
     keys, slots = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -210,9 +165,9 @@ def _cache_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "forget", partial(edit, forget=True)
     yield "estimate", lambda: cache_triton.sketch_estimate(counters, keys, slots[:1])
     yield "count", lambda: cache_triton.sketch_count(counters, keys, slots[:1], 9)
-    yield "mix", lambda: grouping_triton.mix_keys(keys)
-    yield "place starts of keys", lambda: grouping_triton.place_starts(keys, keys, keys)
-    yield "place starts of slots", lambda: grouping_triton.place_starts(slots, keys, None)
+    yield "mix", lambda: cache_triton.mix_keys(keys)
+    yield "place starts of keys", lambda: cache_triton.place_starts(keys, keys, keys)
+    yield "place starts of slots", lambda: cache_triton.place_starts(slots, keys, None)
 
 
 def launches() -> dict[str, Launch]:
@@ -226,10 +181,10 @@ def launches() -> dict[str, Launch]:
         count = sum(each.startswith(f"{case}: {name}") for each in noted)
         noted[f"{case}: {name}" + f" {count + 1}" * bool(count)] = Launch(kernel, arguments, options)
 
-    from tierstore.hbm import cache_triton, grouping_triton, rows_triton
+    from tierstore.hbm import cache_triton, rows_triton
 
     module: ModuleType
-    for module in (cache_triton, grouping_triton, rows_triton):
+    for module in (cache_triton, rows_triton):
         module.launch = note  # type: ignore[attr-defined]
     for cases in (_row_cases, _join_cases, _cache_cases):
         for name, act in cases():
@@ -244,7 +199,7 @@ def _compiled(launch: Launch) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tierstore.hbm.triton_launch import LAUNCH
+    from tierstore.hbm.backend import LAUNCH
 
     kernel, types, constants, attributes = launch.kernel, {}, {}, {}
     options = {key: value for key, value in launch.options.items() if key not in kernel.arg_names}
@@ -274,7 +229,7 @@ def _tool(name: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def _loops(sass: str) -> list[Loop]:
+def _loops(sass: str) -> list[dict[str, int]]:
     """Of the innermost loops of nvdisasm's text: from a label to a branch back to it, without another in between."""
     lines: list[str] = []
     places: dict[str, int] = {}
@@ -292,17 +247,18 @@ def _loops(sass: str) -> list[Loop]:
     return [_loop(lines[first : last + 1]) for first, last in inner]
 
 
-def _loop(lines: list[str]) -> Loop:
+def _loop(lines: list[str]) -> dict[str, int]:
+    """Its barriers, and how many loads of more than one number precede its first sum or comparison of float32."""
     loads = [place for place, text in enumerate(lines) if re.match(r"LDG\S*\.(64|128)\b", text)]
     sums = [place for place, text in enumerate(lines) if re.match(r"(FADD|FSETP|FMNMX)\b", text)]
     first = min(sums, default=len(lines))
-    return Loop(
-        barriers=sum(text.startswith(("BAR.", "BAR ")) for text in lines), row_loads=len(loads),
-        loaded_first=sum(place < first for place in loads),
-    )  # fmt: skip
+    barriers = sum(text.startswith(("BAR.", "BAR ")) for text in lines)
+    return {"barriers": barriers, "loaded_first": sum(place < first for place in loads)}
 
 
-def _found(launch: Launch) -> Found:
+def _found(launch: Launch) -> dict[str, Any]:
+    """Registers of a thread, loads and stores of those that did not fit, the share of a multiprocessor's warps that it
+    can hold, the innermost loops, and PTX."""
     compiled = _compiled(launch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -313,15 +269,18 @@ def _found(launch: Launch) -> Found:
     # A quarter of the multiprocessor has a quarter of the registers, given by eight.
     fitting = 4 * (_REGISTERS // 4 // (-(-registers // 8) * 8 * 32)) // warps
     programs = min(fitting, _PROGRAMS, _WARPS // warps, _SHARED_BYTES // (shared + _RESERVED_BYTES))
-    return Found(
-        kernel=launch.kernel.fn.__name__, warps=warps, registers=registers,
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)), shared_bytes=shared, programs=programs,
-        occupancy=programs * warps / _WARPS, loops=_loops(sass), ptx=compiled.asm["ptx"],
-    )  # fmt: skip
+    return {
+        "kernel": launch.kernel.fn.__name__,
+        "registers": registers,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "occupancy": programs * warps / _WARPS,
+        "loops": _loops(sass),
+        "ptx": compiled.asm["ptx"],
+    }
 
 
 def found() -> dict[str, Any]:
-    """``version`` of Triton; ``launches``, a ``Found`` by name; and ``missing``, kernels that no launch is of."""
+    """``version`` of Triton; ``launches``, what became of each; and ``missing``, kernels that no launch is of."""
     import triton
 
     noted = launches()
@@ -330,23 +289,18 @@ def found() -> dict[str, Any]:
     return {
         "version": triton.__version__,
         "missing": sorted(set(names) - launched),
-        "launches": {name: asdict(_found(launch)) for name, launch in noted.items()},
+        "launches": {name: _found(launch) for name, launch in noted.items()},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What Triton makes of the HBM tier's kernels for sm_90.")
     parser.add_argument("--triton", type=Path, help="folder with another Triton than the installed one")
-    parser.add_argument("--json", type=Path, help="write it here; default: standard output")
     arguments = parser.parse_args()
     if arguments.triton:
         sys.path.insert(0, str(arguments.triton))
     os.environ.pop("TRITON_INTERPRET", None)
-    text = json.dumps(found(), indent=1)
-    if arguments.json:
-        arguments.json.write_text(text)
-    else:
-        print(text)
+    print(json.dumps(found(), indent=1))
 
 
 if __name__ == "__main__":

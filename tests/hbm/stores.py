@@ -18,6 +18,8 @@ ROWS = 600
 ALL = torch.arange(ROWS)
 LEAST = -1
 """Stands for the smallest budget of device memory that the tables allow: room for about 130 rows."""
+ENOUGH = 2**20
+"""Holds all rows."""
 MODES: Any = ("sum", "mean", "max")
 
 

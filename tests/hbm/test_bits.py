@@ -4,8 +4,8 @@ What a store without shows is held against torch's own modules in tests/nn.
 """
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,28 +31,15 @@ RULES = [
 NAMES = ["a", "b", "c"]
 
 
-@dataclass(frozen=True)
-class Case:
-    """Attributes:
-    dims: columns of each table; tables of equal columns and state share a pool.
-    share: device memory, as a multiple of the least that the tables allow; 0 for all rows.
-    is_there: whether ids count as being on the device.
-    backwards: whether the backward passes of lookups that wait for theirs come in the opposite order.
-    """
+class Case(SimpleNamespace):
+    """What is drawn below.
 
-    seed: int
-    dims: list[int]
-    rules: list[optim.Optimizer]
-    dtype: Any
-    pooling: Any
-    policy: Any
-    ddr: str
-    share: float
-    depth: int
-    is_there: bool
-    is_traced: bool
-    is_weighted: bool
-    backwards: bool
+    Attributes:
+        dims: columns of each table; tables of equal columns and state share a pool.
+        share: device memory, as a multiple of the least that the tables allow; 0 for all rows.
+        is_there: whether ids count as being on the device.
+        backwards: whether the backward passes of lookups that wait for theirs come in the opposite order.
+    """
 
     @property
     def is_one_pool(self) -> bool:

@@ -129,18 +129,6 @@ def test_staging_in_host_memory_is_part_of_ddr(store_dir: Path, ddr: str) -> Non
     assert without.capacity_rows - with_hbm.capacity_rows > 0.9 * staging / (row_bytes * 17 / 16)
 
 
-def test_a_budget_larger_than_the_tables_takes_what_they_can_fill(store_dir: Path) -> None:
-    """A slot for each row, and staging. No row is ever a miss."""
-    tables: list[dict[str, Any]] = [{"num_embeddings": 1000, "embedding_dim": dim} for dim in (4, 64)]
-    with make(store_dir, tables, ddr="8MiB", hbm="1MiB") as store:
-        for _ in range(2):
-            for table in store.tables.values():
-                table.read(torch.arange(1000))
-        stats = store.stats().hbm
-        assert stats.bytes < 0.4 * 2**20
-        assert (stats.misses, stats.hits, stats.evictions, stats.split_batches) == (0, 4000, 0, 0)
-
-
 @pytest.mark.parametrize("hbm", [0, "1% of tables", "0.0000001% of tables"])
 def test_a_share_of_small_tables_is_as_little_as_a_store_needs(tmp_path: Path, hbm: str | int) -> None:
     shape = {"num_embeddings": 1000, "embedding_dim": 8, "optimizer": optim.Adagrad}

@@ -1,14 +1,19 @@
 """The device cache against a model of its sets in dictionaries, through any history of batches."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tierstore.cache.base import DIRTY, LOADING, RESIDENT
-from tierstore.hbm.books import Status, mixed, sets_of
+from tierstore.hbm import cache_triton, cache_twin
+from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 from tierstore.hbm.cache import HbmCache, PolicyName
 
 CAPACITY = 40
@@ -190,3 +195,194 @@ def test_every_tensor_is_counted() -> None:
     tensors = [each for each in vars(cache).values() if isinstance(each, torch.Tensor)]
     storages = {each.data_ptr(): each for each in (own.untyped_storage() for own in (*tensors, *cache._books))}
     assert cache.size_bytes == sum(each.nbytes() for each in storages.values())
+
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def some_books(generator: torch.Generator, capacity: int, share_pinned: float) -> Books:
+    """Books after a while: most slots resident in their sets, some pinned, some dirty."""
+    books = Books.empty(capacity, torch.device("cpu"))
+    num_sets = len(books.flags) // WAYS
+    keys = torch.randperm(4 * capacity, generator=generator)
+    for key, own in zip(keys.tolist(), sets_of(mixed(keys), num_sets).tolist(), strict=True):
+        free = torch.nonzero(books.flags[own * WAYS : (own + 1) * WAYS] == 0)
+        if len(free) > 1:
+            slot = own * WAYS + int(free[0])
+            books.keys[slot] = key
+            books.flags[slot] = RESIDENT
+    resident = books.flags == RESIDENT
+    draw = torch.rand(len(resident), generator=generator)
+    books.flags[resident & (draw < 0.3)] |= DIRTY
+    draw = torch.rand(len(resident), generator=generator)
+    books.flags[resident & (draw < share_pinned)] += 2 * PIN
+    counts = torch.randint(1, 4, (len(resident),), generator=generator)
+    books.ranks.copy_((counts << 40) | torch.randperm(len(resident), generator=generator))
+    return Books(*(tensor.to(DEVICE) for tensor in books))
+
+
+def copied(books: Books) -> Books:
+    return Books(*(tensor.clone() for tensor in books))
+
+
+def summary() -> Tensor:
+    return torch.zeros((SUMMARY_ROWS, len(Status)), dtype=torch.int32, device=DEVICE)
+
+
+def number(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("capacity", [32, 70])
+@pytest.mark.parametrize("share_pinned", [0.1, 0.95])
+@pytest.mark.parametrize("lfu", [False, True])
+def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) -> None:
+    generator = torch.Generator().manual_seed(capacity)
+    books = some_books(generator, capacity, share_pinned)
+    keys = torch.randperm(4 * capacity, generator=generator)[: 2 * capacity]
+    keys = torch.cat([keys, torch.tensor([-1, 2**63 - 1, -(2**63)])]).to(DEVICE)
+    keys = keys[mixed(keys).argsort()]
+    some = torch.where(torch.rand(len(keys), generator=generator) < 0.2, capacity + torch.arange(len(keys)), -1)
+    some = some.to(DEVICE, torch.int32)
+    asked = torch.randint(1, 4, (len(keys),), generator=generator).to(DEVICE, torch.int32)
+    for lying, counts in ((None, None), (some, None), (None, asked), (some, asked)):
+        given = (len(keys), len(keys) - 7) if lying is None else (len(keys) // 2,)
+        for num_unique in map(number, given if counts is None else given[:1]):
+            plans = []
+            for kernels in (cache_twin, cache_triton):
+                own = summary()
+                slots, statuses = kernels.plan(books, keys, num_unique, lying, counts, own)
+                plans.append(Plan(keys, slots, statuses, counts, own))
+            expected, planned = plans
+            assert torch.equal(planned.statuses, expected.statuses)
+            assert torch.equal(planned.slots, expected.slots)
+            assert torch.equal(planned.summary.sum(0), expected.summary.sum(0))
+            assert int(planned.summary.sum()) == int(num_unique)
+            check_commits(books, plans, lfu)
+            seen = set(expected.statuses.tolist())
+            assert {Status.HIT, Status.DIRTY_VICTIM} <= seen
+            assert (Status.NO_KEY in seen) == (int(num_unique) < len(keys))
+            assert Status.CONFLICT in seen or share_pinned < 0.5
+            assert (Status.TAKEN in seen) == (lying is not None)
+            assert Status.REFUSED not in seen or counts is not None
+            assert Status.REFUSED in seen or counts is None or share_pinned > 0.5
+
+
+def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
+    """With a summary that hinders, unless forced, and with one that does not."""
+    for forced, blocked in ((True, True), (False, True), (False, False)):
+        ended = []
+        for kernels, plan in zip((cache_twin, cache_triton), plans, strict=True):
+            given = plan if blocked else plan._replace(summary=summary())
+            if blocked:
+                given.summary[-1, Status.REFUSED] = 1
+            changed, following = copied(books), summary() + 1
+            kernels.commit(changed, given, following, 2**33 + 5, lfu, forced)
+            assert not following.any()
+            ended.append(changed)
+        for one, other, before in zip(*ended, books, strict=True):
+            assert torch.equal(one, other)
+            goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
+            assert torch.equal(one, before) != goes
+
+
+def test_keys_are_listed_with_those_in_their_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    books = some_books(generator, 70, 0.1)
+    keys = torch.randperm(280, generator=generator).to(DEVICE)
+    slots = torch.randint(-1, 90, (280,), generator=generator, dtype=torch.int32).to(DEVICE)
+    plan = Plan(keys, slots, slots.to(torch.int8), None, summary())
+    places = torch.randperm(280, generator=generator).to(DEVICE)[1:]
+    for kernels in (cache_twin, cache_triton):
+        told = torch.zeros((2, 279), dtype=torch.int64, device=DEVICE)
+        assert torch.equal(kernels.list_keys(books, plan, places, 70, told), slots[places])
+        assert torch.equal(told[0], keys[places])
+        held = books.keys.tolist()
+        assert told[1].tolist() == [held[each] if 0 <= each < 70 else each for each in slots[places].tolist()]
+
+
+@given(st.lists(st.integers(0, 80), unique=True, min_size=1), st.lists(st.integers(0, 80), min_size=1))
+def test_keys_are_found_among_sorted_ones(known: list[int], asked: list[int]) -> None:
+    ordered, order = torch.sort(torch.tensor([*known, -1, -1], device=DEVICE))
+    expected = [known.index(key) + 9 if key in known else -1 for key in asked]
+    for kernels in (cache_twin, cache_triton):
+        found = kernels.find_sorted(ordered, order, torch.tensor(asked, device=DEVICE), 9)
+        assert found.dtype == torch.int32
+        assert found.tolist() == expected
+
+
+@given(
+    edit=st.fixed_dictionaries(
+        {
+            "unpin": st.booleans(),
+            "keep": st.sampled_from([-1, ~DIRTY, ~LOADING]),
+            "add": st.sampled_from([0, DIRTY]),
+            "forget": st.booleans(),
+        }
+    ),
+    size=st.sampled_from([0, 1, 255, 257, 300]),
+)
+def test_flags(edit: Any, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    before = torch.randint(PIN, 4 * PIN, (320,), generator=generator, dtype=torch.int32)
+    slots = torch.randperm(310, generator=generator)[:size].to(torch.int32) - 5
+    expected = before.tolist()
+    for slot in slots.tolist():
+        if 0 <= slot < 290:
+            left = before.tolist()[slot] - (PIN if edit["unpin"] else 0)
+            expected[slot] = 0 if edit["forget"] and left & LOADING else (left & edit["keep"]) | edit["add"]
+    for kernels in (cache_twin, cache_triton):
+        flags = before.to(DEVICE, copy=True)
+        kernels.edit_flags(flags, slots.to(DEVICE), 290, **edit)
+        assert flags.tolist() == expected
+
+
+def places_of(key: int, width: int) -> list[int]:
+    """In Python's integers, apart from the code."""
+    mask = 2**64 - 1
+    mix = key & mask
+    mix = ((mix ^ mix >> 30) * 0xBF58476D1CE4E5B9) & mask
+    mix = ((mix ^ mix >> 27) * 0x94D049BB133111EB) & mask
+    return [((mix >> 32) * width) >> 32, width + (((mix & (2**32 - 1)) * width) >> 32)]
+
+
+@triton.jit
+def place_keys(keys, places, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As the sketch's kernels do, whose counters would not fit memory here."""
+    number = tl.arange(0, BLOCK)
+    mixed = cache_triton.mix(tl.load(keys + number))
+    tl.store(places + number, cache_triton.sketch_place(mixed >> 32, width))
+    tl.store(places + BLOCK + number, cache_triton.sketch_place(mixed & 0xFFFFFFFF, width) + width)
+
+
+@pytest.mark.parametrize("width", [8, 2**16 - 1, 8 * 10**7, 2**31, 2**34, 2**34 - 8])
+def test_places_in_a_sketch_of_any_width(width: int) -> None:
+    keys = torch.cat([torch.arange(500), torch.arange(500) << 40, torch.tensor([-1, 2**63 - 1])])
+    keys = torch.cat([keys, torch.arange(1024 - len(keys)) * 982_451_653])
+    expected = torch.tensor([places_of(key, width) for key in keys.tolist()]).T
+    assert torch.equal(cache_twin.sketch_places(keys, width), expected)
+    assert 0 <= int(expected.min()) <= int(expected.max()) < 2 * width
+    found = torch.empty((2, len(keys)), dtype=torch.int64, device=DEVICE)
+    place_keys[(1,)](keys.to(DEVICE), found, width, BLOCK=len(keys), enable_fp_fusion=False)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("width", [8, 400])
+@pytest.mark.parametrize("known", [0, 1, 256, 300, 600])
+def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    counters = torch.randint(0, 30, (2 * width,), generator=generator).to(DEVICE, torch.int16)
+    keys = torch.randperm(4 * 600, generator=generator)[:600].to(DEVICE)
+    ended = []
+    for kernels in (cache_twin, cache_triton):
+        own = counters.clone()
+        estimates = kernels.sketch_estimate(own, keys, number(known))[:known]
+        kernels.sketch_count(own, keys, number(known), 31)
+        ended.append((estimates, own))
+    assert torch.equal(ended[0][0], ended[1][0])
+    assert torch.equal(ended[0][1], ended[1][1])
+    places = [places_of(key, width) for key in keys[:known].tolist()]
+    assert ended[0][0].tolist() == [min(int(counters[place]) for place in both) + 1 for both in places]
+    added = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten(), minlength=2 * width)
+    assert torch.equal(ended[0][1].cpu().long(), (counters.cpu() + added).clamp(max=31))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import tierstore
 from tests.hbm import capturing, stores
 from tests.hbm.capturing import Cuda, Device
-from tests.hbm.stores import ALL, ROWS, bits, config, open_store, simple
-from tests.hbm.test_full import ENOUGH
+from tests.hbm.stores import ALL, ENOUGH, ROWS, bits, config, open_store, simple
 from tierstore import optim
 from tierstore.errors import TableError
 from tierstore.store import arguments

@@ -1,29 +1,26 @@
 """Every row in device memory: the bits of host memory, dirty rows that go down, and what is refused."""
 
-import threading
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tierstore
-from tests.hbm import stores, tracing
-from tests.hbm.counting import counting
-from tests.hbm.stores import ALL, ROWS, config, open_store, put, shown, step
-from tests.hbm.test_order import train
+from tests.hbm import stores
+from tests.hbm.counting import Count, counting
+from tests.hbm.stores import ALL, ENOUGH, ROWS, config, open_store, put, shown, simple, step
 from tierstore import optim
 from tierstore.errors import ClosedError
-from tierstore.hbm import rows_twin
 from tierstore.hbm.base import DeviceRows
 from tierstore.hbm.full import FullRows
 from tierstore.hbm.lanes import Lane
-from tierstore.hbm.sending import Sender
-from tierstore.hbm.staging import Staging
+from tierstore.hbm.staging import Sender, Staging
+from tierstore.store import arguments
 
-ENOUGH = 2**20
-SHARED = 50
 LAST = ROWS - 1
 
 
@@ -31,13 +28,6 @@ def full(store: tierstore.Store, name: str = "t") -> FullRows:
     found: Any = store[name].pool.tier
     assert isinstance(found, FullRows)
     return found
-
-
-def test_the_tracer_notices_a_flush_that_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = tracing.install(monkeypatch, 0)
-    monkeypatch.setattr(FullRows, "_follow_users", lambda self: None)
-    train(tmp_path / "store", depth=2, hbm="64KiB")
-    assert trace.problems
 
 
 def test_rows_come_in_once_and_dirty_ones_go_down(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,35 +79,6 @@ def test_what_could_not_go_down_stays_dirty(store_dir: Path, monkeypatch: pytest
     assert shown(store_dir)[:, 0].sum() == -30
 
 
-def test_a_flush_sees_updates_whole(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that comes while an update is given to the device waits for it."""
-    inside, go_on = threading.Event(), threading.Event()
-    real = rows_twin.update_rows
-
-    def halting(*arguments: Any, **named: Any) -> None:
-        inside.set()
-        assert go_on.wait(30)
-        real(*arguments, **named)
-
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        store["t"].read(ALL)
-        monkeypatch.setattr(rows_twin, "update_rows", halting)
-        training = threading.Thread(target=step, args=(bag, ALL[:6]))
-        training.start()
-        assert inside.wait(30)
-        flush = threading.Thread(target=full(store).flush)
-        flush.start()
-        flush.join(0.1)
-        assert flush.is_alive()
-        go_on.set()
-        training.join()
-        flush.join()
-        assert full(store).num_dirty == 0
-        store.commit()
-    assert shown(store_dir)[:, 0].sum() == -6
-
-
 @pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
 def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm: int) -> None:
     with open_store(store_dir, hbm=hbm) as store:
@@ -131,31 +92,7 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
         out.sum().backward()
 
 
-STEP = [
-    "copy_", "number_bags", "pool_rows", "sort", "place_starts", "place_starts", "update_rows", "update_rows",
-    "update_rows",
-]  # fmt: skip
 """Runs and super-runs of hot rows are kernels of an update, too."""
-
-
-@pytest.mark.parametrize("optimizer", [optim.SGD(), optim.Adam()])
-def test_a_training_step_is_ten_launches_at_most_and_no_wait(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, optimizer: Any
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=True)
-        bag(ALL, torch.tensor([0, ROWS])).sum().backward()
-        with counting(monkeypatch) as count:
-            for _ in range(6):
-                ids = torch.randint(0, ROWS, (5100,), generator=generator)
-                offsets, gradient = torch.arange(0, 5101, 3), torch.ones(1700, 4)
-                count.clear()
-                bag(ids, offsets).backward(gradient)
-                changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
-                assert sorted(count.launches) == sorted(STEP + changing)
-                assert count.waits == []
-                count.catch_up()
 
 
 def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
@@ -197,3 +134,199 @@ def test_a_fill_that_fails_leaves_the_buffer_free() -> None:
     (values, empty), _ = sender.send([(torch.int32, 3), (torch.float32, 0)], lambda arrays: arrays[0].fill(4))
     assert values.tolist() == [4, 4, 4]
     assert empty.tolist() == []
+
+
+HOST = torch.device("cpu")
+SIZES = pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
+
+
+class There:
+    """From when on tensors count as being on the device; how many batches were joined there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.num_joined = 0
+        real = DeviceRows.join
+
+        def join(*given: Any) -> Any:
+            self.num_joined += 1
+            return real(*given)
+
+        monkeypatch.setattr(DeviceRows, "join", join)
+
+    def begin(self) -> None:
+        self._monkeypatch.setattr(arguments, "is_there", lambda given, _: isinstance(given, Tensor))
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> There:
+    return There(monkeypatch)
+
+
+def test_empty_batches_go_by_the_host(store_dir: Path, there: There) -> None:
+    there.begin()
+    with open_store(store_dir, hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], include_last_offset=True)
+        assert bag(ALL[:0], torch.zeros(1, dtype=torch.int64)).shape == (0, 4)
+        assert bag(ALL[:0], torch.zeros(3, dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        assert bag(torch.empty((2, 0), dtype=torch.int64)).tolist() == [[0.0] * 4] * 2
+        with pytest.raises(ValueError, match="end at the number of ids, 4"):
+            bag(ALL[:4], torch.zeros(1, dtype=torch.int64))
+        assert not there.num_joined
+
+
+# What is wrong
+
+
+WRONG_IDS = [-1, ROWS, 2**40, -(2**62)]
+WRONG_OFFSETS = [[1, 2, 4], [0, 3, 2], [0, 2, 9], [0, -1, 2], [0, 2**40, 3], [-3, 0, 1]]
+
+
+@SIZES
+@pytest.mark.parametrize("bad", WRONG_IDS)
+def test_a_wrong_id_is_named_as_the_host_names_it(store_dir: Path, there: There, hbm: int, bad: int) -> None:
+    with open_store(store_dir, simple(), simple(name="u"), hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["u"], mode="sum")
+        ids = torch.tensor([[1, 2], [3, bad], [4, 5]])
+        with pytest.raises(ValueError, match="is not a row of table 'u'") as expected:
+            bag(ids)
+        there.begin()
+        with pytest.raises(ValueError, match="is not a row of table 'u'") as caught:
+            bag(ids)
+        assert str(caught.value) == str(expected.value)
+        assert not store["u"].pool.in_use
+        step(bag, ALL[:3])
+        assert [store[name].read(ALL).sum() for name in "ut"] == [-12, 0]
+
+
+@pytest.mark.parametrize(("hbm", "last"), [(stores.LEAST, False), (ENOUGH, True)])
+@pytest.mark.parametrize("bad", WRONG_OFFSETS)
+def test_wrong_offsets(store_dir: Path, there: There, hbm: int, bad: list[int], last: bool) -> None:
+    with open_store(store_dir, hbm=hbm) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum", include_last_offset=last)
+        messages = []
+        for begin in (lambda: None, there.begin):
+            begin()
+            with pytest.raises(ValueError, match="offsets must start at 0") as caught:
+                bag(ALL[:4], torch.tensor(bad))
+            messages.append(str(caught.value).split(" is ")[0].split(";")[0])
+        assert messages[0] == messages[1]
+        assert there.num_joined == 1
+        step(tierstore.TieredEmbeddingBag(store["t"], mode="sum"), ALL[:3])
+        assert store["t"].read(ALL).sum() == -12
+
+
+@contextlib.contextmanager
+def late(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> Iterator[tuple[tierstore.Store, Any, Count]]:
+    """A store whose rows are in, and a device that does nothing until the host waits for it or it is said to."""
+    with open_store(directory, hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        step(bag, ALL[:3])
+        store.commit()
+        there.begin()
+        with counting(monkeypatch) as count:
+            yield store, bag, count
+
+
+BAD = torch.tensor([1, ROWS, 2])
+AFTER: dict[str, Callable[[tierstore.Store, Any], Any]] = {
+    "commit": lambda store, bag: store.commit(),
+    "rollback": lambda store, bag: store.rollback(store.version),
+    "create": lambda store, bag: store.create_table(config("late")),
+    "flush": lambda store, bag: store["t"].pool.flush(),
+}
+
+
+@pytest.mark.parametrize("who", AFTER)
+def test_who_waits_raises_the_error_once(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, who: str
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _):
+        step(bag, BAD)
+        step(bag, ALL[3:6])
+        with pytest.raises(ValueError, match=rf"id {ROWS} is not a row of table 't'") as caught:
+            AFTER[who](store, bag)
+        assert "of an earlier batch" in caught.value.__notes__[0]
+        store.commit()
+        assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
+
+
+def test_what_the_host_fetches_is_right_or_an_error(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, _):
+        joined = bag._prepare(BAD, torch.tensor([0])).lookups[0].joined
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"id {ROWS}"):
+                _ = joined.keys
+        optimizer = store.optimizer()
+        step(bag, BAD)
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            _ = optimizer.param_groups[0]["params"][0].grad
+
+
+def test_the_next_step_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        step(bag, BAD)
+        step(bag, ALL[3:6])
+        assert count.waits == []
+        count.catch_up()
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            bag(ALL[6:9], torch.tensor([0]))
+        step(bag, ALL[6:9])
+        store.commit()
+        assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
+
+
+def test_backward_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        out = bag(BAD, torch.tensor([0]))
+        count.catch_up()
+        before = store["t"].num_changes
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            out.sum().backward()
+        assert store["t"].num_changes == before
+        assert not store["t"].pool.in_use
+
+
+def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
+    work = late(store_dir, monkeypatch, there)
+    with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
+        bag(BAD, torch.tensor([0]))
+    assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
+
+
+UPDATE = ["sort", "place_starts", "place_starts", "update_rows", "update_rows", "update_rows"]
+"""Runs and super-runs of hot rows are kernels of an update, too."""
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("optimizer", [optim.SGD(), optim.Adam()])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_training_step_is_ten_launches_at_most_and_no_wait(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There, is_there: bool, optimizer: Any, scaled: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sending = ["join_ids", "mul"] if is_there else ["copy_", "number_bags"]
+    changing = ["copy_"] if optimizer == optim.Adam() else []  # what Adam goes by, again in each step
+    if is_there:
+        there.begin()
+    with open_store(store_dir, config(optimizer=optimizer), hbm=ENOUGH) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        bag(ALL, torch.tensor([0]), torch.ones(ROWS) if scaled else None).sum().backward()
+        with counting(monkeypatch) as count:
+            for _ in range(6):
+                ids = torch.randint(0, ROWS, (5100,), generator=generator)
+                offsets, gradient = torch.arange(0, 5100, 3), torch.ones(1700, 4)
+                scale = torch.rand(5100, generator=generator) if scaled else None
+                count.clear()
+                bag(ids, offsets, scale).backward(gradient)
+                assert sorted(count.launches) == sorted([*sending, "pool_rows", *UPDATE, *changing])
+                assert count.waits == []
+                count.catch_up()

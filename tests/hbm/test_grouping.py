@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tierstore.hbm import grouping, grouping_triton, grouping_twin
+from tierstore.hbm import backend, cache, cache_triton, cache_twin
 from tierstore.hbm.batch import Groups
 from tierstore.hbm.books import mixed, sets_of
 from tierstore.layout import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES
 
 LAST_KEY = (MAX_TABLES - 1) << KEY_ROW_BITS | (MAX_ROWS - 1)
 MASK = 2**64 - 1
-TILE = grouping_triton.TILE
+TILE = cache_triton.TILE
 HAS_CUDA = torch.cuda.is_available()
-KERNELS = [grouping_twin]
+KERNELS = [cache_twin]
 if HAS_CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-    KERNELS.append(grouping_triton)
+    KERNELS.append(cache_triton)
 
 
 @pytest.fixture(scope="module", params=KERNELS, ids=lambda module: module.__name__.rsplit("_")[-1])
@@ -31,7 +31,7 @@ def device(request: Any) -> Iterator[str]:
     """The device, with one of the two modules of kernels installed."""
     with pytest.MonkeyPatch.context() as patch:
         module: ModuleType = request.param
-        patch.setattr(grouping, "_kernels_for", lambda _: module)
+        patch.setattr(backend, "cache_kernels", lambda _: module)
         yield "cuda" if HAS_CUDA else "cpu"
 
 
@@ -60,7 +60,7 @@ def check_groups(values: list[int], distinct: Tensor, groups: Groups, expected: 
 
 
 def check_keys(keys: list[int], device: str) -> None:
-    made = grouping.group_keys(torch.tensor(keys, device=device))
+    made = cache.group_keys(torch.tensor(keys, device=device))
     expected = sorted(set(keys), key=mix_of)
     check_groups(keys, made.keys, made.groups, expected)
     assert made.keys[made.inverse.long()].tolist() == keys
@@ -68,7 +68,7 @@ def check_keys(keys: list[int], device: str) -> None:
 
 
 def check_slots(slots: list[int], device: str) -> None:
-    distinct, groups = grouping.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
+    distinct, groups = cache.group_slots(torch.tensor(slots, dtype=torch.int32, device=device))
     check_groups(slots, distinct, groups, sorted(set(slots)))
     assert distinct.dtype == torch.int32
 
@@ -114,7 +114,7 @@ def test_one_value_all_distinct_and_a_hot_one(device: str, count: int, kind: str
 
 def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str) -> None:
     slots = torch.arange(TILE * TILE + TILE + 1, dtype=torch.int32, device=device) // 700
-    distinct, groups = grouping.group_slots(slots)
+    distinct, groups = cache.group_slots(slots)
     count = int(groups.num_unique)
     assert torch.equal(distinct[:count], torch.arange(count, dtype=torch.int32, device=device))
     assert torch.equal(groups.starts[:count], distinct[:count] * 700)

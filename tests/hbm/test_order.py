@@ -1,6 +1,7 @@
 """Whatever the streams' speeds, no row is overwritten, moved or read before it may be; and the bits are the same."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 import tierstore
-from tests.hbm import tracing
+from tests.hbm import test_order, tracing
 from tierstore import optim
+from tierstore.hbm import backend, cache_triton, rows_triton
+from tierstore.hbm.full import FullRows
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool
+from tierstore.store import arguments
 
 ROWS, DIM, STEPS = 600, 4, 10
 
@@ -36,15 +40,12 @@ def train(directory: Path, *, depth: int, evaluate: bool = False, steps: int = S
         return store["t"].read(torch.arange(ROWS))
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    return train(tmp_path_factory.mktemp("expected") / "store", depth=0)
-
-
-@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once"])
+@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once", "flush does not wait"])
 def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     trace = tracing.install(monkeypatch, 0)
-    if broken == "forward does not wait":
+    if broken == "flush does not wait":
+        monkeypatch.setattr(FullRows, "_follow_users", lambda _: None)
+    elif broken == "forward does not wait":
         monkeypatch.setattr(HbmLease, "in_use", lambda self, **_: contextlib.nullcontext())
     else:
 
@@ -55,5 +56,24 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
                     self._unpin(claim)
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
-    train(tmp_path / "store", depth=2, hbm="8KiB")
+    train(tmp_path / "store", depth=2, hbm="64KiB" if broken == "flush does not wait" else "8KiB")
     assert trace.problems
+
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 when kernels are defined"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "is_there"), [("lru", "12KiB", False), ("lfu", "12KiB", True), ("lru", "64KiB", True)]
+)
+def test_training_with_triton_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
+) -> None:
+    expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
+    monkeypatch.setattr(backend, "cache_kernels", lambda _: cache_triton)
+    monkeypatch.setattr(backend, "row_kernels", lambda _: rows_triton)
+    monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm=budget, policy=policy)
+    assert torch.equal(ended, expected)

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.hbm.counting import counting
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
-from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
+from tierstore.errors import BudgetError, ChecksumError, ClosedError
 from tierstore.hbm import pool as hbm_pool
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
-from tierstore.hbm.sending import Sender
+from tierstore.hbm.staging import Sender
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
@@ -131,22 +132,6 @@ def forget(hot: HbmPool) -> None:
         pass
 
 
-def test_state_and_padding_go_along(hot: HbmPool) -> None:
-    """The words of a row, whatever they stand for."""
-    lease = acquire(hot, range(ROOM))
-    generator = torch.Generator().manual_seed(0)
-    places = lease.slots.long()
-    for arena in (hot.cache.weights, hot.cache.state):
-        arena[places] = torch.randint(-(2**62), 2**62, arena[places].shape, generator=generator)
-    expected = [arena[places].clone() for arena in (hot.cache.weights, hot.cache.state)]
-    lease.release(changed=True)
-    hot.read(keys(range(100, 180)))
-    lease = acquire(hot, range(ROOM))
-    for arena, words in zip((hot.cache.weights, hot.cache.state), expected, strict=True):
-        assert torch.equal(arena[lease.slots.long()], words)
-    lease.release()
-
-
 # Trouble below
 
 
@@ -162,43 +147,6 @@ class Trouble:
         if self._left < 0:
             self.raised = True
             raise self._error
-
-
-ERRORS = [ChecksumError("trouble"), MemoryError("trouble"), KeyboardInterrupt("trouble")]
-
-
-def test_a_full_disk_loses_no_row(hot: HbmPool, cold: TroubledTier) -> None:
-    """All tiers are full of newer rows, and the last one takes none."""
-    for first in range(0, 400, 10):
-        write(hot, range(first, first + 10), 2.0 + first)
-    cold.before_write = Trouble(0, DiskFullError("no room"))
-    for _ in range(3):
-        with pytest.raises(DiskFullError, match="no room"):
-            read(hot, range(500, 600))
-        hot.check_integrity()
-    assert read(hot, range(380, 400)) == [2.0 + first for first in (380, 390) for _ in range(10)]
-    cold.before_write = nothing
-    assert read(hot, range(500, 600)) == [1.0] * 100
-    assert read(hot, range(400)) == [2.0 + row // 10 * 10 for row in range(400)]
-
-
-def test_rows_in_use_survive_trouble_of_others(hot: HbmPool, below: Below) -> None:
-    """Half of the batch is pinned by another lease, in the cache and in overflow slots, and not brought in again."""
-    write(hot, range(ROOM), 2.0)
-    lease = acquire(hot, range(20, ROOM))
-    below.before_take = Trouble(2, ChecksumError("trouble"))
-    with pytest.raises(ChecksumError):
-        acquire(hot, range(20, ROOM + 20))
-    hot.check_integrity()
-    below.before_take = nothing
-    assert hot.num_leased == 1
-    assert torch.equal(hot.weights[lease.slots.long(), :DIM], torch.full((20, DIM), 2.0))
-    both = acquire(hot, range(20, ROOM + 20))
-    assert set(lease.slots.tolist()) < set(both.slots.tolist())
-    lease.release()
-    both.release()
-    assert hot.num_leased == 0
-    assert (hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["plan", "commit", "release"])
@@ -411,3 +359,37 @@ def test_random_work_and_trouble(below: Below, cold: TroubledTier, policy: str, 
     forget(chaos.hot)
     assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
     assert (chaos.hot.num_leased, chaos.hot.cache.num_pinned, chaos.hot.overflow.num_pinned) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_launches_and_waits(below: Below, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    hot = make(below, policy)
+    read(hot, range(20))
+    resident, new = torch.arange(20).repeat(3), torch.arange(10, 20 + 2 * STAGED)
+
+    def step(keys: torch.Tensor) -> None:
+        lease = hot.acquire(hot.group(keys), len(keys))
+        assert lease is not None
+        lease.release(changed=True)
+        count.catch_up()
+
+    with counting(monkeypatch) as count:
+        step(resident)
+        count.clear()
+        step(resident)
+        step(resident)
+        estimating = ["sketch_estimate", "sketch_count"] if policy == "lfu" else []
+        expected = ["mix_keys", "sort", "place_starts", "place_starts", "edit_flags", "plan", "copy_", "commit"]
+        assert sorted(count.launches) == sorted((expected + estimating) * 2)
+        assert count.waits == ["synchronize"] * 2
+        count.clear()
+        step(new)
+        assert count.waits == ["synchronize"] * 2
+        listing = ["sort", "list_keys", "move_rows", "move_rows", "edit_flags"]
+        assert sorted(count.launches) == sorted(expected + estimating + listing)
+        count.clear()
+        step(torch.arange(30, 40))  # over dirty victims
+        # The summary; six dirty rows go down by two buffers; the third buffer of rows that go up waits for the first.
+        assert hot.counters.evictions == 6
+        assert count.waits == ["synchronize"] * (1 + 2 + 1)
+    hot.check_integrity()

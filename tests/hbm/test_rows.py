@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.hbm.batches import UNTOUCHED, Batch, bits, make_batch, numba_dot, numba_pool, numba_update
-from tierstore import kernels, optim
+from tierstore import optim
 from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, DeviceIds
+from tierstore.kernels import slots as kernels
 from tierstore.optim.configs import NUM_HYPER
 from tierstore.optim.kernels import SUPER_RUN
 
@@ -106,70 +107,51 @@ def join(rows: Rows, given: DeviceIds, batch: int, sizes: list[int], dtype: torc
     return bags, [joined.cpu(), is_right.cpu(), record]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("longest", [1, 5, 40])
-def test_ids_are_joined(rows: Rows, longest: int, last: bool, dtype: torch.dtype) -> None:
-    """Also more bags than positions, and more of either than a program takes."""
-    rng = np.random.default_rng([longest, last])
-    sizes, batch = [40, 1, 9], 70 if longest > 1 else 300
+@settings(max_examples=settings.default.max_examples // 3)
+@given(
+    longest=st.sampled_from([1, 5, 40]), last=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]),
+    is_scaled=st.booleans(), wrong=st.dictionaries(st.floats(0, 0.99), st.sampled_from([-1, 9, 2**31 - 1]), max_size=3),
+    offset=st.none() | st.tuples(st.floats(0, 0.999), st.sampled_from([-5, 1, 3, 10**6])),
+)  # fmt: skip
+def test_any_ids_are_joined_and_what_is_wrong_is_told(
+    rows: Rows, longest: int, last: bool, dtype: torch.dtype, is_scaled: bool, wrong: dict[float, int],
+    offset: tuple[float, int] | None,
+) -> None:  # fmt: skip
+    """Also more bags than positions, and more of either than a program takes. What is wrong may be used."""
+    rng, sizes, batch = np.random.default_rng([longest, last]), np.array([40, 1, 9]), 70 if longest > 1 else 300
     lengths = rng.integers(0, longest + 1, 3 * batch)
     lengths[[0, batch, -1]] = 0
-    feature = np.repeat(np.arange(3), lengths.reshape(3, -1).sum(1))
-    ids = (rng.random(len(feature)) * np.array(sizes)[feature]).astype(np.int64)
-    ends = np.cumsum(lengths)
-    offsets = torch.from_numpy(np.concatenate([[0], ends if last else ends[:-1]]))
-    scale = torch.from_numpy(rng.random(len(ids), np.float32))
+    ids = (rng.random(lengths.sum()) * np.repeat(sizes, lengths.reshape(3, -1).sum(1))).astype(np.int64)
+    for share, row in wrong.items():
+        ids[int(share * len(ids))] = row
+    whole = np.concatenate([[0], np.cumsum(lengths)])
+    if offset is not None:
+        whole[int(offset[0] * (len(whole) - 1 + last))] = offset[1]
+    is_off = bool(whole[0] != 0 or whole[-1] != len(ids) or (np.diff(whole) < 0).any())
     other = torch.int64 if dtype == torch.int32 else torch.int32
-    for each in (scale, None):
-        given = DeviceIds(torch.from_numpy(ids).to(dtype), offsets.to(other), each)
-        bags, (joined, is_right, record) = join(rows, given, batch, sizes, other)
-        assert joined.tolist() == [5 + sum(sizes[:place]) + row for place, row in zip(feature, ids, strict=True)]
-        assert bags.bag_of.tolist() == np.repeat(np.arange(3 * batch), lengths).tolist()
-        assert bags.bag_starts.tolist() == [0, *ends.tolist()]
-        assert is_right.item() == 1
-        assert not record.any()
-        if each is not None:
-            assert bags.scale is not None
-            assert torch.equal(bags.scale.cpu(), each)
-
-
-@pytest.mark.parametrize("bad", [-1, 3, 2**40, -(2**62)])
-def test_wrong_ids_are_told_of_and_may_be_used(rows: Rows, bad: int) -> None:
-    """Nine of one feature, which has three rows, and the last of another."""
-    ids = torch.zeros(600, dtype=torch.int64)
-    ids[250:259] = bad
-    ids[-1] = bad
-    bags, (joined, is_right, record) = join(
-        rows, DeviceIds(ids, torch.arange(0, 600, 3), None), 100, [3, 2], torch.int32
-    )
-    assert joined.tolist() == [5] * 300 + [8] * 300
-    assert is_right.item() == 0
-    assert record.tolist() == [bad, bad, 0]
-    assert bags.bag_starts.tolist() == list(range(0, 601, 3))
-
-
-@pytest.mark.parametrize(
-    ("place", "offset", "last"),
-    [
-        (0, 1, False), (0, -1, True), (1, -1, False), (2, 601, True), (2, 2**40, False), (150, 3, True),
-        (199, -5, False), (199, 601, True), (200, 599, False), (200, 599, True),
-    ],
-)  # fmt: skip
-def test_wrong_offsets_are_told_of_and_may_be_used(rows: Rows, place: int, offset: int, last: bool) -> None:
-    offsets = torch.arange(0, 601, 3)
-    offsets[place] = offset
-    given = DeviceIds(torch.zeros(600, dtype=torch.int64), offsets if last else offsets[:-1], None)
-    bags, (joined, is_right, record) = join(rows, given, 100, [3, 2], torch.int64)
-    if place < 200 or last:
+    scale = torch.from_numpy(rng.random(len(ids), np.float32)) if is_scaled else None
+    given = DeviceIds(torch.from_numpy(ids).to(dtype), torch.from_numpy(whole if last else whole[:-1]).to(other), scale)
+    bags, (joined, is_right, record) = join(rows, given, batch, sizes.tolist(), other)
+    if scale is not None:
+        assert bags.scale is not None
+        assert torch.equal(bags.scale.cpu(), scale)
+    assert bool(record[-1]) == is_off
+    if is_off:
         assert is_right.item() == 0
-        assert record[:-1].tolist() == [0, 0]
-        assert record[-1] - 1 in (place, place + 1)
-    else:
-        assert is_right.item() == 1
-    assert 0 <= int(bags.bag_starts.min()) <= int(bags.bag_starts.max()) <= 600
-    assert 0 <= int(bags.bag_of.min()) <= int(bags.bag_of.max()) < 200
-    assert set(joined.tolist()) <= {5, 8}
+        assert 0 <= int(bags.bag_starts.min()) <= int(bags.bag_starts.max()) <= len(ids)
+        assert 0 <= int(bags.bag_of.min()) <= int(bags.bag_of.max()) < 3 * batch
+        assert 5 <= int(joined.min()) <= int(joined.max()) < 5 + sizes.sum()
+        return
+    bag_of = np.repeat(np.arange(3 * batch), np.diff(whole))
+    feature = bag_of // batch
+    is_wrong = (ids < 0) | (ids >= sizes[feature])
+    assert bags.bag_of.tolist() == bag_of.tolist()
+    assert bags.bag_starts.tolist() == whole.tolist()
+    assert joined.tolist() == (5 + (np.cumsum(sizes) - sizes)[feature] + np.where(is_wrong, 0, ids)).tolist()
+    assert is_right.item() == (not is_wrong.any())
+    for place, told in enumerate(record[:-1].tolist()):
+        bad = ids[is_wrong & (feature == place)]
+        assert told in bad if len(bad) else not told
 
 
 def pool(

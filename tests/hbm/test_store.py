@@ -1,8 +1,7 @@
 """A store with rows in device memory is a store without, bit by bit: whatever is asked of it, and whatever fails."""
 
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,13 @@ import torch
 from torch import Tensor
 
 import tierstore
-from tests.hbm.stores import (
-    ALL,
-    LEAST,
-    ROWS,
-    config,
-    hot,
-    open_store,
-    put,
-    same,
-    simple,
-    step,
-)
-from tierstore import optim
-from tierstore.errors import BudgetError, ClosedError, TableError
+from tests.gate import Gate
+from tests.hbm.stores import ALL, LEAST, ROWS, config, hot, open_store, put, shown, simple, step
+from tierstore.errors import BudgetError, PartlyTrainedError, TableError
 from tierstore.exchange.rows import write_rows
 from tierstore.hbm import rows_twin
-
-# The same bits as without
-
-
-RULES: dict[str, optim.Optimizer] = {
-    "sgd": optim.SGD(lr=0.1, weight_decay=0.01),
-    "rowwise": optim.RowWiseAdagrad(lr=0.1),
-    "adagrad": optim.Adagrad(lr=0.1, initial_accumulator_value=0.5),
-    "adam": optim.Adam(lr=0.1),
-}
-
+from tierstore.hbm.cache import HbmCache
+from tierstore.hbm.overflow import Overflow
 
 # Batches under way
 
@@ -54,30 +33,6 @@ def test_dropped_graphs_give_their_pins_back(store_dir: Path) -> None:
         assert hot(store).num_leased == 0
         hot(store).check_integrity()
         assert (store["t"].read(ALL) == 0).all()
-
-
-def test_tickets_are_forgotten_with_their_pins(store_dir: Path) -> None:
-    with open_store(store_dir) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        batches = [torch.arange(first, first + 10).reshape(5, 2) for first in range(0, 200, 10)]
-        tickets = [bag.prepare(ids) for ids in batches[:3]]
-        assert all(bag.bring_in(ticket) for ticket in tickets)
-        assert hot(store).num_leased == 3
-        for ticket in tickets:
-            bag.forget(ticket)
-            bag.forget(ticket)
-        assert hot(store).num_leased == 0
-        with closing(tierstore.prefetch(batches, bag, depth=4, features=same)) as pipeline:
-            bag(next(pipeline)).sum().backward()
-            next(pipeline)
-        assert hot(store).num_leased == 0
-        for ids in tierstore.prefetch(batches, bag, depth=2, features=same):
-            ids += 300  # in place: what was made ready is of no use
-            bag(ids).sum().backward()
-        assert hot(store).num_leased == 0
-        expected = torch.zeros(ROWS)
-        expected[:10] = expected[300:500] = -1
-        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
 
 
 def test_tables_are_made_between_batches_only(store_dir: Path) -> None:
@@ -131,7 +86,7 @@ def ones() -> Any:
 
 
 def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update stops in the middle of the rows; whoever reads or pools them then waits."""
+    """The update stops in the middle of the rows; who reads, pools or flushes them then waits."""
     inside, go_on = threading.Event(), threading.Event()
     real = rows_twin.update_rows
 
@@ -156,6 +111,7 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
         readers = [
             threading.Thread(target=lambda: seen.append(table.read(ALL[:60]))),
             threading.Thread(target=lambda: seen.append(table.pooled(ALL[:60], offsets) / 60)),
+            threading.Thread(target=hot(store).flush),
         ]
         for reader in readers:
             reader.start()
@@ -164,81 +120,123 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
         for thread in (trainer, *readers):
             thread.join(30)
         assert len(seen) == 2
+        assert hot(store).num_dirty == 0
         for each in seen:
             assert (each == -1).all()
 
 
-def test_inference_beside_training(store_dir: Path) -> None:
-    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
-        table, done = store["t"], threading.Event()
-        failures: list[Any] = []
-        checked = [0, 0]
-
-        def serve(number: int) -> None:
-            generator = torch.Generator().manual_seed(number)
-            lowest = torch.zeros(ROWS)
-            try:
-                while not done.is_set():
-                    ids = torch.randint(0, ROWS, (50,), generator=generator).unique()
-                    each = torch.arange(len(ids) + 1)
-                    rows = table.read(ids) if number else table.pooled(ids, each, mode="max")
-                    if (rows != rows[:, :1]).any() or (rows[:, 0] > lowest[ids]).any():
-                        failures.append(rows)
-                    lowest[ids] = rows[:, 0]
-                    checked[number] += 1
-            except BaseException as error:
-                failures.append(error)
-
-        servers = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
-        for server in servers:
-            server.start()
-        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-        generator = torch.Generator().manual_seed(9)
-        expected = torch.zeros(ROWS)
-        batches = [torch.randint(0, ROWS, (60, 3), generator=generator) for _ in range(12)]
-        for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=2, features=same)):
-            bag(ids).sum().backward()
-            expected -= torch.bincount(ids.flatten(), minlength=ROWS)
-            if number % 4 == 3:
-                store.commit()
-        done.set()
-        for server in servers:
-            server.join(60)
-        assert not failures, failures[0]
-        assert min(checked) > 0
-        assert torch.equal(table.read(ALL)[:, 0], expected)
-        hot(store).check_integrity()
-        assert not table.pool.in_use
+class OutOfMemory(Exception):
+    pass
 
 
-def test_closing_the_store_ends_who_waits(store_dir: Path) -> None:
-    store = open_store(store_dir)
-    pool = hot(store)
-    lease = pool.acquire(pool.group(torch.arange(60)), 60)
-    others = []
-    while (other := pool.acquire(pool.group(torch.tensor([100 + len(others)])), 1)) is not None:
-        others.append(other)
-    failures: list[type[BaseException]] = []
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``broken(owner, name, first)``: works for ``first`` calls, fails once, then works."""
 
-    def fail(use: Callable[[], Any]) -> None:
-        try:
-            use()
-        except ClosedError as error:
-            failures.append(type(error))
+    def install(owner: Any, name: str, first: int = 0, *, after: bool = False) -> None:
+        real = getattr(owner, name)
+        calls = iter(range(1000))
 
-    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-    last = ALL[-1:]
-    uses: list[Callable[[], Any]] = [
-        lambda: store["t"].read(last), lambda: put(store, last, 1.0), lambda: bag(last, torch.tensor([0]))
-    ]  # fmt: skip
-    threads = [threading.Thread(target=fail, args=(use,)) for use in uses]
-    for thread in threads:
-        thread.start()
-    threads[0].join(0.2)
-    assert all(thread.is_alive() for thread in threads)
+        def call(*arguments: Any, **named: Any) -> Any:
+            fails = next(calls) == first
+            if fails and not after:
+                raise OutOfMemory
+            found = real(*arguments, **named)
+            if fails:
+                raise OutOfMemory
+            return found
+
+        monkeypatch.setattr(owner, name, call)
+
+    return install
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Iterator[tierstore.Store]:
+    with open_store(store_dir, simple()) as opened:
+        yield opened
+
+
+def reopened(store: tierstore.Store) -> torch.Tensor:
     store.close()
-    for thread in threads:
-        thread.join(30)
-    assert failures == [ClosedError] * 3
-    del lease, other
-    others.clear()
+    with tierstore.open(store.directory, mode="r", ddr="2MiB") as reader:
+        return reader["t"].read(ALL)
+
+
+def test_what_changed_is_not_forgotten_where_unpinning_fails(store: tierstore.Store, broken: Any) -> None:
+    store["t"].write(ALL[:10], torch.full((10, 4), 7.0))
+    broken(HbmCache, "release")
+    with pytest.raises(OutOfMemory):
+        store.commit()
+    store.commit()
+    assert not store["t"].pool.in_use
+    assert (reopened(store)[:10] == 7).all()
+
+
+def test_rows_of_a_failed_update_are_newer_than_those_below(store: tierstore.Store, broken: Any) -> None:
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    out = bag(ALL[:20].view(4, 5))
+    broken(rows_twin, "update_rows", after=True)
+    with pytest.raises(PartlyTrainedError, match="OutOfMemory") as failed:
+        out.sum().backward()
+    assert isinstance(failed.value.__cause__, OutOfMemory)
+    assert not store["t"].pool.in_use
+    live = store["t"].read(ALL)
+    assert (live[:20] == -1).all()
+    with hot(store).emptied():
+        pass
+    assert torch.equal(store["t"].read(ALL), live)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [(HbmCache, "plan", True), (HbmCache, "commit", False), (HbmCache, "settle", True), (Overflow, "touch", False)],
+)
+def test_no_row_is_there_that_was_not_brought_in(
+    store: tierstore.Store, broken: Any, owner: type, name: str, after: bool
+) -> None:
+    table = store["t"]
+    table.write(ALL, torch.arange(600.0)[:, None].expand(-1, 4))
+    with hot(store).emptied():
+        pass
+    broken(owner, name, after=after)
+    with pytest.raises(OutOfMemory):
+        table.read(ALL[50:60])
+    hot(store).check_integrity()
+    assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
+    assert not table.pool.in_use
+
+
+# Versions
+
+
+@pytest.mark.parametrize("point", ["write-back: segments put", "commit: frozen rows written"])
+def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, gate: Gate, point: str) -> None:
+    """Rows change, go down into host memory and are read again while the writer of the version stands still."""
+    with open_store(store_dir, keep=3) as store:
+        put(store, ALL, 1.0)
+        assert store.commit() == 1
+        put(store, ALL[:300], 2.0)
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        out = bag(ALL[:10], torch.tensor([0]))
+        gate.close(point)
+        pending = store.commit_async()
+        assert gate.reached.wait(60)
+        out.sum().backward()
+        put(store, ALL[295:305], 4.0)  # with those above, fewer than the outbox holds
+        store["t"].read(ALL[400:])
+        expected = torch.tensor([1.0] * 10 + [2.0] * 285 + [4.0] * 10 + [1.0] * 295)
+        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
+        gate.open()
+        assert pending.result(60) == 2
+        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
+        store.commit()
+    assert (shown(store_dir, 1) == 1.0).all()
+    assert torch.equal(shown(store_dir, 2)[:, 0], torch.tensor([2.0] * 300 + [1.0] * 300))
+    assert torch.equal(shown(store_dir)[:, 0], expected)
+
+
+# Whole tables in and out
+
+
+# Trouble

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore import kernels, optim
+from tierstore import optim
+from tierstore.kernels import slots as kernels
 from tierstore.optim.kernels import RUN, SUPER_RUN, merge_and_update, scratch
 
 pytestmark = pytest.mark.kernel

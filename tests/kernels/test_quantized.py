@@ -10,8 +10,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.quantized import KINDS, OPERATORS, packed, rows_of_kind
-from tierstore import init, kernels
+from tierstore import init
 from tierstore.kernels import floats, quantized
+from tierstore.kernels import slots as kernels
 from tierstore.kernels.jit import JIT_ENABLED, fused_multiply_add, kernel
 
 pytestmark = pytest.mark.kernel

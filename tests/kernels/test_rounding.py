@@ -18,7 +18,7 @@ from tierstore.cli import main
 from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
-from tierstore.kernels.rounding import NEAREST, stochastic_bits, update_seed
+from tierstore.kernels.rounding import stochastic_bits
 from tierstore.store.manifest import Manifest
 
 HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}
@@ -225,61 +225,6 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Pat
         assert np.array_equal(bits_of(store["t"]), expected)
 
 
-def test_other_seeds_and_places_give_other_bits(tmp_path: Path) -> None:
-    """All rows start alike, so that only the random bits differ; of each update, too."""
-    seeds = {update_seed(seed, step) for seed in range(4) for step in range(1, 9)}
-    assert len(seeds) == 32
-    assert NEAREST not in seeds
-    ends = []
-    for number, seed in enumerate((0, 0, 1)):
-        with tierstore.open(tmp_path / str(number), ddr="8MiB") as store:
-            same = tierstore.init.Uniform(0.5, 0.5, seed=seed)
-            tables = [
-                store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic", init=same))
-                for name in "ab"
-            ]
-            for table in tables:
-                step(table, 0)
-            ends.append([bits_of(table) for table in tables])
-    assert np.array_equal(ends[0], ends[1])
-    assert not np.array_equal(ends[0][0], ends[0][1])
-    assert not np.array_equal(ends[0][0], ends[2][0])
-
-
-def test_small_steps_add_up(tmp_path: Path) -> None:
-    """Each of 64 steps is 1/64 of the gap below 1.0, so a column takes Binomial(64, 1/64) gaps.
-
-    Sums over steps, rows and columns have the mean and the variance of independent draws; bounds are five standard
-    deviations of each statistic.
-    """
-    steps, rows, dim, gap = 64, 500, 16, 2.0**-8
-    share = 1 / 64
-    made: dict[str, Any] = {}
-    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
-        for rounding in ("nearest", "stochastic"):
-            table = store.create_table(
-                tierstore.TableConfig(
-                    name=rounding, num_embeddings=rows, embedding_dim=dim, dtype="bfloat16", rounding=rounding,  # type: ignore[arg-type]
-                    init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=gap * share),
-                )
-            )  # fmt: skip
-            bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-            for _ in range(steps):
-                bag(torch.arange(rows), torch.arange(rows)).sum().backward()
-            made[rounding] = (1 - table.read(torch.arange(rows)).double().numpy()) / gap
-    assert not made["nearest"].any()
-    taken = made["stochastic"]
-    assert np.array_equal(taken, taken.round())
-    wanted, sigma = steps * share, np.sqrt(steps * share * (1 - share) / taken.size)
-    assert 5 * sigma < wanted / 10, "else it says little"
-    assert abs(taken.mean() - wanted) < 5 * sigma
-    for sums, draws in ((taken.ravel(), steps), (taken.sum(0), steps * rows), (taken.sum(1), steps * dim)):
-        variance = draws * share * (1 - share)
-        kurtosis = 3 + (1 - 6 * share * (1 - share)) / variance
-        found = ((sums - draws * share) ** 2).mean() / variance
-        assert abs(found - 1) < 5 * np.sqrt((kurtosis - 1) / len(sums))
-
-
 # What a table's configuration says
 
 
@@ -332,3 +277,57 @@ def test_stores_for_inference_are_without_it(tmp_path: Path) -> None:
         store.commit()
     tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["a"])
     assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
+
+
+pytestmark = pytest.mark.kernel
+HALVES = [(floats.FLOAT16, torch.float16), (floats.BFLOAT16, torch.bfloat16)]
+every = 1 if JIT_ENABLED else 37
+
+
+@kernel
+def widen(bits: np.ndarray, out: np.ndarray, dtype_code: int) -> None:
+    for i in range(bits.shape[0]):
+        out[i] = floats.bits_to_float(bits[i], dtype_code)
+
+
+@kernel
+def narrow(values: np.ndarray, out: np.ndarray, dtype_code: int) -> None:
+    for i in range(values.shape[0]):
+        out[i] = floats.float_to_bits(values[i], dtype_code)
+
+
+@pytest.mark.parametrize(("dtype_code", "dtype"), HALVES)
+def test_every_bit_pattern_widens_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+    bits = np.arange(0, 65536, every, dtype=np.uint16)
+    out = np.empty(len(bits), np.float32)
+    widen(bits, out, dtype_code)
+    expected = torch.from_numpy(bits).view(dtype).float().numpy()
+    number = ~np.isnan(expected)
+    assert np.array_equal(np.isnan(out), ~number)
+    assert np.array_equal(out[number].view(np.uint32), expected[number].view(np.uint32))
+
+
+@pytest.mark.parametrize(("dtype_code", "dtype"), HALVES)
+@given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_any_float_narrows_as_in_torch(dtype_code: int, dtype: torch.dtype, patterns: list[int]) -> None:
+    check_narrow(np.array(patterns, np.uint32).view(np.float32), dtype_code, dtype)
+
+
+@pytest.mark.parametrize(("dtype_code", "dtype"), HALVES)
+def test_ties_and_their_neighbours_narrow_as_in_torch(dtype_code: int, dtype: torch.dtype) -> None:
+    exact = torch.arange(0, 0x7C00, every * 3, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    lower = exact.to(dtype).float()
+    upper = (exact.to(dtype).view(torch.int16) + 1).view(dtype).float()
+    middle = ((lower.double() + upper.double()) / 2).float()
+    bits = middle.view(torch.int32)
+    around = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
+    check_narrow(torch.cat([around, -around]).numpy(), dtype_code, dtype)
+
+
+def check_narrow(values: np.ndarray, dtype_code: int, dtype: torch.dtype) -> None:
+    out = np.empty(len(values), np.uint16)
+    narrow(values, out, dtype_code)
+    expected = torch.from_numpy(values).to(dtype)
+    nan = torch.from_numpy(out).view(dtype).isnan()
+    assert torch.equal(nan, expected.isnan())
+    assert np.array_equal(out[~nan.numpy()], expected[~nan].view(torch.int16).numpy().view(np.uint16))

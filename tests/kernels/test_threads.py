@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from tierstore.store.pools import Pools
 ROWS, DIM, STEPS = 2000, 8, 60
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, policy: str) -> None:
+@pytest.mark.parametrize("tiers", [{"policy": "lru"}, {"policy": "lfu"}, {"policy": "lru", "hbm": "36KiB"}], ids=str)
+def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, tiers: dict[str, Any]) -> None:
     """Every step subtracts 1 from every column of the rows it touches, so a row's columns are equal at all times."""
-    with tierstore.open(store_dir, ddr="440KiB", policy=policy, threads=2) as store:
+    with tierstore.open(store_dir, ddr="480KiB", threads=2, **tiers) as store:
         store.create_table(
             tierstore.TableConfig(
                 name="t", num_embeddings=ROWS, embedding_dim=DIM,
@@ -102,32 +103,3 @@ def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monke
         for value in range(1, 4):
             table.write(torch.arange(ROWS), torch.full((ROWS, DIM), float(value)))
             assert store.commit() == value + 1
-
-
-def test_tables_are_made_and_versions_dropped_while_others_read(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="440KiB", keep=2) as store:
-        table = store.create_table(small("t"))
-        store.commit()
-        done, failures = threading.Event(), list[BaseException]()
-
-        def read() -> None:
-            try:
-                while not done.is_set():
-                    table.read(torch.randint(0, ROWS, (50,)))
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=read) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            for number in range(10):
-                new = store.create_table(small(f"new {number}"))
-                new.write(torch.arange(10), torch.ones(10, DIM))
-                store.commit()
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-        assert not failures
-        assert all(store[f"new {number}"].read(torch.arange(10)).eq(1).all() for number in range(10))

@@ -1,20 +1,164 @@
-"""A lookup beside what else happens to its pool."""
+"""A step that fails changes no row, and can be repeated; or it was part done, and nothing goes on until the store goes
+back."""
 
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tierstore
+from tierstore import errors
+from tierstore.io import MemoryColdTier
 from tierstore.pool.pins import Pins
+from tierstore.store import Store
 
-ROWS, DIM = 100, 4
+ROWS, STEPS = 1500, 12
+TABLES: dict[str, Any] = {"a": (24, "sum"), "b": (24, "mean"), "c": (40, "sum")}
+"""Two pools, of which one has two updates in a step: dim and pooling."""
+SHARES = {"small": 0.2, "near": 0.45, "over": 1.6}
+"""Rows of a batch, of all slots of the smallest cache; two tables share one."""
+PLACES: dict[str, Any] = {"ddr": {"ddr": "520KiB"}, "hbm": {"ddr": "700KiB", "hbm": "110KiB"}}
+ERRORS = (errors.DiskFullError, errors.DamagedError, errors.BudgetError, MemoryError)
+
+
+class Faults:
+    """Fails a read or write of the cold tier now and then.
+
+    Attributes:
+        left: calls until the next one fails.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.random, self.left = random.Random(seed), -1
+        for name in ("read", "write"):
+            monkeypatch.setattr(MemoryColdTier, name, self._failing(getattr(MemoryColdTier, name)))
+
+    def _failing(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise self.random.choice(ERRORS)("drawn")
+            return work(*arguments, **named)
+
+        return call
+
+
+def _open(**where: Any) -> Store:
+    store = tierstore.open(cold="memory", policy="lru", **where)
+    for name, (dim, pooling) in TABLES.items():
+        config = tierstore.TableConfig(
+            name=name, num_embeddings=ROWS, embedding_dim=dim, pooling=pooling,
+            optimizer=tierstore.optim.Adam(lr=0.1), init=tierstore.init.Uniform(-1, 1),
+        )  # fmt: skip
+        store.create_table(config)
+    return store
+
+
+def _loss(store: Store, ids: torch.Tensor) -> torch.Tensor:
+    losses = [tierstore.TieredEmbeddingBag(table)(ids).square().sum() for table in store.tables.values()]
+    return torch.stack(losses).sum()
+
+
+class Trainer:
+    """Trains a store, with faults if there are any; repeats steps, and goes back where that is asked for.
+
+    Attributes:
+        repeated: steps repeated; gone_back: times it went back.
+    """
+
+    def __init__(self, store: Store, faults: Faults | None, *, has_optimizer: bool) -> None:
+        self.store, self.faults = store, faults
+        self.optimizer = store.optimizer() if has_optimizer else None
+        self.repeated = self.gone_back = 0
+
+    def run(self, batches: list[torch.Tensor]) -> None:
+        committed, done = 0, 0
+        self.store.commit()
+        while done < len(batches):
+            try:
+                self._step(batches[done])
+            except errors.PartlyTrainedError:
+                for forbidden in (self.store.commit, lambda: self._step(batches[0])):
+                    with pytest.raises(errors.PartlyTrainedError, match=rf"rollback\({self.store.version}\)"):
+                        forbidden()
+                if self.optimizer is not None:
+                    self.optimizer.zero_grad()
+                self.store.rollback(self.store.version)
+                done, self.gone_back = committed, self.gone_back + 1
+                continue
+            done += 1
+            if done % 2 == 0:
+                self.store.commit()
+                committed = done
+
+    def _step(self, ids: torch.Tensor) -> None:
+        if self.optimizer is None:
+            self._until_done(lambda: _loss(self.store, ids).backward())  # type: ignore[no-untyped-call]
+            return
+        self.optimizer.zero_grad()
+        _loss(self.store, ids).backward()  # type: ignore[no-untyped-call]
+        self._until_done(self.optimizer.step)
+
+    def _until_done(self, work: Callable[[], Any]) -> None:
+        """Twice a fault may be drawn."""
+        for turn in range(3):
+            if self.faults is not None and turn < 2 and self.faults.random.random() < 0.6:
+                self.faults.left = self.faults.random.randrange(1, 16)
+            try:
+                work()
+                return
+            except ERRORS as error:
+                assert str(error) == "drawn"  # noqa: PT017 - others are faults of ours
+                self.repeated += 1
+            finally:
+                if self.faults is not None:
+                    self.faults.left = -1
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch, 5)
+
+
+@pytest.mark.parametrize(
+    ("has_optimizer", "place", "share"),
+    [
+        *[(False, "ddr", share) for share in SHARES],
+        (False, "hbm", "near"),
+        (False, "hbm", "over"),
+        (True, "ddr", "small"),
+        (True, "ddr", "over"),
+        (True, "hbm", "small"),
+    ],
+)
+def test_a_step_is_done_once(faults: Faults, place: str, share: str, has_optimizer: bool) -> None:
+    with _open(**PLACES[place]) as store, _open(ddr="8MiB") as reference:
+        pools: list[Any] = [table.pool for table in store.tables.values()]
+        capacity = min(pool.tier.capacity_rows if pool.tier.on_device else pool.cache.capacity for pool in pools)
+        assert capacity < ROWS
+        generator = torch.Generator().manual_seed(1)
+        size = int(capacity * SHARES[share]) // 2 * 2
+        batches = [torch.randperm(ROWS, generator=generator)[:size].view(-1, 2) for _ in range(STEPS)]
+        trainer = Trainer(store, faults, has_optimizer=has_optimizer)
+        trainer.run(batches)
+        Trainer(reference, None, has_optimizer=has_optimizer).run(batches)
+        for name, table in store.tables.items():
+            assert torch.equal(table.read(torch.arange(ROWS)), reference[name].read(torch.arange(ROWS)))
+            assert table.state == reference[name].state
+        assert trainer.repeated or trainer.gone_back or share == "small"
+        assert (trainer.gone_back > 0) == (share == "over")
+
+
+FEW, DIM = 100, 4
 IDS, OFFSETS = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 3])
 
 
 def _config(name: str) -> tierstore.TableConfig:
     return tierstore.TableConfig(
-        name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=tierstore.optim.SGD(lr=1.0)
+        name=name, num_embeddings=FEW, embedding_dim=DIM, optimizer=tierstore.optim.SGD(lr=1.0)
     )
 
 
@@ -25,7 +169,7 @@ def test_what_was_staged_in_a_pool_that_a_new_table_replaced_is_staged_anew(
     """A prefetch thread has brought rows in and not yet said that it holds them, when the pool is replaced."""
     with tierstore.open(tmp_path / "store", ddr=ddr) as store:
         table = store.create_table(_config("t"))
-        table.write(torch.arange(ROWS), torch.arange(ROWS * DIM, dtype=torch.float32).reshape(ROWS, DIM))
+        table.write(torch.arange(FEW), torch.arange(FEW * DIM, dtype=torch.float32).reshape(FEW, DIM))
         expected = table.pooled(IDS, OFFSETS)
         lookup = table.lookup(table.jagged(IDS, OFFSETS, mode="sum"), mode="sum")
         with monkeypatch.context() as patch:

@@ -155,14 +155,7 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
                 assert found == value
                 assert not isinstance(found, np.generic)
         saved = store.version
-        others = (
-            collections.deque([1]),
-            collections.defaultdict(int, a=1),
-            Path("a"),
-            np.zeros(2),
-            print,
-            object(),
-        )
+        others = (collections.deque([1]), collections.defaultdict(int, a=1), Path("a"), np.zeros(2), print, object())
         for value in others:
             for optimizers, schedulers, place in (([Kept(value)], [], "optimizers"), ([], [Kept(value)], "schedulers")):
                 with pytest.raises(
@@ -178,29 +171,6 @@ def test_what_is_saved_is_what_load_reads(tmp_path: Path) -> None:
         assert store.version == saved
         checkpoint.load(store, model, [], [kept])
         assert kept.value is None
-
-
-def test_a_schedule_by_numpy_goes_on(tmp_path: Path) -> None:
-    def rates(store: tierstore.Store, epochs: int, *, resumes: bool) -> list[float]:
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.interp(epoch, [0, 5, 9], [0.1, 1, 0]))
-        if resumes:
-            checkpoint.load(store, model, [optimizer], [schedule])
-        found = []
-        for _ in range(epochs):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-        checkpoint.save(store, model, [optimizer], [schedule])
-        return found
-
-    with tierstore.open(tmp_path / "one") as store:
-        whole = rates(store, 8, resumes=False)
-    with tierstore.open(tmp_path / "two") as store:
-        first = rates(store, 3, resumes=False)
-    with tierstore.open(tmp_path / "two") as store:
-        assert first + rates(store, 5, resumes=True) == whole
 
 
 def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tierstore
 
@@ -53,3 +55,161 @@ def test_training_gives_the_same_bits_without_a_warning(backend: str) -> None:
     assert counter.frame_count == 4, "graphs: one before, between and behind three modules"
     torchs_own = re.compile("torch.jit|Python 3.13.0|Skipping serialization of")
     assert [str(each.message) for each in warned if not torchs_own.search(str(each.message))] == []
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+class _OfCollection(nn.Module):
+    def __init__(self, collection: Any) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, ids: Tensor) -> Any:
+        found = self.collection(tierstore.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(4)))
+        return found.values() if isinstance(found, tierstore.KeyedTensor) else found["t"].values()
+
+
+MODULES: dict[str, Callable[[Any, tierstore.Store], nn.Module]] = {
+    "embedding": lambda table, _: nn.Sequential(tierstore.TieredEmbedding(table), nn.Linear(4, 1)),
+    "bag": lambda table, _: tierstore.TieredEmbeddingBag(table),
+    "bag collection": lambda _, store: _OfCollection(tierstore.TieredEmbeddingBagCollection(store)),
+    "collection": lambda _, store: _OfCollection(tierstore.TieredEmbeddingCollection(store)),
+}
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jit.trace": lambda model, ids: torch.jit.trace(model, (ids,), check_trace=False),  # type: ignore[no-untyped-call]
+    "jit.script": lambda model, _: torch.jit.script(model),
+    "symbolic_trace": lambda model, _: torch.fx.symbolic_trace(model),
+    "make_fx": lambda model, ids: make_fx(model)(ids),
+    "make_fx, fake": lambda model, ids: make_fx(model, tracing_mode="fake")(ids),
+    "make_fx, before dispatch": lambda model, ids: make_fx(model, pre_dispatch=True)(ids),
+    "export": lambda model, ids: torch.export.export(model, (ids,), strict=False),
+    "export, strict": lambda model, ids: torch.export.export(model, (ids,), strict=True),
+    "fullgraph": lambda model, ids: torch.compile(model, fullgraph=True, backend="eager")(ids),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using len to get tensor shape:torch.jit.TracerWarning")  # of a batch made inside
+def test_a_whole_model_is_refused(kind: str, way: str) -> None:
+    torch._dynamo.reset()
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        model, ids = MODULES[kind](table, store), IDS[:, None]
+        expected = model(ids)
+        for is_frozen in (False, True):
+            model.requires_grad_(not is_frozen)
+            for has_grad in (False, True):
+                with torch.set_grad_enabled(has_grad), pytest.raises(Exception, match="export the dense part"):
+                    WAYS[way](model, ids)
+        assert torch.equal(model(ids), expected)  # nothing is left behind that would refuse this
+
+
+LOOKUPS: dict[str, Callable[[tierstore.Table, Tensor], Tensor]] = {
+    "read": lambda table, ids: table.read(ids),
+    "pooled": lambda table, ids: table.pooled(ids, torch.arange(4)),
+    "pooled, max": lambda table, ids: table.pooled(ids, torch.arange(4), mode="max"),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way == "jit.trace" or "make_fx" in way])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_lookup_of_a_table_is_refused(kind: str, way: str) -> None:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+        table.write(torch.arange(100), torch.rand(100, 4))  # all rows are in memory
+        expected = LOOKUPS[kind](table, IDS)
+        with pytest.raises(RuntimeError, match="export the dense part"):
+            WAYS[way](lambda ids: LOOKUPS[kind](table, ids), IDS)
+        assert torch.equal(LOOKUPS[kind](table, IDS), expected)
+
+
+PAIR = torch.tensor([[1, 2]])
+
+
+class Case:
+    """A model with fused rows and one optimizer of all its parameters."""
+
+    def __init__(self, store: tierstore.Store, weight_decay: float = 0.0) -> None:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
+        self.model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, weight_decay=weight_decay)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def backward(self) -> None:
+        self.model(PAIR).sum().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def clipped(case: Case) -> None:
+    case.backward()
+    torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+
+
+def clipped_by_value(case: Case) -> None:
+    case.backward()
+    torch.nn.utils.clip_grad_value_(case.model.parameters(), 1.0)
+
+
+def scaled(case: Case) -> None:
+    case.scaler.scale(case.model(PAIR).sum()).backward()
+    case.scaler.unscale_(case.optimizer)
+
+
+def accumulated(case: Case) -> None:
+    for _ in range(2):
+        case.backward()
+        case.step()
+
+
+HABITS: dict[str, tuple[Callable[[Case], None], float]] = {
+    "clipping does not reach them": (clipped, 0),
+    "clipping does not reach .*clip_grad_norm_": (clipped_by_value, 0),
+    "a GradScaler does not reach them": (scaled, 0),
+    "several passes before a step are several updates": (accumulated, 0),
+    "weight_decay=0.5 of SGD does not reach them": (Case.step, 0.5),
+}
+
+
+@pytest.mark.parametrize(("told", "habit"), HABITS.items())
+def test_what_does_not_reach_rows_is_told_once(told: str, habit: Any) -> None:
+    do, decay = habit
+    with tierstore.open(cold="memory", ddr="4MiB") as store, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        case = Case(store, decay)
+        for _ in range(3):
+            do(case)
+            case.optimizer.zero_grad()
+            case.scaler.update() if do is scaled else None
+        messages = [str(each.message) for each in caught]
+        assert len(messages) == 1, messages
+        assert re.search(told + r".*store.optimizer\(\)", messages[0])
+
+
+def test_habits_that_rows_have_no_part_in_are_not_told() -> None:
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        case = Case(store)
+        for _ in range(3):
+            case.step()
+            torch.nn.utils.clip_grad_norm_(case.model[1].parameters(), 1.0)
+        case.backward()
+        case.step()  # once is no habit
+        case.step()
+        case.model[0].requires_grad_(False)
+        for _ in range(3):
+            accumulated(case)
+            clipped(case)
+        case.model[0].requires_grad_(True)
+        rows = store.optimizer()
+        for _ in range(3):
+            accumulated(case)
+            rows.clip_grad_norm_(case.model.parameters(), 1.0)
+            rows.step()
+            rows.zero_grad()

@@ -139,19 +139,6 @@ def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path, saved: list[Te
         assert same(everything(store), before)
 
 
-def test_a_save_that_torch_stages_commits_once(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s", keep=2) as store:
-        make(store)
-        state = {"store": checkpoint.StoreVersion(store)}
-        dcp.save(state, checkpoint_id=tmp_path / "1")
-        saving: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "2"))
-        saving.result()
-        assert store.versions == (1, 2)
-        for number in (2, 1):
-            dcp.load(state, checkpoint_id=tmp_path / str(number))
-            assert store.version == number
-
-
 def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
     ids = torch.arange(ROWS)
     with tierstore.open(tmp_path / "s", keep=3) as store:

@@ -20,7 +20,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": "480KiB", "policy": "tinylfu", "threads": 1},
     {"ddr": "2MiB", "hbm": "12KiB"},
 ]
-RULES = [optim.SGD(lr=0.5), optim.RowWiseAdagrad(lr=0.5), optim.Adagrad(lr=0.5), optim.Adam(lr=0.1)]
+RULES = [
+    optim.SGD(lr=0.5), optim.SGD(lr=0.1, weight_decay=0.02), optim.RowWiseAdagrad(lr=0.5, eps=1e-6),
+    optim.RowWiseAdagrad(lr=0.1, weight_decay=0.5, decoupled=True), optim.Adagrad(lr=0.5),
+    optim.Adagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1), optim.Adam(lr=0.1),
+    optim.Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.02, decoupled=True),
+]  # fmt: skip
 OTHERS = 6000
 """Rows of a table that nobody trains, which leaves no room for all of them."""
 
@@ -82,10 +87,15 @@ def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
 
 
 @settings(max_examples=settings.default.max_examples // 6)
-@given(graph=graphs(), rule=st.sampled_from(RULES), backwards=st.booleans())
-def test_any_graph(graph: tuple[list[str], list[list[Call]]], rule: optim.Optimizer, backwards: bool) -> None:
+@given(
+    graph=graphs(), rule=st.sampled_from(RULES), backwards=st.booleans(),
+    way=st.sampled_from(["fused", "deferred", "merged"]),
+)  # fmt: skip
+def test_any_graph(graph: tuple[list[str], list[list[Call]]], rule: optim.Optimizer, backwards: bool, way: str) -> None:
+    """By the fused update, and by a step of the store's optimizer, of gradients that were read or not."""
     poolings, passes = graph
-    ended = [train(poolings, passes, rule, backwards, setting) for setting in SETTINGS]
+    ways = ["fused", way, way, way]
+    ended = [train(poolings, passes, rule, backwards, *each) for each in zip(SETTINGS, ways, strict=True)]
     for setting, bits in zip(SETTINGS[1:], ended[1:], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(bits, ended[0], strict=True)), setting
     for one, other in zip(ended[0], by_torch(poolings, passes, rule), strict=True):
@@ -96,7 +106,9 @@ def scales_of(calls: list[Call]) -> list[Tensor | None]:
     return [None if call.scale is None else call.scale.clone().requires_grad_() for call in calls]
 
 
-def train(poolings: list[str], passes: list[list[Call]], rule: Any, backwards: bool, setting: Any) -> list[Tensor]:
+def train(
+    poolings: list[str], passes: list[list[Call]], rule: Any, backwards: bool, setting: Any, way: str
+) -> list[Tensor]:
     """Gradients of all weights, and all rows."""
     ended: list[Tensor] = []
     with tempfile.TemporaryDirectory() as directory, tierstore.open(directory, **setting) as store:
@@ -107,12 +119,18 @@ def train(poolings: list[str], passes: list[list[Call]], rule: Any, backwards: b
                     pooling=pooling, optimizer=rule, init=tierstore.init.Uniform(-1, 1, seed=number),  # type: ignore[arg-type]
                 )
             )  # fmt: skip
+        optimizer = None if way == "fused" else store.optimizer()
         for calls in passes:
             scales = scales_of(calls)
             losses = [call.loss(store, scale) for call, scale in zip(calls, scales, strict=True)]
             # Autograd's order of nodes is that of these; the bits are not to follow it.
             torch.autograd.backward(losses[::-1] if backwards else losses)
             ended += [scale.grad for scale in scales if scale is not None and scale.grad is not None]
+            if optimizer is not None:
+                if way == "merged":
+                    assert any(each["params"][0].grad is not None for each in optimizer.param_groups)
+                optimizer.step()
+                optimizer.zero_grad()
             assert not store["t0"].pool.in_use
         ended += [store[f"t{number}"].read(torch.arange(ROWS)) for number in range(3)]
     return ended

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore import errors
-from tierstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from tierstore.optim import SGD, Adagrad, Adam, Optimizer
 
 ROWS, DIM = 300, 20
 TIERS: dict[str, dict[str, Any]] = {
@@ -24,24 +24,7 @@ RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
     (Adagrad(lr=0.5), lambda parameters: torch.optim.Adagrad(parameters, lr=0.5)),
     # eps is beside a smaller root in SparseAdam than in Adam.
     (Adam(lr=0.05, eps=1e-15), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05, eps=1e-15)),
-    (RowWiseAdagrad(lr=0.5), lambda parameters: RowWiseReference(parameters)),
 ]
-EVERY_RULE = [rule for rule, _ in RULES[:3]] + [RowWiseAdagrad(lr=0.5, weight_decay=0.01)]
-
-
-class RowWiseReference(torch.optim.Optimizer):
-    """Row-wise Adagrad, which torch has not, as its definition says, in torch."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            gradient = each.grad.to_dense()
-            total = self.state[each].setdefault("sum", torch.zeros(len(each)))
-            total += gradient.square().mean(dim=1)
-            each -= 0.5 * gradient / (total.sqrt() + 1e-8)[:, None]
 
 
 @contextlib.contextmanager
@@ -96,38 +79,6 @@ class Twins:
     def check(self) -> None:
         torch.testing.assert_close(rows_of(self.store), self.weight.detach())
         torch.testing.assert_close(self.ours[1].weight, self.theirs[1].weight)
-
-
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.kind)
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-def test_a_step_after_one_pass_gives_the_bits_of_the_fused_update(rule: Optimizer, tiers: str, pooling: Any) -> None:
-    def trained(kind: str) -> list[Tensor]:
-        with tierstore.open(cold="memory", **TIERS[tiers]) as store:
-            for name in "ab":  # in one pool, looked up together
-                store.create_table(
-                    tierstore.TableConfig(
-                        name=name, feature_names=[f"{name}1", f"{name}2"], num_embeddings=ROWS, embedding_dim=DIM,
-                        optimizer=rule, pooling=pooling,
-                    )
-                )  # fmt: skip
-            features = tierstore.TieredEmbeddingBagCollection(store)
-            optimizer = None if kind == "fused" else store.optimizer()
-            for ids in batches(5):
-                lengths = torch.tensor([0, 1, 2, 3, 4, 5, 10, 15])
-                both = tierstore.KeyedJaggedTensor(features.feature_names, ids.flatten(), lengths=lengths)
-                out = features(both).values()
-                (out.square().mean() + features(both).values().sum()).backward()
-                if optimizer is not None:
-                    if kind == "merged":
-                        assert optimizer.param_groups[0]["params"][0].grad.is_sparse
-                    optimizer.step()
-                    optimizer.zero_grad()
-            return [rows_of(store, name) for name in "ab"]
-
-    expected = trained("fused")
-    for kind in ("deferred", "merged"):
-        assert all(torch.equal(one, other) for one, other in zip(trained(kind), expected, strict=True)), kind
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's own optimizers
@@ -215,26 +166,6 @@ def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
             assert torch.equal(before, rows_of(store)) == (number == 1)
         assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
         twins.check()
-
-
-def test_learning_rates_are_saved_and_loaded() -> None:
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.param_groups[0]["lr"] = 0.25
-        saved = optimizer.state_dict()
-        store.create_table(tierstore.TableConfig(name="u", num_embeddings=10, embedding_dim=4))
-        bag = tierstore.TieredEmbeddingBag(store["u"])
-        bag(torch.tensor([[1, 2]])).sum().backward()
-        assert [group["name"] for group in optimizer.param_groups] == ["t", "u"], "a table made since has a group"
-        before = rows_of(store, "u")
-        optimizer.step()
-        assert not torch.equal(before, rows_of(store, "u"))
-    with opened(SGD(lr=0.5)) as store:
-        optimizer = store.optimizer()
-        optimizer.load_state_dict(saved)
-        tierstore.TieredEmbeddingBag(store["t"])(torch.tensor([[1, 2]])).sum().backward()
-        optimizer.step()
-        assert store["t"].learning_rate == 0.25
 
 
 def test_rates_are_loaded_by_the_names_of_tables() -> None:

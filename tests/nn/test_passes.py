@@ -374,20 +374,6 @@ def test_buffers_may_be_used_anew_after_forward(
         assert torch.equal(table.read(ALL), before)
 
 
-def test_a_buffer_may_be_used_for_several_lookups_of_one_pass(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag = tierstore.TieredEmbeddingBag(table)
-    expected = table.read(ALL)
-    ids, offsets = torch.arange(20), torch.arange(0, 20, 2)
-    one = bag(ids, offsets)
-    ids += 20
-    other = bag(ids, offsets)
-    ids.fill_(7)
-    (one.sum() + other.sum()).backward()
-    expected[:40] -= 1
-    assert torch.equal(table.read(ALL), expected)
-
-
 @pytest.mark.parametrize("part", ["ids", "offsets", "weights"])
 def test_a_prefetched_batch_is_looked_up_as_it_was_read(store: tierstore.Store, part: str) -> None:
     bag = tierstore.TieredEmbeddingBag(store.create_table(config()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tierstore
-from tierstore import kernels
+from tierstore.kernels import slots as kernels
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.store import arguments
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierstore
 from tests import children
 from tests.serve.replicas import serving
-from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tests.updates.support import SMALL, change, contents, extra_of, same
 from tierstore import errors
 from tierstore.offline.compaction import compact_store
 from tierstore.offline.salvage import salvage
@@ -86,43 +85,6 @@ def test_a_publisher_sends_everything_to_who_has_a_commit_that_is_gone(forked: t
     assert same(contents(replica), contents(source))
 
 
-def test_after_a_rollback_only_what_led_to_the_version_is_gone_on_from(tmp_path: Path) -> None:
-    source, replicas = tmp_path / "source", [tmp_path / f"replica {number}" for number in range(3)]
-    for seed, replica in enumerate(replicas, 1):
-        change(source, seed, keep=5)
-        apply_update(replica, make(source).path)
-    with tierstore.open(source, keep=5, **SMALL) as store:
-        store.rollback(2)
-    assert [each.version for each in source_of(source).lineage.ancestors] == [1]
-    change(source, 4, keep=5)
-    told = source_of(source)
-    assert [each.version for each in told.lineage.ancestors] == [1, 2]
-    assert [told.has_grown_from(has(replica)) for replica in replicas] == [True, True, False]
-    assert not make(source, 3).header.since
-    for replica in replicas:
-        bring(source, replica)
-        assert same(contents(replica), contents(source))
-
-
-def test_a_version_of_which_no_row_is_left_is_still_gone_on_from(tmp_path: Path) -> None:
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    with tierstore.open(source, **SMALL) as store:
-        table = store.create_table(table_config("item"))
-        table.write(torch.arange(ROWS), torch.full((ROWS, 6), 1.0))
-        store.commit()
-    apply_update(replica, make(source).path)
-    with tierstore.open(source, **SMALL) as store:
-        store["item"].write(torch.arange(ROWS), torch.full((ROWS, 6), 2.0))
-        store.commit()
-        store["item"].write(torch.tensor([3]), torch.full((1, 6), 3.0))
-        store.commit()
-    update = make(source, 1)
-    assert update.header.since == 1
-    apply_update(replica, update.path)
-    assert same(contents(replica), contents(source))
-    assert make(source, 2).header.num_rows == 1
-
-
 KILLED = """
 from tierstore.system import killpoints
 
@@ -158,21 +120,6 @@ def test_a_commit_that_was_seen_and_lost_is_not_gone_on_from(tmp_path: Path) -> 
         apply_update(replica, make(source, 2).path)
     assert not bring(source, replica).was_there
     assert same(contents(replica), contents(source))
-
-
-def test_a_lineage_is_cut_at_its_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "MAX_ANCESTORS", 3)
-    source, replicas = tmp_path / "source", [tmp_path / "old", tmp_path / "young"]
-    for seed in range(1, 7):
-        change(source, seed, keep=9)
-        if seed in (2, 3):
-            apply_update(replicas[seed - 2], make(source).path)
-    told = source_of(source)
-    assert [each.version for each in told.lineage.ancestors] == [3, 4, 5]
-    assert [told.has_grown_from(has(replica)) for replica in replicas] == [False, True]
-    for replica in replicas:
-        bring(source, replica)
-        assert same(contents(replica), contents(source))
 
 
 def test_each_commit_follows_from_the_one_before_it() -> None:

@@ -18,7 +18,6 @@ from tests.updates.support import SMALL, change, contents, extra_of, same, table
 from tierstore import errors
 from tierstore.io import LmdbColdTier
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.store.manifest import Manifest
 from tierstore.system import killpoints
 from tierstore.trace import read_trace
 from tierstore.updates import Update, apply_update, write_update
@@ -93,7 +92,7 @@ def test_a_rollback_by_any_other_way_makes_room_too(replica: Path, forked: Forke
     assert same(contents(replica), contents(forked.source))
 
 
-@pytest.mark.parametrize("step", ["rows", "manifest", "commit"])
+@pytest.mark.parametrize("step", ["write", "commit"])
 def test_an_update_that_fails_leaves_no_tables(
     replica: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -102,37 +101,13 @@ def test_an_update_that_fails_leaves_no_tables(
 
     before = contents(replica)
     with monkeypatch.context() as broken:
-        if step == "manifest":
-            write, calls = Manifest.write, []
-
-            def fail_once(*arguments: Any) -> None:
-                calls.append(1)
-                fail() if len(calls) == 1 else write(*arguments)
-
-            broken.setattr(Manifest, "write", fail_once)
-        else:
-            broken.setattr(LmdbColdTier, "write" if step == "rows" else "commit", fail)
+        broken.setattr(LmdbColdTier, step, fail)
         with pytest.raises(errors.DiskFullError):
             apply_update(replica, forked.one.path)
     assert tables_of(replica) == ["item", "user"]
     assert same(contents(replica), before)
     apply_update(replica, forked.other.path)
     assert same(contents(replica), contents(forked.source))
-
-
-def test_an_update_that_fails_after_it_is_durable_keeps_its_tables(
-    replica: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(name: str) -> None:
-        if name == "commit: durable":
-            raise errors.DiskFullError("no room left to clean up")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(killpoints, "hook", fail)
-        with pytest.raises(errors.DiskFullError):
-            apply_update(replica, forked.one.path)
-    assert same(contents(replica), contents(forked.copy))
-    assert apply_update(replica, forked.one.path).was_there
 
 
 KILLED = """

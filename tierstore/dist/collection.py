@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.joined import Features, Joined
+from ..lookup.joined import Joined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
-from ..nn.embedding import TieredEmbedding
-from ..nn.embedding_bag import TieredEmbeddingBag
+from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
+from ..pool.bags import Features
 from ..store import Table
 from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
@@ -147,7 +147,7 @@ class _OneTable:
         self._kind = _kind_of(self._table, of_rows=of_rows)
 
     def lookup(self, jagged: Any, *, mode: str) -> ShardedLookup:
-        return self._kind(jagged.join(Features([self._table], [0]), [0]), mode=mode, owners=self.store.owners)
+        return self._kind(jagged.join(Features.of([self._table], [0]), [0]), mode=mode, owners=self.store.owners)
 
     def __repr__(self) -> str:
         return repr(self._table)

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import MODES
+from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
+from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import Joined, OfKeys
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.merging import Merged
+from ..lookup.joined import AnyLookup, Joined
+from ..lookup.lookup import make_lookup
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.kernels import mean_squares
@@ -46,7 +45,7 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     sum to the others, and takes the mean square of the whole, as one process would have it.
 
     Args:
-        asked: the rows that ranks asked this one for; see ``OfKeys``.
+        asked: the rows that ranks asked this one for; see ``Joined.of_keys``.
         gradients: float32 [asked, columns of a part].
 
     Returns:
@@ -66,7 +65,7 @@ def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: 
     for rank, (rows, part) in enumerate(zip(shared, taken, strict=True)):
         whole[rows, (owner[rows] == rank).argmax(1)] = part.numpy()
     squares = np.empty(count, np.float32)
-    squares[asked.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
+    squares[asked.bags.columns // width] = mean_squares(whole.reshape(len(keys), num_parts * width))[inverse]
     return torch.cat([gradients.reshape(-1), torch.from_numpy(squares)])[None]
 
 
@@ -160,7 +159,7 @@ class ShardedLookup(SendsGradients):
     own: Any
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        tables: list[Any] = joined.tables
+        tables: Any = joined.tables
         super().__init__([table.local for table in tables])
         self.joined = joined
         self.mode = mode
@@ -299,15 +298,15 @@ class RowsLookup(RoutedLookup[_Route]):
 
     @classmethod
     def merged(cls, lookups: Sequence["RowsLookup"], widths: Sequence[int]) -> Self:
-        joined = Merged([lookup.joined for lookup in lookups], widths)
+        joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
-        if made._mode == kernels.MAX:
-            made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
+        if made._mode == kernels.MAX and joined.parts is not None:
+            made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
         return made
 
     @cached_property
     def own(self) -> AnyLookup:
-        return make_lookup(OfKeys(self.tables, self._route.keys), mode="sum")
+        return make_lookup(Joined.of_keys(self.tables, self._route.keys), mode="sum")
 
     @property
     def _dim(self) -> int:
@@ -340,10 +339,10 @@ class RowsLookup(RoutedLookup[_Route]):
         joined, route = self.joined, self._route
         rows = RowArrays.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
         if self._mode == kernels.MAX:
-            self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
+            self._arg_max = np.empty((len(joined.bags.starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers
         pool_part(rows, workers, joined.bags, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
-        self._rows = rows if keep and len(joined.scale) else None
+        self._rows = rows if keep and len(joined.bags.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         if not len(self.joined):
@@ -414,5 +413,5 @@ class ReplicatedLookup(ShardedLookup):
         taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
         all_keys = ranks.exchange(keys, given, taken)
         gradients = ranks.exchange_rows(values, given, taken, self._owners.wire.backward)
-        lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
+        lookup = make_lookup(Joined.of_keys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
         return Sent(lookup, gradients.view(1, -1), torch.split(all_keys, taken))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.arrays import Floats, Int64s
-from ..lookup.joined import Joined, tables_of
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..pool.bags import NO_FLOATS, Bags
+from ..lookup.joined import AnyLookup, Joined
+from ..lookup.lookup import make_lookup
+from ..pool.bags import NO_FLOATS, Features
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
 from .ranks import Ranks
@@ -48,7 +48,7 @@ class _Request(NamedTuple):
     scale: Floats
 
 
-class _Bags(Joined):
+def _joined(tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int) -> Joined:
     """The bags that all ranks ask this one for, feature by feature, in it rank by rank, as in one batch of all; results
     in a flat output rank by rank.
 
@@ -58,39 +58,26 @@ class _Bags(Joined):
         requests: of each rank.
         width: columns of a result.
     """
-
-    def __init__(
-        self, tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int
-    ) -> None:
-        self.batch = 1
-        self.tables = list(tables)
-        self._slots = self._numbering = None
-        ends = [np.append(0, request.sizes.sum(1).cumsum()) for request in requests]
-        bags = np.append(0, np.cumsum([request.sizes.size for request in requests]))
-        starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
-        sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
-        table_bags, high, samples = [0], 0, sum(request.sizes.shape[1] for request in requests)
-        for table in tables:
-            low, high = high, high + features.count(table)
-            for place, (rank, request) in itertools.product(range(low, high), enumerate(requests)):
-                batch = request.sizes.shape[1]
-                sizes.append(request.sizes[place])
-                columns.append(bags[rank] + place * batch + np.arange(batch))
-                positions.append(starts[rank] + np.arange(ends[rank][place], ends[rank][place + 1]))
-            table_bags.append(table_bags[-1] + (high - low) * samples)
-        self.table_bags = np.array(table_bags, np.int64)
-        self.table_of = tables_of(self.table_bags)
-        self.bag_starts = np.append(0, np.concatenate(sizes).cumsum())
-        places: Any = np.concatenate(columns) * width
-        self.columns = places
-        self._positions = np.concatenate(positions)
-        self._keys = np.concatenate([request.keys for request in requests])[self._positions]
-        scale = np.concatenate([request.scale for request in requests])
-        self.scale = scale[self._positions] if len(scale) else NO_FLOATS
-        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, 1, self.scale)
-
-    def scatter(self, values: Floats, out: Floats) -> None:
-        out[self._positions] += values
+    ends = [np.append(0, request.sizes.sum(1).cumsum()) for request in requests]
+    bags = np.append(0, np.cumsum([request.sizes.size for request in requests]))
+    starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
+    sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
+    table_bags, high, samples = [0], 0, sum(request.sizes.shape[1] for request in requests)
+    for table in tables:
+        low, high = high, high + features.count(table)
+        for place, (rank, request) in itertools.product(range(low, high), enumerate(requests)):
+            batch = request.sizes.shape[1]
+            sizes.append(request.sizes[place])
+            columns.append(bags[rank] + place * batch + np.arange(batch))
+            positions.append(starts[rank] + np.arange(ends[rank][place], ends[rank][place + 1]))
+        table_bags.append(table_bags[-1] + (high - low) * samples)
+    places = np.concatenate(positions)
+    keys, scale = (np.concatenate(parts) for parts in zip(*(request[1:] for request in requests), strict=True))
+    return Joined(
+        Features(list(tables), table_bags, np.concatenate(columns) * width), 1,
+        np.append(0, np.concatenate(sizes).cumsum()), scale[places] if len(scale) else NO_FLOATS, keys=keys[places],
+        places=places,
+    )  # fmt: skip
 
 
 class _Route(NamedTuple):
@@ -116,7 +103,7 @@ class PooledLookup(RoutedLookup[_Route]):
     @cached_property
     def own(self) -> AnyLookup:
         features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
-        return make_lookup(_Bags(self.tables, features, self._route.requests, self._width), mode="sum")
+        return make_lookup(_joined(self.tables, features, self._route.requests, self._width), mode="sum")
 
     @property
     def _feature_tables(self) -> Sequence[ShardedTable]:
@@ -128,7 +115,7 @@ class PooledLookup(RoutedLookup[_Route]):
     def _places(self) -> list[list[_Place]]:
         """The features that each rank pools, in order."""
         found: list[list[_Place]] = [[] for _ in range(self._ranks.size)]
-        columns = self.joined.columns.tolist()
+        columns = self.joined.bags.columns.tolist()
         for feature, (table, column) in enumerate(zip(self._feature_tables, columns, strict=True)):
             for shard in table.shards:
                 first = column + shard.first_column
@@ -141,7 +128,7 @@ class PooledLookup(RoutedLookup[_Route]):
             positions, messages = self._requests_of(features)
             lengths, joint = [len(message) for message in messages], torch.from_numpy(np.concatenate(messages))
             order = np.concatenate(positions)
-            scale = torch.from_numpy(joined.scale[order] if len(joined.scale) else NO_FLOATS)
+            scale = torch.from_numpy(joined.bags.scale[order] if len(joined.bags.scale) else NO_FLOATS)
         given = ranks.counts(lengths, f"lookup of {self._names}", then=1)
         taken = torch.split(ranks.exchange(joint, lengths, given), given)
         requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
@@ -157,12 +144,14 @@ class PooledLookup(RoutedLookup[_Route]):
         """Of each rank, whose ``features`` are given: the batch's positions whose rows it has, and what to ask it."""
         joined, keys = self.joined, self.joined.keys
         owner = self._owners.of(keys, self._sharded[0].num_parts)
-        bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1), np.diff(joined.bag_starts))
+        bag_of = np.repeat(np.arange(len(joined.bags.starts) - 1), np.diff(joined.bags.starts))
         positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(len(features))]
-        header = np.array([joined.batch, len(joined.scale), len(keys)], np.int64)
+        header = np.array([joined.batch, len(joined.bags.scale), len(keys)], np.int64)
         messages = []
         for own, chosen in zip(features, positions, strict=True):
-            sizes = np.bincount(bag_of[chosen], minlength=len(joined.bag_starts) - 1).reshape(len(joined.columns), -1)
+            sizes = np.bincount(bag_of[chosen], minlength=len(joined.bags.starts) - 1).reshape(
+                len(joined.bags.columns), -1
+            )
             messages.append(np.concatenate([header, sizes[own].ravel(), keys[chosen]]))
         return positions, messages
 
@@ -190,9 +179,13 @@ class PooledLookup(RoutedLookup[_Route]):
 
     def _bag_sizes(self) -> Iterator[tuple[slice, Tensor]]:
         """(columns, float32 [batch, 1] ids of each bag, 1 where there is none) of each feature."""
-        sizes = np.maximum(np.diff(self.joined.bag_starts), 1).astype(np.float32).reshape(len(self.joined.columns), -1)
+        sizes = (
+            np.maximum(np.diff(self.joined.bags.starts), 1)
+            .astype(np.float32)
+            .reshape(len(self.joined.bags.columns), -1)
+        )
         dim = self._sharded[0].layout.dim
-        for column, own in zip(self.joined.columns.tolist(), sizes, strict=True):
+        for column, own in zip(self.joined.bags.columns.tolist(), sizes, strict=True):
             yield slice(column, column + dim), torch.from_numpy(own)[:, None]
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:

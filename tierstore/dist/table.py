@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import TableConfig
+from ..hbm.checks import Captured
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..lookup.tables import Replayed, id_error
+from ..lookup.tables import id_error
 from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..store import Store, Table
@@ -87,7 +88,7 @@ class ShardedTable:
     def next_hyper(self) -> Hyper:
         return self.local.next_hyper()
 
-    def replayed_hyper(self, captured: Replayed) -> Hyper:
+    def replayed_hyper(self, captured: Captured) -> Hyper:
         return self.local.replayed_hyper(captured)
 
     def id_error(self, row: int) -> ValueError:

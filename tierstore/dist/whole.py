@@ -339,7 +339,7 @@ class _NewerWhole:
 
 
 class WholeChanges:
-    """What changed in a sharded store; see ``io.changes.Changes``."""
+    """What changed in a sharded store; see ``io.reads.Changes``."""
 
     def __init__(self, tier: WholeTier, written: Int64s | None) -> None:
         self._tier = tier

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int64s, Weights
 from ..layout import KEY_ROW_BITS
 from ..store import Table

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
-from ..config import TableConfig
 from ..errors import ClosedError, TableError
-from ..kernels.arrays import Floats, Ids, Int32s, Int64s
+from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS
 from ..optim.configs import NUM_HYPER, Hyper
 from ..pool import PIN_POLL_SECONDS, Pool
-from ..pool.bags import Numbering
+from ..pool import bags as host
+from ..pool.bags import Features, Numbering
+from ..pool.transfers import Tier
 from ..system.signals import shielded
-from . import rows_twin
+from . import backend
 from .batch import Bags, DeviceIds, Groups
-from .captured import Captured, Captures, Spare
-from .checks import Check, Checks
+from .checks import Captured, Captures, Check, Checks, Spare
 from .lanes import Mark, refused_in_graph
-from .sending import Field, Sender
+from .staging import Field, Sender
 
 POSITIONS_MAX: Final = 2**30
 """Of a batch: kernels number them by int32, and add two such numbers."""
@@ -48,61 +48,19 @@ _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""
 
 
-class Positions(Protocol):
-    """The positions of a batch on the host, bag after bag; all in tables of one pool.
-
-    Attributes:
-        bag_starts: int64 or int32 [K + 1]; columns: int32 or int64 [F]; table_of: int32 [F], the table of each feature.
-        batch: bags of a feature.
-        scale: float32 [N], per-sample weights, or empty.
-    """
-
-    bag_starts: Ids
-    columns: NDArray[Any]
-    table_of: Int32s
-    batch: int
-    scale: Floats
-
-    def __len__(self) -> int: ...
-
-    def write(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
-        """Slots into ``out`` (int32 [N]), or without a numbering keys (int64 [N]). ValueError: an id outside its
-        table."""
-        ...
-
-
-class Owned(Protocol):
-    """Features of tables of one pool.
-
-    Attributes:
-        columns: int32 [F]; table_of: int32 [F], as in ``Positions``.
-        indices: int64 [F], each feature's table in the store; num_rows: int64 [F], of that table.
-    """
-
-    columns: Int32s
-    table_of: Int32s
-    indices: Int64s
-    num_rows: Int64s
-
-
 class DeviceLease(Protocol):
-    """Rows of a batch that stay in their slots until ``release``.
-
-    Attributes:
-        held: it outlives the call that took it.
-    """
+    """Rows of a batch that stay in their slots until ``release``; ``held``: it outlives the call that took it."""
 
     held: bool
 
     def in_use(self, *, changes: bool = False) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread's current stream is given within uses the rows, and may change them."""
-        ...
 
     def release(self, *, changed: bool = False) -> None:
         """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
-        ...
 
 
+@dataclass(slots=True, eq=False)
 class DeviceBatch:
     """A batch on the device.
 
@@ -110,24 +68,18 @@ class DeviceBatch:
         bags: where its positions lie.
         rows: int32 [N], the slot of each position, or int64 [N], its key.
         ready: when bags are there; rows_ready: when rows are.
-        grouping: its positions by row, as its pool groups them; None until it did.
         check: of ids that the device joined; None if the host did, which found nothing wrong.
         captured: whose ids a CUDA graph joins, or None.
+        grouping: its positions by row, as its pool groups them; None until it did.
     """
 
-    __slots__ = ("bags", "captured", "check", "grouping", "ready", "rows", "rows_ready")
-
-    def __init__(
-        self, bags: Bags, rows: Tensor, ready: Mark, rows_ready: Mark, check: Check | None = None,
-        captured: Captured | None = None,
-    ) -> None:  # fmt: skip
-        self.bags = bags
-        self.rows = rows
-        self.ready = ready
-        self.rows_ready = rows_ready
-        self.grouping: Any = None
-        self.check = check
-        self.captured = captured
+    bags: Bags
+    rows: Tensor
+    ready: Mark
+    rows_ready: Mark
+    check: Check | None = None
+    captured: Captured | None = None
+    grouping: Any = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,22 +101,14 @@ class Part(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What updates the rows of a batch's tables: see ``rows_twin.update_rows``."""
-
     codes: tuple[int, ...]
     code_of: Tensor
     hyper: Tensor
 
 
-class Ruled(Protocol):
-    """A table whose optimizer rules its rows."""
-
-    config: TableConfig
-
-
 class _SentFeatures(NamedTuple):
-    """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Owned``.
-    ``spare``: of the next lookups that are captured."""
+    """On the device: ``firsts``, int64 [F], the slot or key of row 0 of each feature's table; the rest as ``Features``
+    has it. ``spare``: of the next lookups that are captured."""
 
     firsts: Tensor
     num_rows: Tensor
@@ -179,7 +123,7 @@ class _SentRules(NamedTuple):
     ready: Mark
 
 
-class DeviceRows(ABC):
+class DeviceRows(Tier, ABC):
     """Rows of one layout in device memory.
 
     Attributes:
@@ -208,7 +152,7 @@ class DeviceRows(ABC):
         self.layout = below.layout
         self.lane = sender.lane
         self.device = sender.device
-        self.kernels = _kernels_for(self.device)
+        self.kernels = backend.row_kernels(self.device)
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
@@ -218,7 +162,7 @@ class DeviceRows(ABC):
         self._features: dict[bytes, _SentFeatures] = {}
         self._below = below.transfers
         self._sender = sender
-        self._rules: dict[tuple[Ruled, ...], _SentRules] = {}
+        self._rules: dict[tuple[Any, ...], _SentRules] = {}
         self._retain_lock = threading.Lock()
         self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self._closed = False
@@ -233,57 +177,49 @@ class DeviceRows(ABC):
 
     # Batches
 
-    def send(self, positions: Positions, rows: Tensor | None = None) -> DeviceBatch:
-        """A batch, on its way by one copy on the side stream.
-
-        Args:
-            rows: the batch's ``DeviceBatch.rows``, if they are on the device already, made on the calling thread's
-                current stream.
-
-        Raises:
-            ValueError: an id outside its table; or over 2**30 positions.
-        """
+    def send(
+        self, given: host.Bags, write: Callable[[Numbering | None, NDArray[Any]], None], known: Tensor | None = None
+    ) -> DeviceBatch:
+        """A batch, on its way by one copy on the side stream. ``write`` puts slots or keys into an array, unless they
+        are on the device already (``known``), made on the calling thread's current stream. ValueError: an id outside
+        its table, or over 2**30 positions."""
         self.require_open()
-        count, columns = len(positions), positions.columns
+        count, columns = int(given.starts[-1]), given.columns
         if count > POSITIONS_MAX:
             raise ValueError(f"a batch of {count} ids is too large for device memory; give at most {POSITIONS_MAX}")
         fields: list[Field] = [
-            (torch.int32, len(positions.bag_starts)),
+            (torch.int32, len(given.starts)),
             (torch.int64 if columns.dtype == np.int64 else torch.int32, len(columns)),
             (torch.int32, len(columns)),
-            (self.row_dtype, count if rows is None else 0),
+            (self.row_dtype, count if known is None else 0),
         ]
-        if len(positions.scale):
+        if len(given.scale):
             fields.append((torch.float32, count))
 
         def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:], arrays[1][:], arrays[2][:] = positions.bag_starts, columns, positions.table_of
-            if rows is None:
-                positions.write(self.numbering, arrays[3])
+            arrays[0][:], arrays[1][:], arrays[2][:] = given.starts, columns, given.table_of
+            if known is None:
+                write(self.numbering, arrays[3])
             for scale in arrays[4:]:
-                scale[:] = positions.scale
+                scale[:] = given.scale
 
-        given = None if rows is None else self.lane.mark()
+        made = None if known is None else self.lane.mark()
         (starts, sent_columns, table_of, own_rows, *scale), _ = self._sender.send(fields, fill)
         with self.lane.side():
             bag_of = torch.empty(count, dtype=torch.int32, device=self.device)
             self.kernels.number_bags(starts, bag_of)
             ready = self.lane.mark()
         bags = Bags(
-            starts, bag_of, sent_columns, table_of, positions.batch, scale[0] if scale else None,
+            starts, bag_of, sent_columns, table_of, given.batch, scale[0] if scale else None,
             math.gcd(_WIDE, *columns.tolist()),
         )  # fmt: skip
-        return DeviceBatch(bags, own_rows if rows is None else rows, ready, ready if given is None else given)
+        return DeviceBatch(bags, own_rows if known is None else known, ready, ready if made is None else made)
 
     def join(
-        self, features: Owned, batch: int, given: DeviceIds, explain: Callable[[Int64s], ValueError]
+        self, features: Features, batch: int, given: DeviceIds, explain: Callable[[Int64s], ValueError]
     ) -> DeviceBatch:
         """A batch of ids that the calling thread's current stream has made, joined on the side stream. Nothing waits.
-
-        Args:
-            batch: bags of a feature.
-            explain: the error for a ``Check.record`` that tells of something wrong.
-        """
+        ``explain``: the error for a ``Check.record`` that is not all 0."""
         self.require_open()
         num_features, count = len(features.columns), len(given.ids)
         made = self.lane.mark()
@@ -310,7 +246,7 @@ class DeviceRows(ABC):
             raise refused_in_graph("no more lookups of the same features fit: run a step without a graph before")
         return sent.spare.pop()
 
-    def _sent(self, features: Owned) -> _SentFeatures:
+    def _sent(self, features: Features) -> _SentFeatures:
         """What the device has to know of features, sent once, for the side stream."""
         name = features.indices.tobytes() + features.columns.tobytes()
         known = self._features.get(name)
@@ -318,14 +254,7 @@ class DeviceRows(ABC):
             firsts = features.indices << KEY_ROW_BITS
             if self.numbering is not None:
                 firsts = self.numbering.first_slots(features.indices)
-            own = firsts, features.num_rows, features.columns, features.table_of
-
-            def fill(arrays: list[NDArray[Any]]) -> None:
-                for array, each in zip(arrays, own, strict=True):
-                    array[:] = each
-
-            types = torch.int64, torch.int64, torch.int32, torch.int32
-            sent, _ = self._sender.send([(dtype, len(firsts)) for dtype in types], fill)
+            sent, _ = self._sender.copy(firsts, features.num_rows, features.columns, features.table_of)
             known = _SentFeatures(sent[0], sent[1], sent[2], sent[3], [])
             if len(self._features) >= _KEPT:
                 self._features.clear()
@@ -335,12 +264,8 @@ class DeviceRows(ABC):
         return known
 
     def begin(self) -> None:
-        """To be called before a lookup gives the device more work.
-
-        Raises:
-            ValueError: an earlier batch had a wrong id, as far as that is known by now.
-            RuntimeError: under capture, if rows like these cannot be in a CUDA graph.
-        """
+        """To be called before a lookup gives the device more work. ValueError for an earlier batch's wrong id, as far
+        as that is known; RuntimeError under capture, if rows like these cannot be in a CUDA graph."""
         if self.lane.is_capturing:
             self._require_capturable()
         else:
@@ -376,16 +301,9 @@ class DeviceRows(ABC):
 
     @abstractmethod
     def parts(self, batch: DeviceBatch, lease: DeviceLease | None) -> Iterator[Part]:
-        """Parts of the batch, in order; one, if the rows fit.
-
-        A lease that was not given is released when the next part is asked for, unless the caller holds it.
-
-        Args:
-            lease: of the whole batch, as ``stage`` or ``hold`` left it, or None.
-
-        Raises:
-            BudgetError: every slot stayed pinned by others for a minute.
-        """
+        """Parts of the batch, in order; one, if the rows fit. A lease that is not given (one of the whole batch) is
+        released when the next part is asked for, unless the caller holds it. BudgetError: every slot stayed pinned
+        by others for a minute."""
 
     @abstractmethod
     def whole(self, batch: DeviceBatch, lease: DeviceLease | None) -> DeviceLease | None:
@@ -424,7 +342,6 @@ class DeviceRows(ABC):
 
     @property
     def num_retained(self) -> int:
-        """How many calls of ``retain`` still keep their objects."""
         with self._retain_lock:
             self._let_go()
             return len(self._retained)
@@ -433,23 +350,14 @@ class DeviceRows(ABC):
         while self._retained and self._retained[0][0].query():
             self._retained.popleft()
 
-    def rules(self, tables: tuple[Ruled, ...], hyper: list[Hyper]) -> Rules:
+    def rules(self, tables: tuple[Any, ...], hyper: list[Hyper]) -> Rules:
         """Rules on the device, sent again only when they changed, for the calling thread's current stream. The caller
-        retains them.
-
-        Args:
-            hyper: of each table.
-        """
+        retains them."""
         known = self._rules.get(tables)
         if known is None or known.hyper != hyper:
             codes = tuple(table.config.optimizer.code for table in tables)
-
-            def fill(arrays: list[NDArray[Any]]) -> None:
-                arrays[0].reshape(-1, NUM_HYPER)[:], arrays[1][:] = hyper, codes
-
-            (sent, sent_codes), ready = self._sender.send(
-                [(torch.float32, len(codes) * NUM_HYPER), (torch.int32, len(codes))], fill
-            )
+            numbers = np.array(hyper, np.float32).ravel(), np.array(codes, np.int32)
+            (sent, sent_codes), ready = self._sender.copy(*numbers)
             known = _SentRules(hyper, Rules(codes, sent_codes, sent.view(-1, NUM_HYPER)), ready)
             if len(self._rules) >= _KEPT:
                 self._rules.clear()
@@ -457,7 +365,7 @@ class DeviceRows(ABC):
         self.lane.follow(known.ready)
         return known.rules
 
-    # As a ``pool.tier.Tier``
+    # As a ``pool.transfers.Tier``
 
     on_device = True
 
@@ -470,25 +378,10 @@ class DeviceRows(ABC):
     def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
         return None
 
-    @abstractmethod
-    def read(self, keys: Int64s) -> Tensor:
-        """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
-
-    @abstractmethod
-    def write(self, keys: Int64s, rows: Tensor) -> None:
-        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
-
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
         """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
-
-        Raises:
-            TableError: rows are in use, and still after a second.
-        """
+        TableError: rows are in use, and still after a second."""
         with self.lock:
             self._empty()
             yield
@@ -516,16 +409,6 @@ class DeviceRows(ABC):
 
     @property
     @abstractmethod
-    def num_leased(self) -> int:
-        """Leases that are in use."""
-
-    @property
-    @abstractmethod
-    def num_dirty(self) -> int:
-        """Rows that are newer than below. Waits for the device."""
-
-    @property
-    @abstractmethod
     def capacity_rows(self) -> int:
         """Rows that there is room for."""
 
@@ -534,17 +417,7 @@ class DeviceRows(ABC):
     def size_bytes(self) -> int:
         """Bytes of device memory."""
 
-    @property
-    @abstractmethod
-    def host_bytes(self) -> int:
-        """Bytes of host memory."""
-
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """AssertionError unless the books are whole."""
-
     def refuse(self) -> None:
-        """Refuse further use, by ClosedError."""
         self._closed = True
 
     def close(self) -> None:
@@ -564,7 +437,6 @@ class DeviceRows(ABC):
         """The current stream waits for all work that uses the rows."""
 
     def require_open(self) -> None:
-        """ClosedError after ``close``."""
         if self._closed:
             raise ClosedError("the store is closed")
 
@@ -573,12 +445,3 @@ def rows_of(pool: Pool) -> DeviceRows:
     """A pool's rows in device memory, where its ``tier`` is that."""
     assert isinstance(pool.tier, DeviceRows), "a lookup in device memory over a pool without"
     return pool.tier
-
-
-def _kernels_for(device: torch.device) -> ModuleType:
-    """The module with the kernels over rows."""
-    if device.type != "cuda":
-        return rows_twin
-    from . import rows_triton
-
-    return rows_triton

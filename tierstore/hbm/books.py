@@ -63,7 +63,6 @@ class Books(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> "Books":
-        """Books of ``capacity`` free slots."""
         size = -(-capacity // WAYS) * WAYS
         flags = torch.zeros(size, dtype=torch.int32, device=device)
         flags[capacity:] = NO_SUCH_SLOT
@@ -95,7 +94,6 @@ def mixed(keys: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

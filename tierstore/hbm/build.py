@@ -7,16 +7,18 @@ import torch
 
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
-from ..kernels import MODES
+from ..kernels.slots import MODES
 from ..layout import QuantizedName, RowLayout
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..system.sizes import format_size
-from .base import DeviceRows, rows_of
+from .base import rows_of
 from .cache import PolicyName
+from .full import FullSize
 from .lanes import NOT_THERE, open_lane
-from .sending import Sender
+from .pool import HbmSize
+from .staging import Sender
 
 POLICIES: Final[dict[str, PolicyName]] = {
     "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
@@ -24,28 +26,11 @@ POLICIES: Final[dict[str, PolicyName]] = {
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
-class DeviceSize(Protocol):
-    """How much device memory a pool has, and for what."""
-
-    def host_bytes(self, layout: RowLayout) -> int:
-        """Host memory that such a pool takes."""
-        ...
-
-    def make_rows(
-        self, below: Pool, tables: Mapping[int, range], sender: Sender, *, policy: PolicyName, readonly: bool
-    ) -> DeviceRows:
-        """Device memory of this size above a pool.
-
-        Args:
-            tables: the range of the rows of each table, by table index.
-            readonly: nothing is trained.
-        """
-        ...
+DeviceSize = FullSize | HbmSize
+"""How much device memory a pool has, and for what."""
 
 
 class HbmTable(Protocol):
-    """A table whose rows go to device memory."""
-
     config: TableConfig
     index: int
     layout: RowLayout
@@ -53,25 +38,11 @@ class HbmTable(Protocol):
 
 
 def add_hbm(
-    pools: Iterable[Pool],
-    sizes: Mapping[RowLayout, DeviceSize],
-    tables: Sequence[HbmTable],
-    *,
-    device: torch.device,
-    policy: str,
-    readonly: bool,
-    given: object,
-) -> None:
-    """Give each pool its part of device memory.
-
-    Args:
-        tables: all of the store.
-        policy: of the store; the device's nearest is used (``POLICIES``).
-        given: the budget as its owner wrote it, for messages.
-
-    Raises:
-        BudgetError: the device has less memory free.
-    """
+    pools: Iterable[Pool], sizes: Mapping[RowLayout, DeviceSize], tables: Sequence[HbmTable], *, device: torch.device,
+    policy: str, readonly: bool, given: object,
+) -> None:  # fmt: skip
+    """Give each pool its part of device memory. BudgetError, which names ``given``, the budget as its owner wrote it:
+    the device has less memory free."""
     sender = Sender(open_lane(device), device)
     sender.lane.require_no_capture(NOT_THERE)
     own = POLICIES[policy.removeprefix("reference-")]
@@ -91,11 +62,7 @@ def add_hbm(
 
 
 def require_supported(config: TableConfig, *, readonly: bool) -> None:
-    """TableError for a table that the device tier has no kernels for.
-
-    Args:
-        readonly: nothing will be trained.
-    """
+    """TableError for a table that the device tier has no kernels for. ``readonly``: nothing will be trained."""
     if config.dtype in get_args(QuantizedName):
         raise TableError(
             f"table {config.name!r} has {config.dtype} rows, which are not supported with hbm; open the store "
@@ -114,7 +81,6 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
-    """What the device tier over these pools did."""
     hot = [rows_of(pool) for pool in pools if pool.tier.on_device]
     return of_counters([rows.all_counters for rows in hot])._replace(
         capacity_rows=sum(rows.capacity_rows for rows in hot),

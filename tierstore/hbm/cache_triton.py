@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache.base import DIRTY, LOADING, RESIDENT
+from .backend import launch
 from .books import PIN, STAMP_BITS, SUMMARY_ROWS, WAYS, Books, Plan, Status
 from .cache_twin import MAX_COUNT, STAMP_MASK
-from .triton_launch import launch
 
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
@@ -117,7 +117,6 @@ def commit_slots(
     book_keys, ranks, flags, keys, slots, statuses, counts, summary, following, count, clock_high, clock_low, forced,
     LFU: tl.constexpr, HAS_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK keys of a plan; their slots are distinct."""
     cell = tl.arange(0, _SUMMARY_ROWS * _STATUSES)
     if tl.program_id(0) == 0:
         tl.store(following + cell, cell * 0)
@@ -144,7 +143,6 @@ def commit_slots(
 
 @triton.jit(do_not_specialize=["count", "capacity"], do_not_specialize_on_alignment=["places", "told_others"])
 def list_tile(book_keys, keys, slots, places, told_keys, told_others, listed, count, capacity, BLOCK: tl.constexpr):
-    """BLOCK places."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = number < count
     place = tl.load(places + number, mask=inside, other=0)
@@ -177,7 +175,6 @@ def find_tile(ordered, order, keys, found, length, count, behind, STEPS: tl.cons
 
 @triton.jit(do_not_specialize=["count"])
 def age_tile(ranks, count, BLOCK: tl.constexpr):
-    """BLOCK ranks."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.load(ranks + number, mask=number < count, other=0)
     accesses = tl.maximum(rank >> (_STAMP_BITS + 1), 1)
@@ -186,7 +183,6 @@ def age_tile(ranks, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "capacity", "unpin", "keep", "add"])
 def edit_tile(flags, slots, count, capacity, unpin, keep, add, FORGET: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """BLOCK slots."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + number, mask=number < count, other=-1)
     inside = (slot >= 0) & (slot < capacity)
@@ -206,7 +202,6 @@ def sketch_place(half, width):
 
 @triton.jit(do_not_specialize=["width"])
 def estimate_tile(counters, keys, num_unique, estimates, width, BLOCK: tl.constexpr) -> None:
-    """BLOCK keys."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = number < tl.load(num_unique)
     mixed = mix(tl.load(keys + number, mask=inside, other=0))
@@ -216,7 +211,7 @@ def estimate_tile(counters, keys, num_unique, estimates, width, BLOCK: tl.conste
 
 
 @triton.jit(do_not_specialize=["width", "most"])
-def count_tile(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> None:
+def count_keys(words, keys, num_unique, width, most, BLOCK: tl.constexpr) -> None:
     """BLOCK keys. Two counters lie in a word of 32 bits, the smallest that is added to atomically; a full one is put
     back, so that the result does not depend on the order."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -294,5 +289,87 @@ def sketch_estimate(counters: Tensor, keys: Tensor, num_unique: Tensor) -> Tenso
 def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) -> None:
     grid = (triton.cdiv(len(keys), _BLOCK),)
     launch(
-        count_tile, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK
+        count_keys, grid, counters.view(torch.int32), keys, num_unique, len(counters) // 2, most, BLOCK=_BLOCK
     )  # fmt: skip
+
+
+TILE: Final = 1024
+"""Places of a sorted batch that one program looks at."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def mix_tile(keys, mixed, count, BLOCK: tl.constexpr) -> None:
+    """BLOCK keys, such that the order of the signed results is that of the unsigned mixes."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    value = mix(tl.load(keys + place, mask=inside, other=0)) ^ (1 << 63)
+    tl.store(mixed + place, value.to(tl.int64, bitcast=True), mask=inside)
+
+
+@triton.jit
+def starts_of_tile(ordered, place, count):
+    """int32: 1 where a value differs from the one before, 0 elsewhere and outside."""
+    inside = place < count
+    value = tl.load(ordered + place, mask=inside, other=0)
+    before = tl.load(ordered + place - 1, mask=inside & (place > 0), other=0)
+    return (inside & ((place == 0) | (value != before))).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def count_tile(ordered, counts, count, BLOCK: tl.constexpr) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + tl.program_id(0), tl.sum(starts_of_tile(ordered, place, count), axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def place_tile(
+    ordered, order, counts, keys, distinct, starts, num_unique, inverse, count,
+    HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of BLOCK sorted values, numbered from the sum of all earlier tiles' counts."""
+    tile = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, tile, BLOCK):
+        earlier += tl.load(counts + first + lane, mask=first + lane < tile, other=0)
+    place = tile * BLOCK + lane
+    inside = place < count
+    begins = starts_of_tile(ordered, place, count)
+    number = tl.sum(earlier, axis=0) + tl.cumsum(begins, axis=0) - 1
+    is_start = begins != 0
+    if HAS_KEYS:
+        position = tl.load(order + place, mask=inside, other=0)
+        tl.store(inverse + position, number, mask=inside)
+        value = tl.load(keys + position, mask=is_start, other=0)
+    else:
+        value = tl.load(ordered + place, mask=is_start, other=0)
+    tl.store(distinct + number, value, mask=is_start)
+    tl.store(starts + number, place, mask=is_start)
+    is_last = place == count - 1
+    tl.store(starts + number + 1, place + 1, mask=is_last)
+    tl.store(num_unique + lane * 0, number + 1, mask=is_last)
+
+
+def mix_keys(keys: Tensor) -> Tensor:
+    mixed = torch.empty_like(keys)
+    launch(mix_tile, _tiles(keys), keys, mixed, len(keys), BLOCK=TILE)
+    return mixed
+
+
+def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    count, device, grid = len(ordered), ordered.device, _tiles(ordered)
+    counts = torch.empty(grid, dtype=torch.int32, device=device)
+    launch(count_tile, grid, ordered, counts, count, BLOCK=TILE)
+    distinct = torch.empty_like(ordered)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=device)
+    num_unique = torch.empty(1, dtype=torch.int32, device=device)
+    inverse = None if keys is None else torch.empty(count, dtype=torch.int32, device=device)
+    launch(
+        place_tile, grid, ordered, order, counts, ordered if keys is None else keys, distinct, starts, num_unique,
+        starts if inverse is None else inverse, count, HAS_KEYS=keys is not None, BLOCK=TILE,
+    )  # fmt: skip
+    return distinct, starts, num_unique, inverse
+
+
+def _tiles(values: Tensor) -> tuple[int]:
+    return (triton.cdiv(len(values), TILE),)

@@ -117,7 +117,6 @@ def find_sorted(ordered: Tensor, order: Tensor, keys: Tensor, behind: int) -> Te
 
 
 def age(ranks: Tensor) -> None:
-    """Halve the counts of all ranks (policy "lfu")."""
     counts = (ranks >> (STAMP_BITS + 1)).clamp(min=1)
     ranks.copy_((counts << STAMP_BITS) | (ranks & STAMP_MASK))
 
@@ -160,3 +159,36 @@ def sketch_count(counters: Tensor, keys: Tensor, num_unique: Tensor, most: int) 
     """Add one to the counters of each of the first U keys, up to ``most``."""
     places = sketch_places(keys[: int(num_unique)], len(counters) // 2).flatten()
     counters.index_add_(0, places, torch.ones_like(places, dtype=torch.int16)).clamp_(max=most)
+
+
+def mix_keys(keys: Tensor) -> Tensor:
+    return mixed(keys)
+
+
+def place_starts(ordered: Tensor, order: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(distinct, starts, num_unique, inverse), as in ``Grouping`` and ``Groups``.
+
+    Args:
+        ordered: int64 or int32 [N], sorted, N > 0; order: int64 [N], where each value was before.
+        keys: int64 [N], of which ``distinct`` are then some, in their order before the sort; None for the sorted
+            values themselves, and no inverse.
+    """
+    begins = _begins(ordered)
+    places = torch.nonzero(begins).flatten()
+    distinct = torch.empty_like(ordered)
+    distinct[: len(places)] = ordered[places] if keys is None else keys[order[places]]
+    starts = torch.empty(len(ordered) + 1, dtype=torch.int32, device=ordered.device)
+    starts[: len(places)] = places.to(torch.int32)
+    starts[len(places)] = len(ordered)
+    num_unique = begins.sum(dtype=torch.int32).view(1)
+    if keys is None:
+        return distinct, starts, num_unique, None
+    inverse = torch.empty(len(ordered), dtype=torch.int32, device=ordered.device)
+    inverse[order] = torch.cumsum(begins, 0, dtype=torch.int32) - 1
+    return distinct, starts, num_unique, inverse
+
+
+def _begins(ordered: Tensor) -> Tensor:
+    begins = torch.ones(len(ordered), dtype=torch.bool, device=ordered.device)
+    torch.ne(ordered[1:], ordered[:-1], out=begins[1:])
+    return begins

@@ -3,12 +3,17 @@
 The kernel that joins a batch (``join_ids``) writes what is wrong to page-locked memory, and clears a word on the
 device, by which the batch then changes no row. The host looks when the kernel is done: it asks whenever it gives the
 device more work, and waits only where it waits anyway.
+
+A lookup in a CUDA graph (``Captured``) has a word, a record and two counters that were made before the capture, so
+that no replay sets them again. Cleared by a wrong batch, the word stays so until the host has looked. The rows'
+addresses are part of the graph, so the pool counts as in use until it is closed.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +55,6 @@ class Check(NamedTuple):
 
 
 class Checks:
-    """Of the batches of one pool; for any thread."""
-
     def __init__(self, lane: Lane, device: torch.device) -> None:
         self._lane = lane
         self._device = device
@@ -98,3 +101,105 @@ class Checks:
         with self._lock:
             self._unseen = deque(each for each in self._unseen if each is not check)
         check.require_right()
+
+
+_SPARE: Final = 8
+_REPLAYED: Final = (
+    "The device found this in a batch that a CUDA graph was replayed with. That batch, and those replayed after it "
+    "until now, changed no row of the tables that were looked up with it, and were not counted as updates of them."
+)
+
+
+class Spare(NamedTuple):
+    """What one captured lookup will need: ``words``, as of ``Check``, and ``counts``, int64 [2] on the device, of
+    forwards and updates."""
+
+    words: tuple[Tensor, Tensor]
+    counts: Tensor
+
+    @classmethod
+    def some(cls, checks: Checks, num_features: int) -> "list[Spare]":
+        """With counters at 0, for as many lookups as one step of a model may have; made on the current stream."""
+        words = [checks.words(num_features) for _ in range(_SPARE)]
+        with torch.inference_mode(False):
+            counts = torch.zeros((_SPARE, 2), dtype=torch.int64, device=words[0][0].device)
+        return [cls(*each) for each in zip(words, counts, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A lookup in a CUDA graph, which counts its replays."""
+
+    lane: Lane
+    check: Check
+    counts: Tensor
+    num_positions: int
+
+    def count_forward(self) -> None:
+        self.counts[0].add_(1)
+
+    def count_update(self) -> None:
+        """Have each replay count one more update, unless its ids are wrong."""
+        self.counts[1].add_(self.check.is_right[0])
+
+    @property
+    def num_forwards(self) -> int:
+        """Waits for the device."""
+        self.lane.synchronize()
+        return int(self.counts[0])
+
+    @property
+    def num_updates(self) -> int:
+        """Waits for the device."""
+        self.lane.synchronize()
+        return int(self.counts[1])
+
+
+class Captures:
+    """The captured lookups of one pool; for any thread."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._lookups: list[Captured] = []
+        self._kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def add(self, check: Check, counts: Tensor, num_positions: int) -> Captured:
+        made = Captured(self._lane, check, counts, num_positions)
+        self._lookups.append(made)
+        return made
+
+    def keep(self, *objects: Any) -> None:
+        """Keep what replays will use until ``close``."""
+        self._kept.extend(objects)
+
+    def close(self) -> None:
+        self._kept.clear()
+
+    @property
+    def num_positions(self) -> int:
+        """Looked up by replays so far. Waits for the device."""
+        return sum(each.num_forwards * each.num_positions for each in self._lookups)
+
+    def look(self, *, wait: bool = False) -> None:
+        """ValueError, once, for a wrong batch of a replay: as far as it is known by now, or with ``wait`` of all."""
+        if wait and self._lookups:
+            self._lane.synchronize()
+        for each in self._lookups:
+            if each.check.record.numpy().any():
+                self._tell(each.check)
+
+    def _tell(self, check: Check) -> None:
+        with self._lock:
+            self._lane.synchronize()
+            record = check.record.numpy()
+            if record.any():
+                error = check.explain(record)
+                error.add_note(_REPLAYED)
+                record[:] = 0
+                check.is_right.fill_(1)
+                self._lane.synchronize()
+                raise error

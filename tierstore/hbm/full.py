@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
@@ -30,11 +29,9 @@ from ..pool import Pool
 from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
-from .cache import PolicyName
-from .grouping import group_slots
+from .cache import PolicyName, group_slots
 from .lanes import NOT_THERE, Mark, refused_in_graph
-from .sending import Sender
-from .staging import Staging, staging_bytes
+from .staging import Sender, Staging, staging_bytes
 
 DIRTY_BYTES: Final = 1
 """Of each row."""
@@ -43,12 +40,7 @@ _BUFFERS_AT_ONCE: Final = 64
 
 
 class FullSize(NamedTuple):
-    """Rows of one pool in device memory.
-
-    Attributes:
-        cached_rows: all.
-        staging_rows: of each buffer.
-    """
+    """Rows of one pool in device memory, and of each staging buffer."""
 
     cached_rows: int
     staging_rows: int
@@ -90,12 +82,7 @@ class FullLease:
 
 
 class FullRows(DeviceRows):
-    """See the module's docstring.
-
-    Args:
-        tables: the range of the rows of each table, by table index.
-        readonly: nothing is trained.
-    """
+    """See the module's docstring. ``tables``: the range of each one's rows, by its index."""
 
     row_dtype = torch.int32
     is_capturable = True
@@ -127,7 +114,7 @@ class FullRows(DeviceRows):
         return True
 
     def stage(self, batch: DeviceBatch) -> FullLease:
-        """See ``DeviceRows``; a batch that may be trained is grouped ahead, on the side stream."""
+        """A batch that may be trained is grouped ahead, on the side stream."""
         with self.lock:
             self.require_open()
             self._load()
@@ -139,7 +126,6 @@ class FullRows(DeviceRows):
         return lease
 
     def parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        """See ``DeviceRows``: one part."""
         if batch.captured is None:
             self._note_hits(len(batch))
         return iter((Part(0, len(batch), batch.rows, None, lease or FullLease(self, batch)),))
@@ -154,7 +140,6 @@ class FullRows(DeviceRows):
         return found
 
     def row_parts(self, batch: DeviceBatch, lease: Any) -> Iterator[Part]:
-        """See ``DeviceRows``: one part."""
         slots = self._grouped(batch).slots
         return iter((Part(0, len(slots), slots, None, lease or FullLease(self, batch)),))
 
@@ -184,13 +169,11 @@ class FullRows(DeviceRows):
         return self._keys_at(batch.rows.cpu().numpy())
 
     def hold(self, lease: Any) -> bool:
-        """See ``DeviceRows``; there always is room."""
         self._held.add(weakref.ref(lease, self._held.discard))  # nothing of Python runs where one is dropped
         lease.held = True
         return True
 
     def let_go(self, lease: FullLease) -> None:
-        """It is in use no more."""
         self._held.discard(weakref.ref(lease))
 
     @contextlib.contextmanager
@@ -231,7 +214,6 @@ class FullRows(DeviceRows):
 
     @property
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        """All slots, some at a time."""
         step = self._staging.rows * _BUFFERS_AT_ONCE
         return ((first, min(first + step, self.capacity_rows)) for first in range(0, self.capacity_rows, step))
 
@@ -247,7 +229,7 @@ class FullRows(DeviceRows):
 
     @shielded
     def flush(self) -> None:
-        """See ``DeviceRows``. A thread about to use rows waits for it; nobody may replay a graph meanwhile."""
+        """A thread about to use rows waits for it; nobody may replay a graph meanwhile."""
         self.lane.require_no_capture("rows are not committed or copied down")
         self.look()
         with self.lock, self.lane.side():
@@ -259,7 +241,6 @@ class FullRows(DeviceRows):
             self.fill_seconds += time.perf_counter() - started
 
     def _flush_some(self, first: int, last: int) -> None:
-        """Those of the slots ``[first, last)``."""
         slots = torch.nonzero(self._marks[first:last]).flatten() + first
         if len(slots):
             places = slots.to(torch.int32)
@@ -267,7 +248,7 @@ class FullRows(DeviceRows):
             self._marks[slots] = 0
 
     def _forget(self) -> None:
-        """See ``DeviceRows``; the next use brings all rows in again."""
+        """The next use brings all rows in again."""
         self._loaded = None
 
     # Whole rows, for their owner
@@ -293,12 +274,7 @@ class FullRows(DeviceRows):
         self.retain(slots)
 
     def _send_slots(self, keys: Int64s) -> tuple[Tensor, Mark]:
-        """int32 [n], on their way to the device."""
-
-        def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:] = self.numbering.slots_of(keys)
-
-        (slots,), sent = self._sender.send([(torch.int32, len(keys))], fill)
+        (slots,), sent = self._sender.copy(self.numbering.slots_of(keys).astype(np.int32))
         return slots, sent
 
     # State
@@ -332,6 +308,5 @@ class FullRows(DeviceRows):
         return self._staging.host_bytes
 
     def check_integrity(self) -> None:
-        """AssertionError if a row is dirty that is not in."""
         with self.lock:
             assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were brought in"

@@ -41,11 +41,7 @@ class _Done:
 
 
 class Lane:
-    """A device's two streams; here the CPU's, where everything happens at once.
-
-    Attributes:
-        pin_memory: whether host buffers that rows are copied through should be page-locked.
-    """
+    """A device's two streams; here the CPU's, where everything happens at once."""
 
     pin_memory = False
 
@@ -56,7 +52,6 @@ class Lane:
         return False
 
     def require_no_capture(self, what: str) -> None:
-        """RuntimeError under capture, see ``refused_in_graph``."""
         if self.is_capturing:
             raise refused_in_graph(what)
 
@@ -77,8 +72,6 @@ class Lane:
 
 
 class CudaLane(Lane):
-    """A side stream of one CUDA device."""
-
     pin_memory = True
 
     def __init__(self, device: torch.device) -> None:
@@ -113,5 +106,4 @@ class CudaLane(Lane):
 
 
 def open_lane(device: torch.device) -> Lane:
-    """The lane of a device: CUDA, or the CPU."""
     return CudaLane(device) if device.type == "cuda" else Lane()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..kernels.arrays import Int32s
-from .grouping import Grouping
+from .cache import Grouping
 from .lanes import Mark
 
 if TYPE_CHECKING:
@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 
 class HbmLease:
-    """The rows of a batch, pinned in their slots until ``release``.
+    """The rows of a batch, pinned in their slots until ``release``; in place from ``ready`` on. ``grouping`` is of the
+    keys asked for."""
 
-    Attributes:
-        claim: what it has.
-        grouping: of the keys asked for.
-        ready: when the rows are in place.
-        held: whether it outlives the call that took it.
-    """
-
-    __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "ready")
+    __slots__ = ("__weakref__", "_pool", "claim", "grouping", "held", "num_rows", "overflow", "ready", "slots")
 
     def __init__(
         self, pool: "HbmPool", grouping: Grouping, slots: Tensor, num_rows: int, overflow: Int32s, ready: Mark
@@ -35,23 +29,11 @@ class HbmLease:
         self.ready = ready
         self.held = False
         self.claim = HbmClaim(self, pool.released.append)
-        self.claim.slots = slots
-        self.claim.num_rows = num_rows
-        self.claim.overflow = overflow
+        self.slots = self.claim.slots = slots
+        self.num_rows = num_rows
+        self.overflow = self.claim.overflow = overflow
         self.claim.last_use = ready
         self.claim.changed = False
-
-    @property
-    def slots(self) -> Tensor:
-        return self.claim.slots
-
-    @property
-    def num_rows(self) -> int:
-        return self.claim.num_rows
-
-    @property
-    def overflow(self) -> Int32s:
-        return self.claim.overflow
 
     @contextlib.contextmanager
     def in_use(self, *, changes: bool = False) -> Iterator[None]:
@@ -77,16 +59,14 @@ class HbmClaim(weakref.ref[HbmLease]):
     that in any thread, under any lock, and no exception can come then.
 
     Attributes:
-        slots: int32 [N]; the first U are rows of the arenas, in order of the keys asked for, the others are -1.
-        num_rows: U.
+        slots: int32 [N]; the first ones are rows of the arenas, in order of the keys asked for, the others are -1.
         overflow: numpy int32 [n], which overflow slots are among them.
         last_use: when the work that uses the rows is done.
         changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("changed", "last_use", "num_rows", "overflow", "slots")
+    __slots__ = ("changed", "last_use", "overflow", "slots")
     slots: Tensor
-    num_rows: int
     overflow: Int32s
     last_use: Mark
     changed: bool

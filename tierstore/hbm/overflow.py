@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
 from ..cache.base import LOADING
 from ..cache.books import Tally
 from ..kernels.arrays import Int32s, Int64s
-from .sending import Sender
+from .staging import Sender
 
 OVERFLOW_INDEX_BYTES: Final = 3 * 8
 """Device memory for each slot: its key, once as it is and once sorted, and the slot of the sorted one."""
 
 
 def overflow_bytes(rows: int) -> int:
-    """Host memory that ``rows`` overflow slots take."""
     return size_bytes_of("lru", rows, weight_words=0, state_words=0)
 
 
@@ -29,14 +27,9 @@ _NOBODY: Final = -1
 
 
 class Overflow(DdrCache):
-    """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device.
-
-    Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell the device. Nothing waits for the device.
-
-    Args:
-        behind: slots of the arenas before these.
-        kernels: of the cache whose slots they are.
-    """
+    """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device, whose
+    slots are ``behind`` others in the arenas. Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell
+    the device. Nothing waits for it."""
 
     def __init__(self, capacity: int, *, behind: int, sender: Sender, kernels: ModuleType) -> None:
         super().__init__(capacity, weight_words=0, state_words=0, policy="lru")
@@ -48,7 +41,6 @@ class Overflow(DdrCache):
         """``_keys`` sorted, and the slot of each; None after a change."""
 
     def warm_up(self) -> None:
-        """Have the kernel compiled."""
         self._kernels.find_sorted(self._keys, self._keys, self._keys[:1], self.behind)
 
     def locate(self, keys: Tensor) -> Tensor | None:
@@ -62,14 +54,9 @@ class Overflow(DdrCache):
         return found
 
     def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
-        """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading.
-
-        Args:
-            make_room: called with dirty slots that nobody uses, to write their rows down.
-
-        Returns:
-            None, and nothing changed but what was written down, if there are too few.
-        """
+        """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading. None, and
+        nothing changed but what ``make_room`` wrote down (it is given dirty slots that nobody uses), if there are
+        too few."""
         admission = Admission(keys)
         if not len(keys):
             return admission
@@ -84,22 +71,13 @@ class Overflow(DdrCache):
         return admission
 
     def _tell(self, slots: Int32s, keys: Int64s | int) -> None:
-        """Tell the device whose slots these are now."""
-
-        def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:], arrays[1][:] = slots, keys
-
-        (places, owners), _ = self._sender.send([(torch.int64, len(slots))] * 2, fill)
+        (places, owners), _ = self._sender.copy(slots.astype(np.int64), np.full(len(slots), keys, np.int64))
         self._keys.index_copy_(0, places, owners)
         self._ordered = None
 
     def places(self, slots: Int32s) -> Tensor:
         """int32 [n], on the device: slots of the arenas."""
-
-        def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:] = slots + np.int32(self.behind)
-
-        (places,), _ = self._sender.send([(torch.int32, len(slots))], fill)
+        (places,), _ = self._sender.copy(slots + np.int32(self.behind))
         return places
 
     def _drop(self, admission: Admission) -> None:

@@ -2,18 +2,11 @@
 
 A row's newest value is in its slot here if it has one, else in the pool below. Most slots are the set-associative
 cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow* slot, behind the cache's in the same
-arenas: there any row may lie anywhere, and which one does is kept on the host, in a cache without rows. So does, by
-policy "lfu", a row that is asked for less often than the one it would drive out, while there is room.
+arenas; so does, by policy "lfu", a row that is asked for less often than its victim, while there is room.
 
-Bringing rows in: the device looks up the batch's distinct keys and pins their slots, and the host waits for a summary,
-some bytes. If every row is there, that is all. Else the missing rows' keys go to the host, and the pool below fills
-page-locked buffers that are copied into the slots. If dirty rows must leave, or rows need overflow slots, the device
-has pinned nothing yet, and does so when the host has seen to that. All of it on the side stream; forward waits, on its
-stream, for the mark of the lease.
-
-A lease pins its slots. ``release`` only notes it, together with a mark of the stream that used the rows: the slots
-are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
-and no thread waits for a model's kernels; a thread that brings rows in waits for the side stream's.
+A lease pins its slots. ``release`` only notes it, with a mark of the stream that used the rows: the slots are unpinned
+when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs, and no thread
+waits for a model's kernels; a thread that brings rows in waits for the side stream's.
 
 A call may be cut short anywhere, by any exception. Which slots are pinned follows from the leases that there are: the
 next call that brings rows in or writes them down pins their slots again, and forgets what was loading.
@@ -33,7 +26,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import CacheCounters
@@ -46,28 +38,22 @@ from ..system.signals import shielded
 from .base import DeviceBatch, DeviceRows, Part
 from .batch import Groups
 from .books import SUMMARY_ROWS, Plan, Status
-from .cache import HbmCache, PolicyName
-from .grouping import Grouping, group_keys, warm_up
+from .cache import FrequencySketch, Grouping, HbmCache, PolicyName, group_keys, warm_up
 from .lanes import Mark
 from .lease import HbmClaim, HbmLease
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes
-from .sending import Sender
-from .sketch import FrequencySketch
-from .staging import Staging, staging_bytes
+from .staging import Sender, Staging, staging_bytes
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 
 
 class HbmSize(NamedTuple):
-    """Rows of one pool's parts in device memory."""
-
     cached_rows: int
     overflow_rows: int
     staging_rows: int
     """Of each buffer."""
 
     def host_bytes(self, layout: RowLayout) -> int:
-        """Host memory that such a pool takes: staging, and what says which row has which overflow slot."""
         return staging_bytes(layout, self.staging_rows) + overflow_bytes(self.overflow_rows)
 
     def make_rows(
@@ -77,8 +63,6 @@ class HbmSize(NamedTuple):
 
 
 class _Grouped(NamedTuple):
-    """Of a batch."""
-
     grouping: Grouping
     made: Mark
 
@@ -96,12 +80,6 @@ class _Misses(NamedTuple):
 
 
 class HbmPool(DeviceRows):
-    """See the module's docstring.
-
-    Attributes:
-        counters: of the cache, in the terms of a ``RowCache``.
-    """
-
     dirty = None
     row_dtype = torch.int64
 
@@ -112,13 +90,9 @@ class HbmPool(DeviceRows):
         # Not inference tensors, even if inference comes first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
-                size.cached_rows,
-                weight_words=layout.weight_words,
-                state_words=layout.state_words,
-                policy=policy,
-                device=device,
-                extra_rows=size.overflow_rows,
-            )
+                size.cached_rows, weight_words=layout.weight_words, state_words=layout.state_words, policy=policy,
+                device=device, extra_rows=size.overflow_rows,
+            )  # fmt: skip
             kernels = self.cache.kernels
             self.overflow = Overflow(size.overflow_rows, behind=size.cached_rows, sender=sender, kernels=kernels)
             self._sketch = FrequencySketch(size.cached_rows, device, kernels) if policy == "lfu" else None
@@ -139,7 +113,6 @@ class HbmPool(DeviceRows):
         self._is_whole = True
 
     def _warm_up(self) -> None:
-        """Have the kernels compiled, so that the first batch does not wait for that."""
         warm_up(self.device)
         self.cache.warm_up()
         self.overflow.warm_up()
@@ -157,7 +130,7 @@ class HbmPool(DeviceRows):
         return made
 
     def has_room(self, batch: DeviceBatch) -> bool:
-        """See ``DeviceRows``. Of overflow slots a batch is taken to need as many as the last one."""
+        """Of overflow slots a batch is taken to need as many as the last one."""
         # The rows are counted only where it depends on them.
         return self._has_room(len(batch)) or self._has_room(int(self.groups(batch).num_unique))
 
@@ -205,17 +178,9 @@ class HbmPool(DeviceRows):
     # Leases
 
     def _parts(self, keys: Tensor, grouping: Grouping) -> Iterator[tuple[int, int, HbmLease]]:
-        """Leases that together cover ``keys`` (int64 [N], on the device) in order, each with its range; one if the
-        rows fit.
-
-        Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
-
-        Args:
-            grouping: that of all keys.
-
-        Raises:
-            BudgetError: every slot stayed pinned by others for a minute.
-        """
+        """Leases that together cover ``keys`` (int64 [N], on the device) in order, each with its range; one if the rows
+        fit. Each is released when the next is asked for, unless the caller held it: then it is the caller's to
+        release. BudgetError: every slot stayed pinned by others for a minute."""
 
         def acquire(first: int, last: int) -> HbmLease | None:
             return self.acquire(grouping if last - first == len(keys) else self.group(keys[first:last]), last - first)
@@ -270,7 +235,6 @@ class HbmPool(DeviceRows):
         return max(1, self.overflow.capacity // 2)
 
     def group(self, keys: Tensor) -> Grouping:
-        """Group keys; see ``grouping``."""
         with self.lane.side():
             return group_keys(keys)
 
@@ -291,11 +255,8 @@ class HbmPool(DeviceRows):
         )
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
-        """Pin the rows of these keys, all of them; None if they need more overflow slots than there are.
-
-        Args:
-            lookups: positions that the keys stand for, for the statistics.
-        """
+        """Pin the rows of these keys, which stand for so many lookups; None if they need more overflow slots than there
+        are."""
         with self._changing():
             self.require_open()
             started = time.perf_counter()
@@ -333,10 +294,8 @@ class HbmPool(DeviceRows):
             self._is_whole = True
 
     def _reclaim(self, *, wait: bool) -> None:
-        """Unpin what was released and is no longer used; with ``wait``, all that was released.
-
-        The caller is in ``_changing``; the side stream waits where ``wait`` says so, this thread does not.
-        """
+        """Unpin what was released and is no longer used; with ``wait``, all that was released: the side stream waits
+        then, this thread does not. The caller is in ``_changing``."""
         for _ in range(len(self.released)):
             claim = self.released[0]
             if claim in self._claims:
@@ -446,7 +405,6 @@ class HbmPool(DeviceRows):
     # Writing rows down; the caller holds ``lock`` and is on the side stream
 
     def _write_down_overflow(self, slots: Int32s) -> None:
-        """Copy the rows of these overflow slots down."""
         self._write_down(self.overflow.keys_of(slots), self.overflow.places(slots))
 
     def _write_down(self, keys: Int64s, slots: Tensor) -> None:
@@ -455,10 +413,7 @@ class HbmPool(DeviceRows):
 
     @shielded
     def flush(self) -> None:
-        """See ``DeviceRows``.
-
-        On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again.
-        """
+        """On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again."""
         with self._changing():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
@@ -498,11 +453,7 @@ class HbmPool(DeviceRows):
 
     def _send_keys(self, keys: Int64s) -> Tensor:
         """On the device, for the side stream, and so before a lease taken later is used."""
-
-        def fill(arrays: list[NDArray[Any]]) -> None:
-            arrays[0][:] = keys
-
-        (sent,), _ = self._sender.send([(torch.int64, len(keys))], fill)
+        (sent,), _ = self._sender.copy(keys)
         return sent
 
     # State
@@ -525,14 +476,12 @@ class HbmPool(DeviceRows):
 
     @property
     def size_bytes(self) -> int:
-        """See ``DeviceRows``: arenas, index, policy."""
         sketch = 0 if self._sketch is None else self._sketch.size_bytes
         overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
         return self.cache.size_bytes + overflow + sketch
 
     @property
     def host_bytes(self) -> int:
-        """See ``DeviceRows``; ``HbmSize.host_bytes`` tells them ahead."""
         return self._staging.host_bytes + self.overflow.size_bytes
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from .. import kernels
+from ..kernels import slots as kernels
 
 AT_ONCE: Final = tl.constexpr(4)
 """Positions of a row that a step of a loop takes; kernels name each of the four."""
@@ -213,7 +213,6 @@ def dot_positions(
     HAS_INVERSE: tl.constexpr, BFLOAT16: tl.constexpr, DIM: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS positions."""
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     active = place < last - first
     column = tl.arange(0, WIDTH)[None, :]
@@ -225,3 +224,29 @@ def dot_positions(
     value = tl.load(weights + slot[:, None] * WEIGHT_STRIDE + column, mask=lanes, other=0)
     total = tree_sum(as_float32(value, BFLOAT16) * source, ROWS, WIDTH)
     tl.store(grad_scale + first + place, total, mask=active)
+
+
+@triton.jit
+def move_words(arena, buffer, slot, row, inside, WORDS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr):
+    word = tl.arange(0, WIDTH)[None, :]
+    mask = inside[:, None] & (word < WORDS)
+    on_device = arena + slot[:, None] * WORDS + word
+    on_host = buffer + row[:, None] * WORDS + word
+    if UP:
+        tl.store(on_device, tl.load(on_host, mask=mask), mask=mask)
+    else:
+        tl.store(on_host, tl.load(on_device, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
+def move_tile(
+    weights, state, host_weights, host_state, slots, count, WEIGHT_WORDS: tl.constexpr, STATE_WORDS: tl.constexpr,
+    WEIGHT_WIDTH: tl.constexpr, STATE_WIDTH: tl.constexpr, UP: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
+    row = row.to(tl.int64)
+    move_words(weights, host_weights, slot, row, inside, WEIGHT_WORDS, WEIGHT_WIDTH, UP)
+    if STATE_WORDS:
+        move_words(state, host_state, slot, row, inside, STATE_WORDS, STATE_WIDTH, UP)

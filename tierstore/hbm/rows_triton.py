@@ -1,24 +1,18 @@
 """Kernels over rows of the HBM tier in Triton; what they compute is told, and checked, by their twins in ``rows_twin``.
 
-All are bound by memory. Bytes a row of D float32 columns, beside 4 to 24 bytes of indices a position:
-
-- pooling reads the row of each position and writes each bag's result once (4 D each);
-- a dot product reads a row and a gradient (8 D);
-- an update reads the gradient of each position (4 D), and reads and writes each row (8 D) and its state once. A row of
-  more than RUN positions also writes and reads a sum a run (8 D).
+All are bound by memory: pooling reads 4 D bytes a position and writes 4 D a bag, a dot product reads 8 D a position, an
+update reads 4 D a position and reads and writes a row and its state once.
 
 Rows lie anywhere, so what counts is how many are in flight. A program has two warps and a tile of TILE elements, four a
-thread (16 bytes, the widest access): with D = 16, a row is read by four threads and a program works on 16 rows side by
-side; with D = 64 a warp reads two rows; above D = 128 a program has one row, and above 256 more warps for it. A step of
-a loop takes four positions of each row: first their indices are loaded, then their rows, 4 KiB a program, and then they
-are added in order. Latency times bandwidth of an H100's or H200's memory asks for about 25 KiB a multiprocessor, seven
-programs; registers leave room for more (``tests/hbm/machine_code.py`` has the numbers). Loops have no barriers. Small
-programs also lose little when one row of a tile has more positions than its neighbours. Strides of rows are constants,
-so that the compiler sees how rows are aligned.
+thread (16 bytes, the widest access); above D = 128 it has one row, and above 256 more warps for it. A step of a loop
+takes four positions of each row: first their indices are loaded, then their rows, 4 KiB a program, and then they are
+added in order. Latency times bandwidth of an H100's or H200's memory asks for about 25 KiB a multiprocessor, seven
+programs; registers leave room for more (``tests/hbm/machine_code.py`` has the numbers). Loops have no barriers. Strides
+of rows are constants, so that the compiler sees how rows are aligned.
 
-The sums that have an order follow it by loops over positions and by explicit trees over columns; programs share no
-sum. The host does not know U, how many rows are distinct: grids are bounded by what it knows, and kernels read U.
-Nothing here waits for the device, and nothing is sent to it but arguments.
+Sums that have an order follow it by loops over positions and by explicit trees over columns; programs share no sum.
+The host does not know U, how many rows are distinct: grids are bounded by what it knows, and kernels read U. Nothing
+here waits for the device, and nothing is sent to it but arguments.
 
 Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C output columns, S slots, D dim, T tables.
 """
@@ -30,14 +24,13 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..optim.configs import NUM_HYPER
 from ..optim.kernels import RUN, SUPER_RUN
+from .backend import launch
 from .batch import Bags, DeviceIds, Groups
-from .moving_triton import move_tile
-from .pooling_triton import dot_positions, join_tile, number_positions, pool_bags
+from .pooling_triton import dot_positions, join_tile, move_tile, number_positions, pool_bags
 from .rows_twin import Pair
-from .triton_launch import launch
 from .updating_triton import AVERAGED, CHOSEN, PLAIN, SCALED, sum_runs, sum_super_runs, update_tile
 
 TILE: Final = 256
@@ -47,7 +40,6 @@ MOVED_WORDS: Final = 512
 
 
 def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
-    """As ``rows_twin.number_bags``."""
     num_bags = len(bag_starts) - 1
     launch(
         number_positions, (triton.cdiv(len(bag_of), NUMBER_TILE),), bag_starts, bag_of, len(bag_of), num_bags,
@@ -58,7 +50,6 @@ def number_bags(bag_starts: Tensor, bag_of: Tensor) -> None:
 def join_ids(
     given: DeviceIds, firsts: Tensor, num_rows: Tensor, bags: Bags, rows: Tensor, is_right: Tensor, record: Tensor
 ) -> None:
-    """As ``rows_twin.join_ids``."""
     num_bags = len(bags.bag_starts) - 1
     launch(
         join_tile, (triton.cdiv(max(len(rows), num_bags + 1), NUMBER_TILE),), given.ids, given.offsets,
@@ -72,7 +63,6 @@ def pool_rows(
     bags: Bags, slots: Tensor, inverse: Tensor | None, first: int, last: int, *, mode: int, weights: Tensor, dim: int,
     out: Tensor, arg_max: Tensor | None,
 ) -> None:  # fmt: skip
-    """As ``rows_twin.pool_rows``."""
     num_bags, tile = len(bags.bag_starts) - 1, _tile("BAGS", dim, bags, out)
     if first == last != 0:
         return
@@ -88,7 +78,6 @@ def dot_rows(
     bags: Bags, slots: Tensor, inverse: Tensor | None, first: int, last: int, *, weights: Tensor, dim: int,
     grad_out: Tensor, grad_scale: Tensor,
 ) -> None:  # fmt: skip
-    """As ``rows_twin.dot_rows``."""
     tile = _tile("ROWS", dim, bags, grad_out)
     launch(
         dot_positions, (triton.cdiv(last - first, tile["ROWS"]),), bags.bag_of, bags.columns, slots,
@@ -139,7 +128,6 @@ def update_rows(
 
 
 def move_rows(arenas: Pair, buffers: Pair, slots: Tensor, *, up: bool) -> None:
-    """As ``rows_twin.move_rows``."""
     words = [arena.shape[1] for arena in arenas]
     widths = [triton.next_power_of_2(max(width, 1)) for width in words]
     rows = max(1, MOVED_WORDS // max(widths))
@@ -154,13 +142,7 @@ def warm_up(
     modes: tuple[int, ...] = (kernels.SUM,),
 ) -> None:  # fmt: skip
     """Have the kernels compiled that lookups in a pool will usually need, by launches that touch none of its rows.
-
-    Args:
-        weights, state, dim, codes: as for ``update_rows``; of ``codes``, only the set matters.
-        by_row: lookups give ``inverse``.
-        marks_dirty: updates give ``dirty``.
-        modes: of the lookups' pooling: SUM, MEAN or MAX of ``kernels``.
-    """
+    ``by_row``: lookups give ``inverse``; ``marks_dirty``: updates give ``dirty``."""
     device, length = weights.device, SUPER_RUN + 1
     zeros = torch.zeros(length + 1, dtype=torch.int32, device=device)
     # One empty bag; and positions of no rows.

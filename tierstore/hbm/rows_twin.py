@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN, SUPER_RUN
 from .batch import Bags, DeviceIds, Groups
@@ -197,7 +197,6 @@ def _sum_ranges(low: Tensor, high: Tensor, dim: int, term: Callable[[Tensor], Te
 
 
 def _halving_sum(terms: Tensor) -> Tensor:
-    """float32 [rows]: ``kernels.halving_sum`` of each row."""
     width = kernels.padded_width(terms.shape[1])
     terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
     while width > 1:
@@ -277,7 +276,6 @@ def _mean_square(gradient: Tensor) -> Tensor:
 
 
 def _adam(hyper: Tensor, gradient: Tensor, slot: Tensor, state: Tensor) -> Tensor:
-    """The change of each row; its two moments are updated."""
     dim = gradient.shape[1]
     eps, beta1, beta2, step_size, root_correction = (hyper[:, column : column + 1] for column in range(2, 7))
     first = beta1 * state[slot, :dim] + (1 - beta1) * gradient

@@ -1,26 +1,107 @@
-"""Rows on their way between host and device: a few page-locked buffers of fixed size, which kernels read and write.
+"""What crosses between host and device, by page-locked buffers: a batch's arrays by one copy, rows by kernels.
 
-Up: two buffers in turn, so that the host fills one while a kernel reads the other. Down: one, as the host waits for it.
+Rows go up by two buffers in turn, so that the host fills one while a kernel reads the other. They come down by one, as
+the host waits for it.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.arrays import Int64s, Words
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
 from .lanes import Lane, Mark
+
+_SEND_BUFFERS: Final = 2
+_WORD_BYTES: Final = 4
+_ALIGNMENT_WORDS: Final = 4
+_TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+_NUMPY: Final[dict[torch.dtype, Any]] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+
+Field = tuple[torch.dtype, int]
+"""An array's type and length."""
+
+
+class _SendBuffer:
+    """Page-locked memory, int32, and when the copy out of it is done."""
+
+    host: Tensor
+    words: Int32s
+
+    def __init__(self) -> None:
+        self.replace(torch.empty(0, dtype=torch.int32, device="cpu"))
+        self.free: Mark | None = None
+
+    def replace(self, host: Tensor) -> None:
+        self.host, self.words = host, host.numpy()
+
+
+class Sender:
+    """Sends arrays to a device on its side stream, for any thread. Two buffers grow to the largest batch, rounded up to
+    a power of two: a caller waits only if the copy before the last is not done."""
+
+    def __init__(self, lane: Lane, device: torch.device) -> None:
+        self.lane = lane
+        self.device = device
+        self._lock = threading.Lock()
+        self._buffers = [_SendBuffer() for _ in range(_SEND_BUFFERS)]
+        self._number = 0
+
+    def send(self, fields: Sequence[Field], fill: Callable[[list[NDArray[Any]]], None]) -> tuple[list[Tensor], Mark]:
+        """Have ``fill(arrays)`` write numpy arrays of these types and lengths, and copy them to the device: tensors
+        there, and when. RuntimeError: the calling thread's current stream is captured into a CUDA graph."""
+        self.lane.require_no_capture("nothing is sent from the host: run such a step without a graph before")
+        # A torch operation costs the host as much as five of numpy's: one cuts all that was sent.
+        lengths = [length * dtype.itemsize // _WORD_BYTES for dtype, length in fields]
+        cuts = [cut for length in lengths for cut in (length, -length % _ALIGNMENT_WORDS)]
+        total = sum(cuts)
+        with self._lock:
+            buffer = self._next(total)
+            arrays, start = [], 0
+            for (dtype, _), length in zip(fields, lengths, strict=True):
+                arrays.append(buffer.words[start : start + length].view(_NUMPY[dtype]))
+                start += length + -length % _ALIGNMENT_WORDS
+            fill(arrays)
+            with self.lane.side():
+                sent = torch.empty(total, dtype=torch.int32, device=self.device)
+                sent.copy_(buffer.host[:total], non_blocking=True)
+                buffer.free = mark = self.lane.mark()
+        pieces = sent.split_with_sizes(cuts)[::2]
+        return [
+            piece if dtype == torch.int32 else piece.view(dtype)
+            for piece, (dtype, _) in zip(pieces, fields, strict=True)
+        ], mark
+
+    def copy(self, *given: NDArray[Any]) -> tuple[list[Tensor], Mark]:
+        def fill(arrays: list[NDArray[Any]]) -> None:
+            for array, each in zip(arrays, given, strict=True):
+                array[:] = each
+
+        return self.send([(_TORCH[each.dtype.name], len(each)) for each in given], fill)
+
+    def _next(self, num_words: int) -> _SendBuffer:
+        buffer = self._buffers[self._number % _SEND_BUFFERS]
+        self._number += 1
+        if buffer.free is not None and not buffer.free.query():
+            buffer.free.synchronize()
+        if len(buffer.words) < num_words:
+            grown = 1 << (num_words - 1).bit_length()
+            with torch.inference_mode(False):
+                buffer.replace(torch.empty(grown, dtype=torch.int32, device="cpu", pin_memory=self.lane.pin_memory))
+        return buffer
+
 
 _NUM_BUFFERS: Final = 3
 """Each takes ``rows`` rows of host memory."""
 
 
 class _Buffer:
-    """Room for weights and state of some rows."""
-
     def __init__(self, layout: RowLayout, rows: int, lane: Lane) -> None:
         self.words = tuple(
             torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=lane.pin_memory)
@@ -30,18 +111,11 @@ class _Buffer:
         self.free: Mark | None = None
 
     def first(self, count: int) -> list[Words]:
-        """Weights and state of the first rows, uint64 [count, words]."""
         return [part[:count] for part in self._rows]
 
 
 class Staging:
-    """See the module's docstring. One caller at a time, within ``lane.side()``.
-
-    Args:
-        rows: of each buffer.
-        arenas: weights and state on the device, int64 [slots, words].
-        kernels: ``rows_triton`` or ``rows_twin``.
-    """
+    """Buffers of so many rows each. One caller at a time, within ``lane.side()``."""
 
     def __init__(
         self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], lane: Lane, kernels: ModuleType
@@ -57,11 +131,7 @@ class Staging:
             )
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
-        """Have ``read(keys, weights, state)`` fill buffers, and copy them into ``slots``.
-
-        Args:
-            keys: numpy int64 [n]; slots: int32 [n], on the device.
-        """
+        """Have ``read(keys, weights, state)`` fill buffers, and copy them into ``slots``, int32 [n] on the device."""
         for number, first in enumerate(range(0, len(keys), self.rows)):
             part = slice(first, first + self.rows)
             buffer = self._up[number % len(self._up)]
@@ -85,7 +155,6 @@ class Staging:
 
 
 def staging_bytes(layout: RowLayout, rows: int) -> int:
-    """Host memory of all buffers of so many rows."""
     return _NUM_BUFFERS * sum(_pinned_bytes(rows * words * 8) for words in (layout.weight_words, layout.state_words))
 
 

@@ -29,7 +29,6 @@ _ADAGRAD: Final = tl.constexpr(Adagrad.code)
 
 @triton.jit
 def factor_of(bag_starts, scale, position, bag, mask, SOURCE: tl.constexpr):
-    """What the gradient of a position is multiplied by, if by anything."""
     if SOURCE == SCALED:
         return tl.load(scale + position, mask=mask, other=0)
     elif SOURCE == AVERAGED:
@@ -41,7 +40,6 @@ def factor_of(bag_starts, scale, position, bag, mask, SOURCE: tl.constexpr):
 
 @triton.jit
 def winner_of(arg_max, bag, lanes, DIM: tl.constexpr, WIDTH: tl.constexpr, SOURCE: tl.constexpr):
-    """The position that gave each maximum of a bag, where that matters."""
     if SOURCE == CHOSEN:
         return tl.load(arg_max + bag.to(tl.int64)[:, None] * DIM + tl.arange(0, WIDTH)[None, :], mask=lanes, other=-1)
     else:
@@ -147,10 +145,7 @@ def begins_in(corner, starts, num_unique, first_unique, count, LENGTH: tl.conste
     return low, stop, active & (corner > start) & (low < stop)
 
 
-@triton.jit(
-    do_not_specialize=["first_unique", "count", "batch", "grad_stride"],
-    do_not_specialize_on_alignment=INDICES,
-)
+@triton.jit(do_not_specialize=["first_unique", "count", "batch", "grad_stride"], do_not_specialize_on_alignment=INDICES)
 def sum_runs(
     order, starts, num_unique, bag_of, bag_starts, columns, scale, arg_max, grad_out, runs, first_unique, count,
     batch, grad_stride,

@@ -33,16 +33,8 @@ _PATIENCE_SECONDS: Final = 60
 
 
 class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
-    """Told by numba when it compiles.
-
-    Args:
-        folder: where machine code is kept; None if nowhere.
-        stamp: of what the machine code depends on.
-
-    Attributes:
-        compiled: kernels that this process compiled.
-        is_alone: whether it starts no other process.
-    """
+    """Told by numba when it compiles. ``folder``: where machine code is kept, with a ``stamp`` of what it depends on.
+    ``compiled`` counts kernels that this process compiled; ``is_alone``: it starts no other process."""
 
     def __init__(self, folder: Path | None, stamp: str = "") -> None:
         self._locks = folder and folder / "tierstore.lock"

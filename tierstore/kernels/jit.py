@@ -1,16 +1,22 @@
 """The one way kernels are compiled: nopython, without the GIL, cached on disk.
 
-``NUMBA_DISABLE_JIT=1`` runs every kernel as plain Python; tests use it to check the kernels' logic twice.
+``NUMBA_DISABLE_JIT=1`` runs every kernel as plain Python; tests use it to check the kernels' logic twice. Members of an
+IntEnum are indexes of arrays in kernels, which numba before 0.68 does not take.
 """
+
+# ruff: noqa: ARG001 (numba wants an overload and what it gives to take the same arguments)
 
 import contextlib
 import functools
 import logging
 import math
+import operator
 import os
+import stat
 import sys
+import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -18,11 +24,44 @@ import numba
 import numpy as np
 from numba import types
 from numba.core import event
+from numba.extending import overload
 
+from ..system.release import __version__
 from ..system.signals import shielded
-from . import enums as enums  # has kernels take them as indexes
-from .cache_folder import roots
 from .first_use import FirstUse
+
+
+@overload(operator.getitem)
+def _getitem(array: Any, index: Any) -> Any:
+    def get(array: Any, index: Any) -> Any:
+        return array[index.value]
+
+    return get if isinstance(array, types.Array) and isinstance(index, types.IntEnumMember) else None
+
+
+@overload(operator.setitem)
+def _setitem(array: Any, index: Any, value: Any) -> Any:
+    def put(array: Any, index: Any, value: Any) -> None:
+        array[index.value] = value
+
+    return put if isinstance(array, types.Array) and isinstance(index, types.IntEnumMember) else None
+
+
+def roots() -> Iterator[Path]:
+    """The folders to try, best first: NUMBA_CACHE_DIR, the user's cache, and for a user without one a private folder
+    among the temporary files. Each release has its own, as another may still run."""
+    if numba.config.CACHE_DIR:
+        yield Path(numba.config.CACHE_DIR)
+    for place in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(place):
+            yield Path(place, "tierstore", __version__)
+    private = Path(tempfile.gettempdir(), f"tierstore-{os.geteuid()}")
+    private.mkdir(mode=0o700, exist_ok=True)
+    # Users who can write there have this process run what they like.
+    found = private.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        yield private / __version__
+
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
@@ -31,7 +70,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of every source of the package."""
     root = Path(__file__).parents[1]
     sources = sorted(root.rglob("*.py"))
     return tuple((str(path.relative_to(root)), path.stat().st_mtime_ns, path.stat().st_size) for path in sources)
@@ -101,10 +139,8 @@ def inline(function: F) -> F:
 
 def uncounted_kernel(function: F) -> F:
     """As ``kernel``, without reference counting; the function must create no array, string or other counted object.
-
-    Passing a tuple of arrays to a helper makes numba count references to each array, by an atomic instruction.
-    Kernels made of small helpers over one tuple of arrays are two to four times as fast without.
-    """
+    Passing a tuple of arrays to a helper makes numba count references by atomic instructions: kernels of small
+    helpers are two to four times as fast without."""
     return _kernel(function, _nrt=False)
 
 
@@ -114,11 +150,8 @@ def uncounted_helper(function: F) -> F:
 
 
 def uncounted_inline(function: F) -> F:
-    """A helper of uncounted kernels, merged into its callers whatever its size.
-
-    Left to itself the compiler calls helpers of some size, and each array is passed by its seven words: a row's update
-    made of calls took four times as long.
-    """
+    """A helper of uncounted kernels, merged into its callers whatever its size: a row's update made of calls, which
+    pass each array by its seven words, took four times as long."""
     return _by_type(function, _nrt=False, forceinline=True)
 
 
@@ -242,7 +275,7 @@ if JIT_ENABLED:
             raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
 
     @intrinsic
-    def prefetch_item(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+    def prefetch_item(typing_context: Any, array: Any, index: Any) -> Any:
         """Bring the cache line of ``array[index]`` nearer; never faults."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -258,10 +291,10 @@ if JIT_ENABLED:
         return types.void(array, index), generate
 
     @intrinsic
-    def fused_multiply_add(typing_context: Any, one: Any, other: Any, term: Any) -> Any:  # noqa: ARG001
+    def fused_multiply_add(typing_context: Any, one: Any, other: Any, term: Any) -> Any:
         """``one * other + term`` of float32, rounded once."""
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.fma(*args)
 
         return types.float32(types.float32, types.float32, types.float32), generate

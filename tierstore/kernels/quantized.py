@@ -30,7 +30,6 @@ _CHUNK_ROWS: Final = 1024
 
 @inline
 def _half_at(row: Bytes, place: int) -> np.float32:
-    """float32 value of the float16 whose bytes begin at ``place``."""
     return floats.bits_to_float(half_bits_at(row, place), floats.FLOAT16)
 
 
@@ -46,7 +45,6 @@ def _bias_of(row: Bytes, dim: int, dtype_code: int) -> np.float32:
 
 @inline
 def _level(row: Bytes, column: int, dtype_code: int) -> np.float32:
-    """The 8 or 4 bits of a column."""
     if dtype_code == floats.INT8:
         return np.float32(row[column])
     return np.float32(np.uint8(row[column // 2] >> np.uint8(4 * (column % 2))) & np.uint8(15))
@@ -79,7 +77,6 @@ def _keep_largest(row: Bytes, dim: int, dtype_code: int, position: int, pooled: 
 
 @inline
 def _fetch_row(weights: Bytes, slot: int) -> None:
-    """Bring a row nearer; the arena is contiguous."""
     row_bytes = weights.shape[1]
     for place in range(0, row_bytes, _LINE_BYTES):
         prefetch_item(weights, np.int64(slot) * row_bytes + place)
@@ -119,7 +116,6 @@ def dot_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int,
     dtype_code: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
-    """What ``kernels.dot_rows`` is for float rows, with the same arguments."""
     work = np.zeros((1, padded_width(dim)), np.float32)
     products = work[0]
     for bag in range(begin, end):
@@ -194,11 +190,8 @@ def _pack_nibbles(values: Floats, low: np.float32, high: np.float32, dim: int, r
 
 @kernel
 def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> int:
-    """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0.
-
-    Returns:
-        -1, or the first i whose row holds NaN or infinity, or numbers too large for its scale and bias.
-    """
+    """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0. -1, or the
+    first i whose row holds NaN or infinity, or numbers too large for its scale and bias."""
     for i in range(slots.shape[0]):
         source, row = values[i], weights[slots[i]]
         low = high = source[0]
@@ -224,19 +217,14 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_c
 
 
 class FirstValues(Protocol):
-    """Gives the first values of rows, as ``init.Initializer`` does."""
-
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None: ...
 
 
 def fill_first_values(
     init: FirstValues, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int
 ) -> None:
-    """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized.
-
-    Raises:
-        ValueError: a first value is too large for the row format.
-    """
+    """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized. ValueError: one is too
+    large for the row format."""
     values = np.empty((min(len(keys), _CHUNK_ROWS), dim), np.float32)
     places = np.arange(len(values), dtype=np.int32)
     for start in range(0, len(keys), _CHUNK_ROWS):

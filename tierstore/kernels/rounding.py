@@ -32,12 +32,8 @@ _DOMAIN: Final = 0x726F756E64696E67
 
 
 def update_seed(seed: int, step: int) -> int:
-    """What one update of a table draws its random bits from: in [1, 2**64), and so not ``NEAREST``.
-
-    Args:
-        seed: of the table's initializer.
-        step: number of the update, from 1.
-    """
+    """What one update of a table, numbered from 1, draws its random bits from, given the seed of the table's
+    initializer: in [1, 2**64), and so not ``NEAREST``."""
     table_bits = int(mix64(np.uint64(int(mix64(np.uint64(seed % 2**64))) ^ _DOMAIN)))
     return int(mix64(np.uint64(table_bits ^ step % 2**64))) | 1
 
@@ -74,12 +70,8 @@ def stochastic_bits(value: np.float32, dtype_code: int, random: np.uint64) -> np
 
 @inline
 def store_row(values: Floats, row: Weights, dim: int, dtype_code: int, seed: np.uint64, key: int) -> None:
-    """Round the first ``dim`` columns of ``values`` (float32) into ``row`` (uint16).
-
-    Args:
-        seed: uint64, what ``update_seed`` gave, or ``NEAREST``.
-        key: int64, of the row.
-    """
+    """Round the first ``dim`` columns of ``values`` (float32) into ``row`` (uint16), by what ``update_seed`` gave, or
+    ``NEAREST``, and the row's key, int64."""
     if seed == np.uint64(NEAREST):
         for column in range(dim):
             row[column] = floats.float_to_bits(values[column], dtype_code)

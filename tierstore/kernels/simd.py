@@ -56,15 +56,12 @@ if JIT_ENABLED:
     _VECTORS: Final = {lanes: _Vector(lanes) for lanes in (4, 16, 64)}
 
     def _type_of(lanes: Any) -> Any:
-        """Of a value of so many lanes, given numba's type of a constant."""
         return types.float32 if lanes.literal_value == 1 else _VECTORS[lanes.literal_value]
 
     def _of(element: Any, lanes: int) -> Any:
-        """LLVM's type of so many elements."""
         return element if lanes == 1 else ir.VectorType(element, lanes)
 
     def _like(words: Any, value: int) -> Any:
-        """The same constant in each lane."""
         return ir.Constant(words, value if isinstance(words, ir.IntType) else [value] * words.count)
 
     def _spread(builder: Any, value: Any, vector: Any) -> Any:
@@ -95,7 +92,6 @@ if JIT_ENABLED:
         _add_operator(_function, _name)
 
     def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
-        """Of element ``[row, column]``."""
         made = context.make_array(array_type)(context, builder, array)
         stride = cgutils.unpack_tuple(builder, made.strides)[0]
         start = builder.bitcast(made.data, ir.IntType(8).as_pointer())
@@ -184,7 +180,6 @@ if JIT_ENABLED:
         return _type_of(lanes)(types.float32, lanes), generate
 
     def _call(builder: Any, name: str, *args: Any) -> Any:
-        """LLVM's function of that name, of arguments of one type."""
         kind = args[0].type
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
         shape = ir.FunctionType(kind, [kind] * len(args))
@@ -224,7 +219,6 @@ if JIT_ENABLED:
         return builder.uitofp(levels, ir.VectorType(ir.FloatType(), WIDE))
 
     def _split(builder: Any, pairs: Any) -> Any:
-        """Two numbers of each byte."""
         low = builder.and_(pairs, _like(pairs.type, 15))
         high = builder.lshr(pairs, _like(pairs.type, 4))
         places = [place for pair in range(WIDE // 2) for place in (pair, pair + WIDE // 2)]

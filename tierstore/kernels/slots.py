@@ -16,6 +16,12 @@ from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
 from .simd import WIDE, fill, item, load, prefetch_line, put, store
 
+__all__ = [
+    "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
+    "copy_rows_of_ids", "copy_rows_out", "dot_rows", "group_rows", "halving_sum", "join_ids", "look_up",
+    "order_by_sample", "padded_width", "pool_rows", "put_rows", "renumber", "row_keys", "unique_in_order",
+]  # fmt: skip
+
 SUM: Final = 0
 MEAN: Final = 1
 MAX: Final = 2
@@ -292,7 +298,6 @@ def copy_offsets(offsets: Ids, num_ids: int, out: Ids) -> bool:
 def _pool_max(
     low: int, high: int, shift: int, slots: Int32s, weights: Weights, dtype_code: int, pooled: Floats, best: Int32s
 ) -> None:
-    """Maxima of one bag, and their positions."""
     for position in range(low, high):
         slot = np.int64(item(slots, position + shift))
         for column in range(pooled.shape[0]):
@@ -354,7 +359,6 @@ def dot_rows(
 def _multiply(
     weights: Weights, slot: Any, dim: int, dtype_code: int, grad_out: Floats, sample: int, target: Any, work: Floats
 ) -> None:
-    """The products of a row and a gradient, column by column, into ``work``."""
     column = 0
     while column + WIDE <= dim:
         gradient = load(grad_out, sample, target + column, FLOAT32, WIDE)
@@ -499,12 +503,7 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 
 @kernel
 def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
-    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first.
-
-    Args:
-        bag_starts: int64 or int32 [features * batch + 1].
-        order: int64 [N], out.
-    """
+    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first: ``order``, int64 [N]."""
     count = 0
     for sample in range(batch):
         for bag in range(sample, bag_starts.shape[0] - 1, batch):
@@ -515,13 +514,9 @@ def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
 
 @kernel
 def renumber(order: Int64s, numbers: Int32s, slots: Int32s, inverse: Int32s, slots_in_order: Int32s) -> None:
-    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions.
-
-    Args:
-        order: int64 [N]; numbers: int32 [N], the row's number at each position of ``order``.
-        slots: int32 [rows], by number; inverse: int32 [N], out, the row's new number at each position.
-        slots_in_order: int32 [rows], out, by new number.
-    """
+    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions. Given the
+    row's number at each position of ``order``, int32 [N], and ``slots`` by number; out are each position's new
+    number, and slots by new number."""
     for i in range(order.shape[0]):
         inverse[order[i]] = numbers[i]
     renumbered = np.full(slots.shape[0], -1, np.int32)
@@ -537,16 +532,8 @@ def renumber(order: Int64s, numbers: Int32s, slots: Int32s, inverse: Int32s, slo
 
 @kernel
 def unique_in_order(keys: Int64s, scratch: Int32s, unique_keys: Int64s, inverse: Int32s) -> int:
-    """Number the distinct keys in order of first use.
-
-    Args:
-        keys: int64 [N].
-        scratch: int32 [a power of two >= 2 N], all -1.
-        unique_keys: int64 [N], out; inverse: int32 [N], out.
-
-    Returns:
-        how many are distinct.
-    """
+    """Number the distinct keys (int64 [N]) in order of first use; how many there are. ``scratch``: int32 [a power of
+    two >= 2 N], all -1; ``unique_keys``, ``inverse``: out [N]."""
     mask = np.uint64(scratch.shape[0] - 1)
     count = 0
     for position in range(keys.shape[0]):

@@ -49,14 +49,8 @@ def _settled(futures: Sequence[Future[Any]]) -> list[BaseException | None]:
 
 
 class _TorchTeam:
-    """The threads of GNU's OpenMP that this process has loaded, which are torch's; for the main thread.
-
-    Args:
-        library: the shared library.
-
-    Attributes:
-        address: of ``GOMP_parallel``.
-    """
+    """The threads of GNU's OpenMP that this process has loaded, which are torch's; for the main thread. ``address`` is
+    that of ``GOMP_parallel``."""
 
     def __init__(self, library: Path) -> None:
         self._parallel = ctypes.CDLL(str(library)).GOMP_parallel
@@ -148,11 +142,8 @@ class Workers:
                 raise error
 
     def share(self, work: Callable[[int, int], Any], starts: Int64s) -> None:
-        """Call ``work(begin, end)`` for ranges of items of about equal work, as many as are worth it.
-
-        Args:
-            starts: int64 [items + 1], ascending: work before each item, as offsets give it.
-        """
+        """Call ``work(begin, end)`` for ranges of items of about equal work, as many as are worth it. ``starts``, int64
+        [items + 1], ascending: work before each item, as offsets give it."""
         items, total = len(starts) - 1, int(starts[-1] - starts[0])
         parts = min(self.parts(total), items)
         if parts > 1:
@@ -172,6 +163,5 @@ class Workers:
         return min(self.threads, max(1, work // MIN_WORK))
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._executor is not None:
             self._executor.shutdown()

@@ -22,27 +22,60 @@ import torch
 from torch import Tensor
 
 from ..system.signals import shielded
-from .lookup import AnyLookup
-from .training import train
+from .joined import AnyLookup
+from .tables import TrainsRows
+
+
+def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
+    """Make some updates, of distinct tables; the lookups are released.
+
+    First all rows are brought in and pinned: what can fail, fails before a row changes. Only a lookup whose rows do not
+    fit in memory together is trained part by part.
+
+    Args:
+        updates: lookups, each with the gradient of its output, float32 [batch, columns], C-contiguous.
+
+    Raises:
+        PartlyTrainedError: some rows were trained, or may have been, by this step or an earlier one.
+        DiskFullError, DamagedError, BudgetError, MemoryError: no row was trained.
+    """
+    stores = {table.store for lookup, _ in updates for table in lookup.tables}
+    for store in stores:
+        store.require_whole_steps()
+    try:
+        ready = [lookup.readied(gradient) for lookup, gradient in updates]
+    except BaseException as error:
+        for lookup, _ in updates:
+            lookup.release()
+        error.add_note("No row was trained by this step: it can be repeated, from forward on.")
+        raise
+    try:
+        # Parts may have to wait until rows that were pinned whole are released.
+        for update in sorted(ready, key=operator.attrgetter("is_whole"), reverse=True):
+            update.train()
+    except BaseException as error:
+        for lookup, _ in updates:
+            lookup.release()
+        for store in stores:
+            store.note_partly_trained(error)
+        for store in stores:
+            store.require_whole_steps()
+        raise
+
 
 _NUMBERS: Final = itertools.count()
 _LOCK: Final = threading.Lock()
 
 
 class Turn(NamedTuple):
-    """When a forward call was made.
-
-    Attributes:
-        number: ascending from call to call.
-        inside: the backward pass that it was made in, or -1.
-    """
+    """When a forward call was made: a number, ascending from call to call, and the backward pass that it was made in,
+    or -1."""
 
     number: int
     inside: int
 
     @classmethod
     def now(cls) -> "Turn":
-        """That of a call made now."""
         return cls(next(_NUMBERS), note_pass())
 
 
@@ -65,8 +98,6 @@ class _Collected(NamedTuple):
 
 
 class _Pass:
-    """A running backward pass and the gradients it collected."""
-
     def __init__(self, number: int, outer: "_Pass | None") -> None:
         self._number = number
         self._outer = outer
@@ -121,7 +152,6 @@ def require_engine() -> None:
 
 
 def _current_pass(number: int) -> _Pass:
-    """This thread's current pass, which has that number."""
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
         found = _PASSES.get(number)
         if found is None:
@@ -133,15 +163,9 @@ def _current_pass(number: int) -> _Pass:
 
 
 def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor]) -> None:
-    """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds.
-
-    All lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
-    The lookups keep their rows pinned until then.
-
-    Args:
-        turn: when forward was called.
-        gradients: float32 [batch, columns] of each lookup's output, C-contiguous. Kept as they are, not copied.
-    """
+    """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds. All
+    lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
+    They keep their rows pinned until then. Gradients, float32 [batch, columns], C-contiguous, are kept as they are."""
     into = _current_pass(torch._C._current_graph_task_id())
     into.is_within(_PASSES.get(turn.inside))
     for lookup, gradient in zip(lookups, gradients, strict=True):
@@ -169,7 +193,6 @@ def _update_all(collected: Sequence[_Collected]) -> None:
 
 
 def _follow(collected: _Collected) -> Tensor:
-    """The gradient, for use on the stream that is current now."""
     gradient = collected.gradient.detach()
     if collected.stream is not None:
         current = torch.cuda.current_stream(gradient.device)

@@ -1,8 +1,8 @@
 """One pooled lookup in device memory: the twin of ``lookup.Lookup``, with the same results.
 
 The host joins and checks the ids while it writes them to page-locked memory, and sends them with the bags' starts by
-one copy on the side stream; ids that are on the device already are joined there (``on_device``). Forward and backward
-run on the caller's current stream.
+one copy on the side stream; ids that are on the device already are joined there (``DeviceJagged``). Forward and
+backward run on the caller's current stream.
 """
 
 import contextlib
@@ -13,25 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
 from ..hbm.lanes import refused_in_graph
-from ..kernels.arrays import Floats, Int64s
+from ..kernels import slots as kernels
+from ..kernels.arrays import Floats
 from ..optim.configs import Hyper, adding
 from ..pool import Pool
 from ..system.signals import shielded
-from .joined import Joined, OverJoined
-from .merging import Merged
-from .on_device import OnDevice
+from .joined import AnyLookup, Joined
 from .tables import Ready, RowGradients, by_table
 
 
-class HbmLookup(OverJoined):
-    """See the module's docstring; arguments as for ``lookup.Lookup``.
-
-    ``stage`` and ``forward`` raise ValueError for an id outside its table. If the device joins the ids, a later call
-    may raise it instead: see ``hbm.checks``.
-    """
+class HbmLookup(AnyLookup):
+    """``stage`` and ``forward`` raise ValueError for an id outside its table. If the device joins the ids, a later call
+    may raise it instead: see ``hbm.checks``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.joined = joined
@@ -40,10 +35,10 @@ class HbmLookup(OverJoined):
         self._lease: DeviceLease | None = None
         self._rows: DeviceRows | None = None
         self._batch: DeviceBatch | None = None
-        if isinstance(joined, OnDevice):
+        if joined.sent is not None:
             self._rows, self._batch = joined.rows, joined.sent
         else:
-            lane = rows_of(self._pool).lane
+            lane = rows_of(self.joined.tables[0].pool).lane
             lane.require_no_capture("ids must be on the store's device, each table's in one lookup")
         self._parts: Sequence[HbmLookup] = ()
         self._arg_max: Tensor | None = None
@@ -51,11 +46,11 @@ class HbmLookup(OverJoined):
 
     @classmethod
     def merged(cls, lookups: "Sequence[HbmLookup]", widths: Sequence[int]) -> "HbmLookup":
-        joined = Merged([lookup.joined for lookup in lookups], widths)
+        joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
         made._parts = lookups
-        if made._mode == kernels.MAX and len(joined):
-            made._arg_max = torch.cat(joined.winners([lookup._winners for lookup in lookups]))
+        if made._mode == kernels.MAX and len(joined) and joined.parts is not None:
+            made._arg_max = torch.cat(joined.parts.winners([lookup._winners for lookup in lookups]))
         return made
 
     @property
@@ -71,18 +66,7 @@ class HbmLookup(OverJoined):
     def _is_empty(self) -> bool:
         return not len(self.joined)
 
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool below and the keys, int64 [N], of the rows it will use."""
-        return self._pool, self.joined.keys
-
-    @property
-    def _pool(self) -> Pool:
-        """The tables' current pool; while no rows are in use, a new table may replace it."""
-        return self.joined.tables[0].pool
-
     def _sent(self, pool: Pool) -> tuple[DeviceRows, DeviceBatch]:
-        """The pool's rows in device memory, and the batch there."""
         rows = rows_of(pool)
         rows.begin()
         if self._batch is not None and rows.lane.is_capturing != (self._batch.captured is not None):
@@ -91,19 +75,20 @@ class HbmLookup(OverJoined):
             if self._rows is not None and self._batch is not None:
                 self.joined.note_keys(self._rows.position_keys(self._batch))
             known = self._known_rows(pool, rows)
-            self._rows, self._batch = rows, rows.send(self.joined, known)
+            self._rows, self._batch = rows, rows.send(self.joined.bags, self.joined.write, known)
         return rows, self._batch
 
     def _known_rows(self, pool: Pool, rows: DeviceRows) -> Tensor | None:
         """The merged positions' rows, joined on the device from those of the parts."""
-        if not isinstance(self.joined, Merged):
+        parts = self.joined.parts
+        if parts is None:
             return None
         pieces = [lookup._sent(pool)[1] if len(lookup.joined) else None for lookup in self._parts]
         empty = torch.empty(0, dtype=rows.row_dtype, device=rows.device)
         for piece in pieces:
             if piece is not None:
                 rows.lane.follow(piece.rows_ready)
-        known = torch.cat(self.joined.over_positions([empty if piece is None else piece.rows for piece in pieces]))
+        known = torch.cat(parts.over_positions([empty if piece is None else piece.rows for piece in pieces]))
         rows.retain(*pieces)
         return known
 
@@ -130,7 +115,6 @@ class HbmLookup(OverJoined):
         return self._lease is not None
 
     def release(self) -> None:
-        """Release the rows. The lookup still works, but must bring its rows in again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
@@ -148,7 +132,7 @@ class HbmLookup(OverJoined):
     def forward(self, out: Tensor, *, keep: bool) -> None:
         table = self.joined.tables[0]
         if self._is_empty:
-            for column in self.joined.columns.tolist():
+            for column in self.joined.features.columns.tolist():
                 out[:, column : column + table.layout.dim] = 0
             return
         table.in_pool(partial(self._forward, out, keep=keep))
@@ -173,10 +157,10 @@ class HbmLookup(OverJoined):
 
     @shielded
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """See ``Lookup.scale_gradient``; waits for the device."""
+        """Waits for the device."""
         if self._is_empty:
             return
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             rows.lane.require_no_capture("per-sample weights get no gradient: give some that require none")
             own = torch.zeros(len(batch), dtype=torch.float32, device=rows.device)
             for part in rows.parts(batch, self._lease):
@@ -203,12 +187,12 @@ class HbmLookup(OverJoined):
 
     @shielded
     def update(self, grad_out: Tensor, replayed: list[Hyper] | None = None) -> None:
-        """See ``Lookup.update``. Under capture also given the tables' ``replayed_hyper``."""
+        """Under capture also given the tables' ``replayed_hyper``."""
         joined = self.joined
         if self._is_empty:
             joined.next_hyper()
             return
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             hyper = joined.next_hyper() if replayed is None else replayed
             if batch.captured is not None:
                 batch.captured.count_update()
@@ -228,12 +212,12 @@ class HbmLookup(OverJoined):
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """See ``Lookup.gradients``; waits for the device."""
+        """Waits for the device."""
         tables = self.joined.tables
         dim = tables[0].layout.dim
         if self._is_empty:
             return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
-        with self._on_device(self._pool) as (rows, batch):
+        with self._on_device(self.joined.tables[0].pool) as (rows, batch):
             rows.lane.require_no_capture("gradients of rows are not merged, as for grad of a table's parameter")
             rows.require_right(batch)
             groups = rows.groups(batch)

@@ -1,138 +1,113 @@
-"""The ids of some features of one pool laid end to end, as row keys or as slots."""
+"""The positions of a batch: ids laid end to end, as row keys or as slots. However it is built, it is one record."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from .. import kernels
+from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
+from ..hbm.batch import DeviceIds
+from ..hbm.lanes import refused_in_graph
+from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
-from ..layout import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..optim.configs import Hyper
+from ..pool import Pool
 from ..pool.backward import Groups
-from ..pool.bags import NO_FLOATS, Bags, Numbering
-from ..pool.residency import Batch, Distinct, IdsOfBags
-from .tables import LookupTable
+from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
+from .tables import LookupTable, TrainsRows
 
-
-class Jagged(NamedTuple):
-    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
-
-    Attributes:
-        ids: int64 or int32 [N].
-        offsets: int64 or int32 [features * batch + 1].
-        batch: bags of each feature.
-        scale: float32 [N], per-sample weights, or None.
-    """
-
-    ids: Ids
-    offsets: Ids
-    batch: int
-    scale: Floats | None = None
-
-    def of(self, batch: int) -> "Jagged":
-        """The same bags, so many of each feature."""
-        return self._replace(batch=batch)
-
-    @property
-    def on_host(self) -> "Jagged":
-        """Itself; see ``on_device.DeviceJagged``."""
-        return self
-
-    def join(self, features: "Features", places: Sequence[int]) -> "Joined":
-        """The ids of some features; ``places``: which of these each of them is."""
-        return Joined(features, self, places)
-
-
-class Features:
-    """Features that one lookup serves, the same in each batch; those of one table are neighbours.
-
-    Args:
-        tables: the table of each; all in one pool.
-        columns: where each one's results begin in the output's columns.
-
-    Attributes:
-        owners: the table of each.
-        tables: distinct, in order of first use.
-        columns: int32 [features].
-        bounds: int64 [tables + 1], the features of each table.
-        table_of: int32 [features], which of ``tables`` each one's is.
-        indices: int64 [features], of its table in the store; num_rows: int64 [features].
-    """
-
-    def __init__(self, tables: Sequence[LookupTable], columns: ArrayLike) -> None:
-        self.owners = tables
-        self.tables = list(dict.fromkeys(tables))
-        self.columns = np.asarray(columns, np.int32)
-        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
-        self.bounds = np.array([*bounds, len(tables)], np.int64)
-        self.table_of = tables_of(self.bounds)
-        self.indices = np.array([table.index for table in tables], np.int64)
-        self.num_rows = np.array([table.config.num_embeddings for table in tables], np.int64)
-
-
-def tables_of(bounds: Int64s) -> Int32s:
-    """int32 [features], the table of each, where the features of table t are ``[bounds[t], bounds[t + 1])``."""
-    return np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), bounds[1:] - bounds[:-1])
+_INT32_MAX: Final = 2**31 - 1
+Read = Callable[[Numbering | None, NDArray[Any]], None]
+"""Puts slots (int32 [N]), or without a numbering keys (int64 [N]), into an array."""
 
 
 class Joined:
     """The ids of some features laid end to end, as row keys or as slots.
 
+    Made by ``Jagged.join`` and ``DeviceJagged.join``, ``of_keys`` and ``merged``.
+
     Args:
-        features: those chosen.
-        jagged: the batch; its offsets are kept, so nobody may change them.
-        places: which feature of ``jagged`` each of them is.
+        starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end; kept, so nobody
+            may change it.
+        scale: float32 [N], per-sample weights, or empty.
+        ids: of the batch, and where those of each feature begin and end there, int64 [features].
+        keys: int64 [N], if they are known.
+        places: int64 [N], where the value of each position belongs in ``scatter``; None: where ``ids`` have it.
+        read: reads rows, unless they are ``ids`` or keys.
 
     Attributes:
         tables: distinct, in order of first use.
-        table_bags: int64 [tables + 1], the bags of each; table_of: int32 [features], the table of each feature.
-        bag_starts: int64 or int32 [features * batch + 1], where each bag begins in what is laid end to end.
-        scale: float32 [N], per-sample weights, or empty.
-        columns: int32 [features].
-        batch: bags of each feature.
-        bags: where its positions lie.
+        bags: where positions lie.
+        parts: what it was merged from, or None.
     """
 
-    bag_starts: Any
-    bags: Bags
+    sent: DeviceBatch | None = None
+    """The batch on the device, in terms of ``rows``, if it was joined there."""
+    rows: DeviceRows | None = None
+    parts: "Parts | None" = None
 
-    def __init__(self, features: Features, jagged: Jagged, places: Sequence[int]) -> None:
-        self.tables, self.columns, self.table_of = features.tables, features.columns, features.table_of
-        self.batch = batch = jagged.batch
-        self.table_bags = features.bounds * batch
-        self._features = features
-        self._ids = jagged.ids
-        self._keys: Int64s | None = None
+    def __init__(
+        self, features: Features, batch: int, starts: Any, scale: Floats = NO_FLOATS, *,
+        ids: tuple[Ids, Int64s, Int64s] | None = None, keys: Int64s | None = None, places: Int64s | None = None,
+        read: Read | None = None,
+    ) -> None:  # fmt: skip
+        self.features = features
+        self.tables: list[LookupTable] = features.tables
+        self.batch = batch
+        self._ids: Any = ids
+        self._keys = keys
+        self._places = places
+        self._read_rows = read
         self._slots: Any = None
         self._numbering: Numbering | None = None
-        if places == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
-            self.bag_starts = jagged.offsets
-            ends = jagged.offsets[np.arange(len(places) + 1) * batch].astype(np.int64)
-            self._starts, self._stops = ends[:-1], ends[1:]
-        else:
-            self._choose(jagged.offsets, np.asarray(places))
-        self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
-        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, batch, self.scale)
+        self.bags: Bags = Bags(
+            features.table_indices, features.table_of, features.bounds * batch, starts, features.columns, batch, scale
+        )
 
-    def _choose(self, offsets: Ids, features: Int64s) -> None:
-        """Lay the chosen features end to end."""
-        lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
-        self._starts, self._stops = lists[:, 0].astype(np.int64), lists[:, -1].astype(np.int64)
-        sizes = self._stops - self._starts
-        shifts = np.cumsum(sizes) - sizes - self._starts
-        starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
-        self.bag_starts = starts.astype(offsets.dtype, copy=False)
+    @classmethod
+    def of_keys(cls, tables: Sequence[LookupTable], keys: Int64s) -> "Joined":
+        """Rows by key, int64 [n], in any order: a bag for each, its result where the caller has the key, in a flat
+        output. Each is of one of the tables, which are distinct and of one pool."""
+        indices = [table.index for table in tables]
+        places = np.zeros(max(indices) + 1, np.int64)
+        places[indices] = np.arange(len(indices))
+        table_of = places[keys >> KEY_ROW_BITS]
+        order: Any = np.argsort(table_of, kind="stable")
+        bounds = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
+        features = Features(list(tables), bounds, order * tables[0].layout.dim)
+        return cls(features, 1, np.arange(len(keys) + 1), keys=keys[order])
+
+    @classmethod
+    def merged(cls, joined: "Sequence[Joined]", widths: Sequence[int]) -> "Joined":
+        """Positions of several lookups of one pool, pooled alike, table by table, within a table in the order of the
+        lookups, so that backward merges each row once. It has one bag a "feature", and the output is that of all
+        lookups, flat, end to end; ``widths``: columns of each one's."""
+        tables = list(dict.fromkeys(table for each in joined for table in each.tables))
+        pieces, table_bags = _pieces(tables, joined)
+        parts = Parts(joined, pieces)
+        sizes = np.concatenate(parts.over_bags([np.diff(each.bags.starts) for each in joined]))
+        starts = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes, out=starts[1:])
+        scale = NO_FLOATS
+        if any(len(each.bags.scale) for each in joined):
+            scale = np.concatenate(parts.over_positions([_scale(each) for each in joined]))
+        columns = np.concatenate(parts.over_bags(_places(joined, widths)))
+        made = cls(Features(tables, table_bags, columns), 1, starts, scale, read=parts.read)
+        made.parts = parts
+        return made
 
     def __len__(self) -> int:
-        return int(self.bag_starts[-1])
+        return int(self.bags.starts[-1])
 
     @property
     def num_bags(self) -> int:
-        return len(self.columns) * self.batch
+        return len(self.features.columns) * self.batch
 
     # The caller's ids are read once: later changes of their memory reach neither keys nor slots.
 
@@ -143,15 +118,11 @@ class Joined:
 
     @property
     def keys(self) -> Int64s:
-        """int64 [N], row keys.
-
-        Raises:
-            ValueError: an id outside its table; names the table and the id.
-        """
+        """int64 [N], row keys. ValueError, which names table and id, for an id outside its table."""
         if self._keys is None:
             known = self._numbering
             if known is None:
-                keys = np.empty(int(self.bag_starts[-1]), np.int64)
+                keys = np.empty(int(self.bags.starts[-1]), np.int64)
                 self._read(None, keys)
             else:
                 keys = self._slots + self.bags.shifts(known)
@@ -160,7 +131,6 @@ class Joined:
 
     @cached_property
     def distinct(self) -> Distinct:
-        """The rows of ``keys``; errors as there."""
         return Distinct.of(self.keys)
 
     @cached_property
@@ -171,13 +141,12 @@ class Joined:
         plays no part where no row will be written.
         """
         keys, order = self.keys, None
-        if 1 < self.batch < len(self.bag_starts) - 1 and not self.tables[0].store.readonly:
+        if 1 < self.batch < len(self.bags.starts) - 1 and not self.tables[0].store.readonly:
             order = np.empty(len(keys), np.int64)
-            kernels.order_by_sample(self.bag_starts, self.batch, order)
+            kernels.order_by_sample(self.bags.starts, self.batch, order)
         return Batch(self.bags, keys, order)
 
     def slots(self, numbering: Numbering) -> Int32s:
-        """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
             slots = np.empty(len(self), np.int32)
             self.write(numbering, slots)
@@ -202,42 +171,41 @@ class Joined:
         self._keys = keys
 
     def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
-        """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering
 
     def _read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
-        """As ``write``, from the caller's ids."""
+        if self._read_rows is not None:
+            self._read_rows(numbering, out)
+            return
         join: Any = kernels.join_ids
-        bad = join(0, len(self.bag_starts) - 1, *self.ids_of_bags(numbering), out)
+        bad = join(0, len(self.bags.starts) - 1, *self.ids_of_bags(numbering), out)
         if bad >= 0:
             self.check([bad])
 
     def ids_of_bags(self, numbering: Numbering | None) -> IdsOfBags:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
-        indices = self._features.indices
-        firsts = indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(indices)
-        return IdsOfBags(self._ids, self._starts, firsts, self._features.num_rows, self.batch, self.bag_starts)
+        features, starts = self.features, self.bags.starts
+        ids, first, _ = self._ids
+        firsts = features.indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(features.indices)
+        return IdsOfBags(ids, first, firsts, features.num_rows, self.batch, starts)
 
     def check(self, positions: list[int]) -> None:
         """Raise ValueError if one of them is the position of an id outside its table."""
         bad = [position for position in positions if position >= 0]
-        for table, (start, stop) in zip(self._features.owners, self._sources, strict=True) if bad else ():
-            own = [position for position in bad if start <= position < stop]
-            if own:
-                raise table.id_error(int(self._ids[min(own)]))
-
-    def _gather(self, scale: Floats) -> Floats:
-        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [NO_FLOATS])
-
-    @property
-    def _sources(self) -> list[tuple[int, int]]:
-        """Where each feature's ids lie in the batch."""
-        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
+        if bad:
+            ids, starts, stops = self._ids
+            for table, start, stop in zip(self.table_of_feature, starts.tolist(), stops.tolist(), strict=True):
+                own = [position for position in bad if start <= position < stop]
+                if own:
+                    raise table.id_error(int(ids[min(own)]))
 
     def scatter(self, values: Floats, out: Floats) -> None:
         """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
+        if self._places is not None:
+            out[self._places] += values
+            return
         place = 0
-        for start, stop in self._sources:
+        for start, stop in zip(*(bounds.tolist() for bounds in self._ids[1:]), strict=True):
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
 
@@ -246,19 +214,13 @@ class Joined:
         self.tables[0].require_float()
 
     def groups(self, arg_max: Int32s, num_columns: int, *, is_mean: bool) -> Groups:
-        """Its positions, to be grouped by row.
-
-        Args:
-            arg_max: int32 [bags, dim], the positions that gave maxima, or empty.
-            num_columns: of the output.
-            is_mean: bags were averaged.
-        """
+        """Its positions, to be grouped by row, for an output of so many columns; ``arg_max``: int32 [bags, dim], or
+        empty."""
         return Groups(self.bags, arg_max, num_columns, self.tables[0].store.workers, is_mean=is_mean)
 
     @property
     def table_of_feature(self) -> Sequence[LookupTable]:
-        """The table of each feature."""
-        return self._features.owners
+        return [self.tables[place] for place in self.features.table_of.tolist()]
 
     def next_hyper(self) -> list[Hyper]:
         """Count one more update of each table: its hyper-parameters."""
@@ -270,8 +232,8 @@ class Joined:
         return None if seeds.count(NEAREST) == len(seeds) else np.array(seeds, np.uint64)
 
 
-class OverJoined:
-    """What lookups of joined ids have in common.
+class AnyLookup(TrainsRows, Protocol):
+    """What modules and backward passes ask of a lookup, wherever its rows are.
 
     Attributes:
         joined: the ids.
@@ -283,37 +245,203 @@ class OverJoined:
 
     @property
     def group(self) -> Hashable:
+        """Equal of lookups that may be merged."""
         table = self.joined.tables[0]
         return table.store, table.layout, self.mode
 
     @property
     def tables(self) -> Sequence[LookupTable]:
-        """Those of its rows, in order."""
         return self.joined.tables
 
+    @property
+    def demand(self) -> tuple[Pool, Int64s]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        return self.joined.tables[0].pool, self.joined.keys
 
-class OfKeys(Joined):
-    """Rows by key, in any order: a bag for each, its result where the caller has the key, in a flat output.
+    def has_room(self) -> bool:
+        """Whether ``stage`` would bring the rows in."""
 
-    Args:
-        tables: distinct, of one pool; each key is of one of them.
-        keys: int64 [n].
+    def stage(self) -> bool:
+        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out``."""
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """Gradient of the per-sample weights into ``grad_scale``."""
+
+
+class Jagged(NamedTuple):
+    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
+
+    Attributes:
+        ids: int64 or int32 [N].
+        offsets: int64 or int32 [features * batch + 1].
+        batch: bags of each feature.
+        scale: float32 [N], per-sample weights, or None.
     """
 
-    def __init__(self, tables: Sequence[LookupTable], keys: Int64s) -> None:
-        indices = [table.index for table in tables]
-        places = np.zeros(max(indices) + 1, np.int64)
-        places[indices] = np.arange(len(indices))
-        table_of = places[keys >> KEY_ROW_BITS]
-        order = np.argsort(table_of, kind="stable")
-        self.tables = list(tables)
-        self.batch = 1
-        self.table_of = table_of[order].astype(np.int32)
-        self.table_bags = np.searchsorted(self.table_of, np.arange(len(tables) + 1))
-        self.bag_starts = np.arange(len(keys) + 1)
-        columns: Any = order * tables[0].layout.dim
-        self.columns = columns
-        self.scale = NO_FLOATS
-        self.bags = Bags(self.tables, self.table_bags, self.bag_starts, self.columns, 1, NO_FLOATS)
-        self._keys = keys[order]
-        self._slots = self._numbering = None
+    ids: Ids
+    offsets: Ids
+    batch: int
+    scale: Floats | None = None
+
+    def of(self, batch: int) -> "Jagged":
+        return self._replace(batch=batch)
+
+    @property
+    def on_host(self) -> "Jagged":
+        """Itself; ``DeviceJagged`` copies."""
+        return self
+
+    def join(self, features: Features, places: Sequence[int]) -> Joined:
+        """The ids of some features; ``places``: which of these each of them is."""
+        batch = self.batch
+        starts: Any = self.offsets
+        if places == list(range((len(starts) - 1) // max(batch, 1))):
+            ends = starts[np.arange(len(places) + 1) * batch].astype(np.int64)
+            begins, stops = ends[:-1], ends[1:]
+        else:  # the chosen ones, laid end to end
+            lists = starts[np.add.outer(np.asarray(places) * batch, np.arange(batch + 1))]
+            begins, stops = lists[:, 0].astype(np.int64), lists[:, -1].astype(np.int64)
+            sizes = stops - begins
+            shifts = np.cumsum(sizes) - sizes - begins
+            starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum()).astype(starts.dtype, copy=False)
+        scale = NO_FLOATS
+        if self.scale is not None:
+            pairs = zip(begins.tolist(), stops.tolist(), strict=True)
+            scale = np.concatenate([NO_FLOATS, *(self.scale[begin:stop] for begin, stop in pairs)])
+        return Joined(features, batch, starts, scale, ids=(self.ids, begins, stops))
+
+
+class Parts(NamedTuple):
+    """What was merged: what each lookup joined, and in order pieces (lookup, its bags, its positions, and how far these
+    move)."""
+
+    joined: Sequence[Joined]
+    pieces: list[tuple[int, slice, slice, int]]
+
+    def read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
+        rows = [each.keys if numbering is None else each.slots(numbering) for each in self.joined]
+        np.concatenate(self.over_positions(rows), out=out)
+
+    def over_bags(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Of an array over the bags of each lookup, those over the bags of all, in pieces."""
+        return [arrays[lookup][bags] for lookup, bags, _, _ in self.pieces]
+
+    def over_positions(self, arrays: Sequence[Any]) -> list[Any]:
+        """Likewise of an array or tensor over positions."""
+        return [arrays[lookup][positions] for lookup, _, positions, _ in self.pieces]
+
+    def winners(self, arg_max: Sequence[Any]) -> list[Any]:
+        """Of the positions that gave each lookup's maxima (array or tensor [bags, dim]), those of the bags of all."""
+        return [arg_max[lookup][bags] + shift for lookup, bags, _, shift in self.pieces]
+
+
+def _pieces(
+    tables: Sequence[LookupTable], joined: Sequence[Joined]
+) -> tuple[list[tuple[int, slice, slice, int]], list[int]]:
+    places = [{table: place for place, table in enumerate(each.tables)} for each in joined]
+    pieces = []
+    table_bags, num_positions = [0], 0
+    for table in tables:
+        num_bags = table_bags[-1]
+        for number, (each, place_of) in enumerate(zip(joined, places, strict=True)):
+            if table in place_of:
+                begin, end = each.bags.bounds[place_of[table] : place_of[table] + 2].tolist()
+                first, last = each.bags.starts[[begin, end]].tolist()
+                pieces.append((number, slice(begin, end), slice(first, last), num_positions - first))
+                num_bags += end - begin
+                num_positions += last - first
+        table_bags.append(num_bags)
+    return pieces, table_bags
+
+
+def _places(joined: Sequence[Joined], widths: Sequence[int]) -> list[NDArray[Any]]:
+    """Where the result of each bag begins in the outputs laid end to end: for each lookup an array [bags]."""
+    sizes = [each.batch * width for each, width in zip(joined, widths, strict=True)]
+    dtype = np.int32 if sum(sizes) <= _INT32_MAX else np.int64
+    starts = np.cumsum(sizes) - sizes
+    return [
+        (np.add.outer(each.bags.columns.astype(np.int64), np.arange(each.batch) * width).ravel() + start).astype(dtype)
+        for each, width, start in zip(joined, widths, starts.tolist(), strict=True)
+    ]
+
+
+def _scale(joined: Joined) -> Floats:
+    return joined.bags.scale if len(joined.bags.scale) else np.ones(len(joined), np.float32)
+
+
+class DeviceJagged:
+    """A ``Jagged`` whose tensors are on a device. ``to_host`` copies them, checked, and waits; ``offsets_error``: the
+    error for a wrong offset, given its index."""
+
+    def __init__(
+        self, given: DeviceIds, num_bags: int, to_host: Callable[[], Jagged], offsets_error: Callable[[int], ValueError]
+    ) -> None:
+        self.given = given
+        self.batch = self._num_bags = num_bags
+        self.offsets_error = offsets_error
+        self._to_host = to_host
+
+    def of(self, batch: int) -> "DeviceJagged":
+        self.batch = batch
+        return self
+
+    @cached_property
+    def on_host(self) -> Jagged:
+        """A copy; waits for the device."""
+        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise refused_in_graph("a batch must have ids, and the features of one lookup, all of them in order")
+        return self._to_host()._replace(batch=self.batch)
+
+    def join(self, features: Features, places: Sequence[int]) -> Joined:
+        """As ``Jagged.join``: on the device, if these are all features, in order, and their rows are there."""
+        is_all = self.batch > 0 and list(places) == list(range(self._num_bags // self.batch))
+        if not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):
+            return self.on_host.join(features, places)
+        in_pool: Any = features.tables[0].in_pool
+        made: Joined = in_pool(lambda pool: _JoinedThere(features, self, rows_of(pool)))
+        return made
+
+
+class _JoinedThere(Joined):
+    """Ids of all features of a batch, joined and checked on the device. What the host has of them otherwise it fetches
+    when it is first asked for: that waits for the device, and raises ValueError for a wrong id or offset."""
+
+    rows: DeviceRows
+    sent: DeviceBatch
+
+    def __init__(self, features: Features, jagged: DeviceJagged, rows: DeviceRows) -> None:
+        self.features, self.tables, self.batch = features, features.tables, jagged.batch
+        self.rows = rows
+        rows.begin()
+
+        def explain(record: Int64s) -> ValueError:
+            if record[-1]:
+                return jagged.offsets_error(int(record[-1]) - 1)
+            feature = int(np.flatnonzero(record)[0])
+            error: ValueError = features.tables[features.table_of[feature]].id_error(int(record[feature]))
+            return error
+
+        self.sent = rows.join(features, self.batch, jagged.given, explain)
+
+    def __len__(self) -> int:
+        return len(self.sent)
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``Joined.__init__`` sets."""
+        if name not in ("bags", "_ids", "_keys", "_slots", "_numbering", "_places", "_read_rows"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rows, sent = self.rows, self.sent
+        rows.lane.require_no_capture("the host reads no ids, as it would for a table that is looked up twice or traced")
+        rows.require_right(sent)
+        keys = rows.position_keys(sent)
+        rows.lane.follow(sent.ready)
+        starts = sent.bags.bag_starts.cpu().numpy().astype(np.int64)
+        scale = NO_FLOATS if sent.bags.scale is None else sent.bags.scale.cpu().numpy()
+        ends = starts[:: self.batch]
+        super().__init__(
+            self.features, self.batch, starts, scale, ids=(keys & ROW_MASK, ends[:-1], ends[1:]), keys=keys
+        )
+        return getattr(self, name)

@@ -4,77 +4,30 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels.arrays import Floats, Int64s
+from ..kernels import slots as kernels
+from ..kernels.arrays import Floats
 from ..layout import ROW_MASK
 from ..pool import Pool
 from ..pool.arena import dot_part
 from ..pool.backward import Groups
-from ..pool.bags import NO_ARG_MAX, Pooling
+from ..pool.bags import NO_ARG_MAX, Batch, Pooling, Update
 from ..pool.pins import Lease
-from ..pool.residency import Batch, Update
 from ..system.signals import shielded
 from .hbm import HbmLookup
-from .joined import Joined, OverJoined
-from .merging import Merged
-from .tables import Ready, RowGradients, TrainsRows
+from .joined import AnyLookup, Joined
+from .tables import Ready, RowGradients
 
 
-class AnyLookup(TrainsRows, Protocol):
-    """What modules and backward passes ask of a lookup, wherever its rows are."""
-
-    joined: Joined
-    mode: str
-
-    @property
-    def group(self) -> Hashable:
-        """Equal of lookups that may be merged."""
-        ...
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool and the keys, int64 [N], of the rows it will use."""
-        ...
-
-    def has_room(self) -> bool:
-        """Whether ``stage`` would bring the rows in."""
-        ...
-
-    def stage(self) -> bool:
-        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
-        ...
-
-    def forward(self, out: Tensor, *, keep: bool) -> None:
-        """Pool every bag into ``out``."""
-        ...
-
-    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
-        """Gradient of the per-sample weights into ``grad_scale``."""
-        ...
-
-
-class Lookup(OverJoined):
-    """A lookup in host memory.
-
-    Args:
-        joined: its ids.
-        mode: "sum", "mean" or "max", for all features.
-
-    Attributes:
-        joined: its ids.
-        mode: as given.
-
-    Its methods that need rows raise ValueError, which names table and id, for an id outside its table, unless ids were
-    read before.
-    """
+class Lookup(AnyLookup):
+    """A lookup in host memory. Methods that need rows raise ValueError, which names table and id, for an id outside its
+    table, unless ids were read before."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.joined = joined
@@ -85,36 +38,19 @@ class Lookup(OverJoined):
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
-        """One lookup whose ``update`` trains the rows of several after ``forward``, given their gradients flat, [1, B *
-        C of all].
-
-        Args:
-            lookups: of one pool and mode, in the order in which their positions are merged.
-            widths: columns of each one's output.
-        """
-        joined = Merged([lookup.joined for lookup in lookups], widths)
+        """One lookup whose ``update`` trains the rows of several of one pool and mode after ``forward``, in their
+        order, given their gradients flat, [1, B * C of all]; ``widths``: columns of each one's output."""
+        joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
-        if made._mode == kernels.MAX:
-            made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
+        if made._mode == kernels.MAX and joined.parts is not None:
+            made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
         return made
 
-    @property
-    def _pool(self) -> Pool:
-        """The tables' current pool; while no lease is held, a new table may replace it."""
-        return self.joined.tables[0].pool
-
-    @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool and the keys, int64 [N], of the rows it will use."""
-        return self._pool, self.joined.keys
-
     def has_room(self) -> bool:
-        """Whether ``stage`` would bring the rows in."""
         return self.joined.tables[0].in_pool(lambda pool: pool.rows.has_room(self._batch_in(pool)))
 
     @shielded
     def stage(self) -> bool:
-        """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
         self._lease = self.joined.tables[0].in_pool(lambda pool: pool.rows.stage(self._batch_in(pool)))
         return self._lease is not None or not len(self.joined)
 
@@ -130,47 +66,42 @@ class Lookup(OverJoined):
         return self._lease
 
     def release(self) -> None:
-        """Release the rows. The lookup still works, but must bring its rows in again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are).
-
-        Args:
-            keep: a backward follows: remember arg-maxima, and hold the rows if there is room.
-
-        Raises:
-            ValueError: an id outside its table; names the table and the id.
-        """
+        """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are). ``keep``: a
+        backward follows, so it remembers arg-maxima, and holds the rows if there is room. ValueError: an id outside
+        its table."""
         joined = self.joined
         if self._mode == kernels.MAX:
-            self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
+            self._arg_max = np.empty((len(joined.bags.starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
         joined.tables[0].in_pool(partial(self._look_up, pooling=pooling, keep=keep))
-        if not keep:
+        if not keep and self._lease is not None:
             self.release()
 
     def _look_up(self, pool: Pool, *, pooling: Pooling, keep: bool) -> None:
         joined, rows = self.joined, pool.rows
         lease = None if self._lease is None else self._lease_in(pool)
-        if lease is None and rows.takes_ids and rows.numbering is not None and not joined.is_read:
-            slots, failed = rows.look_up_ids(joined.ids_of_bags(rows.numbering), joined.bags, pooling, keep=keep)
-            joined.check(failed)
+        numbering = rows.numbering if rows.takes_ids else None
+        if lease is None and numbering is not None and not joined.is_read:
+            slots, failed = rows.look_up_ids(joined.ids_of_bags(numbering), joined.bags, pooling, keep=keep)
             if not failed:
                 if keep:  # the caller may change the ids before backward
-                    joined.note_slots(slots, rows.numbering)
+                    joined.note_slots(slots, numbering)
                     self._lease = rows.held(slots)
                 return
+            joined.check(failed)
         self._lease = rows.look_up(self._batch_in(pool), pooling, lease, keep=keep)
 
     @shielded
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
-        joined, pool = self.joined, self._pool
+        joined, pool = self.joined, self.joined.tables[0].pool
         own = np.zeros(len(joined), np.float32)
         if not len(own):
             return
@@ -190,12 +121,8 @@ class Lookup(OverJoined):
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
-        """Backward and optimizer in one; see ``ResidentRows.update``.
-
-        Args:
-            grad_out: float32 [batch, columns], C-contiguous.
-        """
-        joined, pool = self.joined, self._pool
+        """Backward and optimizer in one, by the gradient of the output, float32 [batch, columns], C-contiguous."""
+        joined, pool = self.joined, self.joined.tables[0].pool
         hyper, seeds = np.array(joined.next_hyper(), np.float32), joined.rounding_seeds()
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
@@ -210,7 +137,7 @@ class Lookup(OverJoined):
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
-        joined, pool = self.joined, self._pool
+        joined, pool = self.joined, self.joined.tables[0].pool
         inverse, keys = joined.distinct
         groups = self._groups(grad_out)
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())

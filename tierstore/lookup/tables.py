@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import IdError
+from ..hbm.checks import Captured
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
@@ -17,13 +18,7 @@ _T = TypeVar("_T")
 
 
 class RowGradients(NamedTuple):
-    """Merged gradients of a table's rows.
-
-    Attributes:
-        table: the table.
-        rows: int64 [U], distinct; on the store's device.
-        values: float32 [U, dim]; likewise.
-    """
+    """Merged gradients of a table's rows: int64 [U], distinct, and float32 [U, dim], on the store's device."""
 
     table: "LookupTable"
     rows: Tensor
@@ -31,24 +26,11 @@ class RowGradients(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An update whose rows are in.
-
-    Attributes:
-        train: makes it; the rows are released.
-        is_whole: all rows are pinned; else it brings them in part by part.
-    """
+    """An update whose rows are in: ``train`` makes it, and releases them. Unless it ``is_whole``, it brings rows in
+    part by part."""
 
     train: Callable[[], None]
     is_whole: bool
-
-
-class Replayed(Protocol):
-    """A lookup in a CUDA graph."""
-
-    @property
-    def num_updates(self) -> int:
-        """By replays so far. Waits for the device."""
-        ...
 
 
 class TrainsRows(Protocol):
@@ -57,21 +39,17 @@ class TrainsRows(Protocol):
     @property
     def tables(self) -> "Sequence[LookupTable]":
         """Those whose rows it trains, in order."""
-        ...
 
     def readied(self, grad_out: Tensor) -> "Ready":
         """Bring its rows in, for an update, if they fit in memory together. Given float32 [batch, columns],
         C-contiguous."""
-        ...
 
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What an update would apply, of each table; several of one are to be added up in order. Rows stay as they are,
         and are released."""
-        ...
 
     def release(self) -> None:
         """Release the rows. It still works, but must bring them in again."""
-        ...
 
 
 class CollectsGradients(Protocol):
@@ -79,7 +57,6 @@ class CollectsGradients(Protocol):
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
-        ...
 
 
 class LookupStore(Protocol):
@@ -88,28 +65,23 @@ class LookupStore(Protocol):
     @property
     def optimizer_in_use(self) -> CollectsGradients | None:
         """Who collects gradients; None: backward updates rows."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where results live."""
-        ...
 
     @property
     def readonly(self) -> bool:
         """Whether no row is trained or written."""
-        ...
 
     @property
     def workers(self) -> Workers: ...
 
     def note_partly_trained(self, error: BaseException) -> None:
         """A step failed after some of its rows were, or may have been, trained."""
-        ...
 
     def require_whole_steps(self) -> None:
         """Raises PartlyTrainedError after that."""
-        ...
 
 
 class LookupTable(Protocol):
@@ -122,7 +94,6 @@ class LookupTable(Protocol):
     @property
     def num_changes(self) -> int:
         """How often rows were updated, written or exchanged."""
-        ...
 
     @property
     def name(self) -> str: ...
@@ -133,42 +104,31 @@ class LookupTable(Protocol):
     @property
     def pool(self) -> Pool:
         """Where its rows live now; raises ClosedError or TableError if they no longer do."""
-        ...
 
     def in_pool(self, work: Callable[[Pool], _T]) -> _T:
         """Run it in the pool; run it again if a new table replaced the pool meanwhile."""
-        ...
 
     @property
     def rounding_seed(self) -> int:
         """Rounding seed of the last counted update."""
-        ...
 
     def next_hyper(self) -> Hyper:
         """Count one more update: its hyper-parameters."""
-        ...
 
-    def replayed_hyper(self, captured: Replayed) -> Hyper:
+    def replayed_hyper(self, captured: Captured) -> Hyper:
         """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
         one update to the next."""
-        ...
 
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is not a row."""
-        ...
 
     def require_float(self) -> None:
         """Raises ReadOnlyError if its rows are quantized."""
-        ...
 
 
 def id_error(name: str, row: int, rows: range, whose: str = "") -> ValueError:
-    """The error for an id that is no row of the table of that name, or was none when it was read.
-
-    Args:
-        rows: the table's.
-        whose: why there are no others.
-    """
+    """The error for an id that is no row of the table of that name, or was none when it was read; ``whose``: why there
+    are no others."""
     if row in rows:
         return IdError(
             f"an id was no row of table {name!r} when it was read, and is {row} now: its memory changed during the "

@@ -3,20 +3,10 @@
 from . import checkpoint
 from .collection import TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from .convert import convert, plain_model
-from .embedding import TieredEmbedding
-from .embedding_bag import TieredEmbeddingBag
+from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
-    "JaggedLike",
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedTensor",
-    "TieredEmbedding",
-    "TieredEmbeddingBag",
-    "TieredEmbeddingBagCollection",
-    "TieredEmbeddingCollection",
-    "checkpoint",
-    "convert",
-    "plain_model",
-]
+    "JaggedLike", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "TieredEmbedding", "TieredEmbeddingBag",
+    "TieredEmbeddingBagCollection", "TieredEmbeddingCollection", "checkpoint", "convert", "plain_model",
+]  # fmt: skip

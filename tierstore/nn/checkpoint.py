@@ -31,8 +31,6 @@ __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a ``GradScaler``."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
@@ -129,7 +127,6 @@ def _is_readable(state: Any) -> bool:
 
 
 def _unreadable(state: Any, place: str) -> str:
-    """Where in a state is what is not read, and its type."""
     parts = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
     for key, part in parts:
         if not _is_readable(part):

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.joined import Features, Jagged, Joined
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.on_device import DeviceJagged
+from ..lookup.joined import AnyLookup, DeviceJagged, Jagged, Joined
+from ..lookup.lookup import make_lookup
+from ..pool.bags import Features
 from ..store import Store, Table
 from ..store.arguments import check_jagged
 from ..system.excerpt import excerpt
 from .function import Prepared
 from .jagged import JaggedLike, JaggedTensor, KeyedTensor
 from .module import TieredModule
+
+_Sources = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Feature(NamedTuple):
@@ -69,10 +71,6 @@ class Collection(TieredModule):
         """Where results are."""
         return self.store.device
 
-    def _weights(self, features: JaggedLike) -> Tensor | None:  # noqa: ARG002 - here they are ignored
-        """Of a batch's ids, as far as they are used."""
-        return None
-
     def _alike(self, table: Table) -> Any:
         """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
@@ -80,7 +78,9 @@ class Collection(TieredModule):
     def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         return make_lookup(joined, mode=mode)
 
-    def _checked(self, features: JaggedLike) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
+    def _checked(
+        self, features: JaggedLike, sources: _Sources, scale: Tensor | None = None
+    ) -> tuple[Jagged | DeviceJagged, dict[str, int]]:
         """(ids, the place of each feature there); errors as ``forward`` has them."""
         if getattr(features, "variable_stride_per_key", bool)():  # of TorchRec
             raise ValueError(
@@ -97,7 +97,7 @@ class Collection(TieredModule):
                 hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         jagged = check_jagged(
-            features.values(), features.offsets(), self._weights(features), "sum", device=self.store.device,
+            sources[0], sources[1], scale, "sum", device=self.store.device,
             offsets_type=self.store.offsets_type, ids_name="values", scale_name="weights",
         )  # fmt: skip
         batch, rest = divmod(jagged.batch, len(keys))
@@ -155,12 +155,10 @@ class TieredEmbeddingBagCollection(Collection):
         """Whether a batch's weights are used."""
         return self._is_weighted
 
-    def _weights(self, features: JaggedLike) -> Tensor | None:
-        return features.weights_or_none() if self._is_weighted else None
-
     def _prepare(self, features: JaggedLike) -> Prepared:
-        sources, scale = _sources(features), self._weights(features)
-        jagged, place = self._checked(features)
+        sources = _sources(features)
+        scale = sources[2] if self._is_weighted else None
+        jagged, place = self._checked(features, sources, scale)
         for table in self.tables if scale is not None else ():
             if table.config.pooling != "sum":
                 given = f"table {table.name!r} has {table.config.pooling!r}"
@@ -177,7 +175,10 @@ class TieredEmbeddingBagCollection(Collection):
         for feature in self._features.values():
             groups.setdefault(self._alike(feature.table), []).append(feature)
         return [
-            ([each.name for each in group], Features([each.table for each in group], [each.column for each in group]))
+            (
+                [each.name for each in group],
+                Features.of([each.table for each in group], [each.column for each in group]),
+            )
             for group in groups.values()
         ]
 
@@ -216,10 +217,11 @@ class TieredEmbeddingCollection(Collection):
         return out
 
     def _prepare(self, features: JaggedLike) -> Prepared:
-        checked, place = self._checked(features)
+        sources = _sources(features)
+        checked, place = self._checked(features, sources)
         lookups = [self._lookup(table, checked.on_host, place) for table in self.tables]
         elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
-        return Prepared(lookups, (elements,), None, _sources(features), self.store)
+        return Prepared(lookups, (elements,), None, sources, self.store)
 
     def embedding_configs(self) -> list[TableConfig]:
         """Of its tables, in order; they have the names of TorchRec's ``EmbeddingConfig``."""
@@ -233,16 +235,15 @@ class TieredEmbeddingCollection(Collection):
         return dims.pop()
 
     def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> AnyLookup:
-        """Of the ids of all the table's features, one after another."""
         bounds = [place[name] * jagged.batch for name in table.config.feature_names]
         lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
         ids: Any = np.concatenate(lists)
         offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
-        jagged = Jagged(ids, offsets, len(ids))
-        return self._make_lookup(Joined(Features([table], [0]), jagged, [0]), table.config.pooling)
+        joined = Jagged(ids, offsets, len(ids)).join(Features.of([table], [0]), [0])
+        return self._make_lookup(joined, table.config.pooling)
 
 
-def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:
+def _sources(features: JaggedLike) -> _Sources:
     if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
         raise TypeError(
             f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "

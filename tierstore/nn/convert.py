@@ -16,13 +16,56 @@ from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
 from ..init import Initializer, Normal
 from ..layout import MAX_ROWS
-from ..pool.tier import raw_weights
+from ..pool.transfers import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
-from .embedding import TieredEmbedding
-from .embedding_bag import TieredEmbeddingBag
+from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .module import TieredModule
-from .rules import Rules, rules_of
+
+Rules = optim.Optimizer | Mapping[str, optim.Optimizer] | torch.optim.Optimizer
+"""One for all tables, by name, or what trains the weights."""
+
+
+def rules_of(given: Rules | None, name: str, weight: Tensor) -> tuple[optim.Optimizer | None, Mapping[str, Any]]:
+    """(the rule, None if none is given; the optimizer's state of the weight). ValueError: there is none for this
+    weight, or it has no counterpart. TypeError: ``given`` is something else."""
+    if given is None or isinstance(given, optim.Optimizer):
+        return given, {}
+    if isinstance(given, torch.optim.Optimizer):
+        for group in given.param_groups:
+            if any(each is weight for each in group["params"]):
+                return _rule_of(type(given).__name__, group), given.state.get(weight, {})
+        if not weight.requires_grad:
+            return None, {}
+        raise ValueError("the optimizer does not train its weight; give optimizer={name: tierstore.optim....}")
+    if not isinstance(given, Mapping) or not all(isinstance(each, optim.Optimizer) for each in given.values()):
+        raise TypeError(
+            "optimizer must be a tierstore.optim.Optimizer, a dict of those by module name, or a torch optimizer, not "
+            f"{type(given).__name__}"
+        )
+    if name not in given:
+        raise ValueError(f"optimizer has no rule for it, but for {list(given)}")
+    return given[name], {}
+
+
+def _rule_of(kind: str, group: Mapping[str, Any]) -> optim.Optimizer:
+    for option, default in (("momentum", 0), ("lr_decay", 0), ("amsgrad", False), ("maximize", False)):
+        if group.get(option, default) != default:
+            raise ValueError(f"{option}={group[option]} of torch.optim.{kind} has no counterpart: leave it out")
+    common: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": float(group.get("weight_decay", 0))}
+    if kind == "SGD":
+        return optim.SGD(**common)
+    if kind in ("Adagrad", "RowWiseAdagrad"):  # the second is TorchRec's
+        rule = optim.Adagrad if kind == "Adagrad" else optim.RowWiseAdagrad
+        first = float(group["initial_accumulator_value"])
+        return rule(**common, eps=group["eps"], initial_accumulator_value=first)
+    if kind in ("Adam", "AdamW", "SparseAdam"):
+        decoupled = kind == "AdamW" or group.get("decoupled_weight_decay", False)
+        return optim.Adam(**common, betas=tuple(group["betas"]), eps=group["eps"], decoupled=decoupled)
+    raise ValueError(
+        f"{kind} has no counterpart: give optimizer= SGD, Adagrad, RowWiseAdagrad or Adam of tierstore.optim"
+    )
+
 
 __all__ = ["convert", "plain_model"]
 
@@ -144,7 +187,6 @@ def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> I
 
 
 def _weights(model: nn.Module, chosen: Iterator[tuple[str, Embedding]]) -> list[_Weight]:
-    """What becomes tables. ValueError, with all modules that cannot be converted."""
     found: dict[int, _Weight] = {}
     refused: dict[str, str] = {}
     for name, module in chosen:
@@ -232,7 +274,6 @@ def _moves(
 
 
 def _copy_rows(table: Table, move: _Move) -> None:
-    """Write all rows, and the optimizer state that there is."""
     parts = state_tensors(table.config.optimizer, table.layout.dim)
     has_state = bool(parts) and all(part.name in move.state for part in parts)
     for start, stop in chunks(table):
@@ -248,7 +289,6 @@ def _state(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int,
 
 
 def _leave(optimizer: torch.optim.Optimizer, weights: list[_Weight]) -> None:
-    """The optimizer keeps its groups, without the weights of tables."""
     gone = {id(each.weight) for each in weights}
     for group in optimizer.param_groups:
         group["params"] = [each for each in group["params"] if id(each) not in gone]
@@ -287,7 +327,6 @@ def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter
 
 
 def _rows_of(table: Table) -> Tensor:
-    """float32 [rows, dim]."""
     out = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
     for start, stop in chunks(table):
         out[start:stop] = table.read(torch.arange(start, stop))

@@ -24,7 +24,7 @@ from ..errors import TierstoreError
 from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..layout import RowLayout
-from ..pool.tier import raw_weights
+from ..pool.transfers import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
 
@@ -53,22 +53,13 @@ class PartTable(Protocol):
 
 
 class Tables(Protocol):
-    """A store, sharded or not."""
-
     @property
     def tables(self) -> Mapping[str, PartTable]: ...
 
 
 class _Content(NamedTuple):
-    """One tensor of a table, read and written by ranges of its first axis.
-
-    Attributes:
-        table: that is here.
-        shape: of the whole tensor.
-        columns: of it that are here; None if it has one axis.
-        chunks: (start, stop) of its rows that are here, in order.
-        write: the values of rows from one on, of columns from one on that are here.
-    """
+    """One tensor of a table, read and written by ranges (``chunks``) of its first axis: of ``shape`` as a whole, with
+    these columns here, None if it has one axis. ``write`` is given a first row and column, and values."""
 
     table: Table
     dtype: torch.dtype
@@ -344,11 +335,9 @@ class StoreVersion:
 
 
 class _Committed:
-    """Is pickled, or copied, as the version that this commits. Loading takes a ``state_dict`` too, and pickles nothing.
-
-    It becomes bytes of JSON: ``torch.load(weights_only=True)`` takes them, and ``torch.distributed.checkpoint`` does
-    not look into them, as it would into a dict.
-    """
+    """Is pickled, or copied, as the version that this commits: bytes of JSON, which ``torch.load(weights_only=True)``
+    takes, and which ``torch.distributed.checkpoint`` does not look into. Loading takes a ``state_dict`` too, and
+    pickles nothing."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,8 +1,10 @@
-"""A drop-in for ``torch.nn.Embedding`` over a table of a store."""
+"""Drop-ins for ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` over a table of a store."""
 
 import torch
 from torch import Tensor
 
+from ..config import Pooling, require_choice
+from ..kernels.slots import MODES
 from ..store import Table
 from ..store.arguments import require_tensor
 from ..system.hints import hinting
@@ -91,3 +93,121 @@ class TieredEmbedding(TieredModule):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table!r}{padding}"
+
+
+@hinting(NO_COUNTERPART)
+class TieredEmbeddingBag(TieredModule):
+    """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
+
+    The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a
+    pass (or in the ``step`` of ``Store.optimizer``), ``Store.commit`` makes the result durable, and
+    ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on a store opened read-only, nothing is
+    updated; ``eval()`` alone does not prevent it. ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` of
+    ``nn.EmbeddingBag`` have no counterpart.
+
+    Args:
+        table: a table of an open store.
+        mode: "sum", "mean" or "max"; default, and all that is accepted: ``table.config.pooling``, by which collections
+            and servers pool, too. (There the default is "sum"; that of ``nn.EmbeddingBag`` is "mean".)
+        include_last_offset: ``offsets`` has one entry more than there are bags, the last being the number of ids.
+        padding_idx: an id that is left out of every bag, and of the number of ids in a mean; negative counts from the
+            end. A bag of nothing else is empty.
+
+    Raises:
+        ValueError: ``mode`` is none, or not the table's.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        mode: Pooling | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(checked_table(table).store)
+        pooling = table.config.pooling
+        if mode is not None and mode != pooling:
+            require_choice(mode, tuple(MODES), "mode")
+            raise ValueError(
+                f"mode={mode!r}, but table {table.name!r} has pooling={pooling!r}, by which it is served: "
+                f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by "
+                f"store.change_table({table.name!r}, pooling={mode!r})"
+            )
+        self.table = table
+        self.num_embeddings = table.config.num_embeddings
+        self.embedding_dim = table.config.embedding_dim
+        self.mode = pooling
+        self.include_last_offset = include_last_offset
+        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch.nn.EmbeddingBag's name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pooled rows.
+
+        Args:
+            input: int64 or int32 ids, [n] with ``offsets``, or [bags, ids a bag] without.
+            offsets: int64 or int32 [bags], where each bag begins in ``input``.
+            per_sample_weights: float32 of the shape of ``input``; with mode="sum" only. Gets gradients.
+
+        Returns:
+            float32 [bags, embedding_dim] on the store's device; an empty bag gives zeros.
+
+        Raises:
+            ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
+        """
+        sources = (input, offsets, per_sample_weights)
+        return self._run(sources, sources)
+
+    @property
+    def _tables(self) -> list[Table]:
+        return [self.table]
+
+    def _prepare(
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Prepared:
+        sources = (ids, offsets, per_sample_weights)
+        if require_tensor(ids, "input").dim() not in (1, 2):
+            raise ValueError(
+                f"input must be 1-D with offsets, or 2-D, not {tuple(ids.shape)}; TieredEmbedding takes any shape"
+            )
+        scale, is_last_given = per_sample_weights, True
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets goes with a 1-D input; a 2-D input has one bag a row")
+            if scale is not None and require_tensor(scale, "per_sample_weights").shape != ids.shape:
+                raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
+            bags, width = ids.shape
+            offsets = _evenly(bags, width, ids.device)
+            flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
+        else:
+            if offsets is None:
+                raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
+            flat, is_last_given = ids, self.include_last_offset
+        if self.padding_idx is not None:
+            whole = self.table.jagged(
+                flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given
+            )
+            _ = whole.on_host  # what is wrong with the whole batch is an error first
+            is_used = flat != self.padding_idx
+            before = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+            flat, offsets = flat[is_used], before[offsets.long()]
+            scale = None if scale is None else scale[is_used]
+        jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given)
+        lookup = self.table.lookup(jagged, mode=self.mode)
+        return Prepared([lookup], (jagged.batch, self.table.layout.dim), scale, sources, self.table.store)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table!r}, mode={self.mode!r}{padding}"
+
+
+def _evenly(bags: int, width: int, device: torch.device) -> Tensor:
+    """int64 [bags + 1]: where each bag of so many begins, and the last ends. One launch."""
+    if not width:
+        return torch.zeros(bags + 1, dtype=torch.int64, device=device)
+    return torch.arange(0, bags * width + 1, width, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
-from ..lookup.lookup import AnyLookup
+from ..lookup.joined import AnyLookup
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
@@ -26,50 +26,28 @@ RowsRead = list[tuple[LookupTable, int]]
 
 
 class Padding(NamedTuple):
-    """Places of the output that are one row, which is not trained there.
-
-    Attributes:
-        lookup: of the row.
-        places: bool [n], on the store's device.
-        empty: float32 [1, dim]: a row of these bits was never written, and gives zeros.
-    """
+    """Places of the output (bool [n], on the store's device) that are one row, which is not trained there. A row of the
+    bits ``empty``, float32 [1, dim], was never written, and gives zeros."""
 
     lookup: AnyLookup
     places: Tensor
     empty: Tensor
 
     def fill(self, out: Tensor) -> None:
-        """Set the places of float32 [n, dim]."""
         row = torch.empty((1, out.shape[1]), dtype=torch.float32, device=out.device)
         self.lookup.forward(row, keep=False)
         out[self.places] = torch.where((row == self.empty).all(), torch.zeros_like(row), row)
 
 
 class Prepared:
-    """Lookups ready to run, and the tensors they were made from.
-
-    Args:
-        lookups: one or more.
-        shape: of the output, (batch, columns), of which each has columns; or (elements,), of which each has a run, in
-            order, as long as its ``batch`` times the dim of its rows.
-        scale: per-sample weights, or None.
-        sources: tensors whose contents the lookups depend on.
-        store: whose rows they are; the output goes to its device.
-        padding: what is not trained of the one lookup.
-
-    Attributes:
-        features: the object that it waits for, see ``PreparedLookups``.
-    """
+    """Lookups ready to run, and the tensors they were made from. ``shape`` is the output's: (batch, columns), of which
+    each has columns; or (elements,), of which each has a run, in order, as long as its ``batch`` times the dim of
+    its rows. ``features``: the object that it waits for, see ``PreparedLookups``."""
 
     def __init__(
-        self,
-        lookups: Sequence[AnyLookup],
-        shape: tuple[int, ...],
-        scale: Tensor | None,
-        sources: Sequence[Tensor | None],
-        store: Store,
-        padding: Padding | None = None,
-    ) -> None:
+        self, lookups: Sequence[AnyLookup], shape: tuple[int, ...], scale: Tensor | None,
+        sources: Sequence[Tensor | None], store: Store, padding: Padding | None = None,
+    ) -> None:  # fmt: skip
         self.lookups = lookups
         self.shape = shape
         self.scale = scale
@@ -128,17 +106,12 @@ class Prepared:
         return announced
 
     def release(self) -> None:
-        """Unpin whatever is pinned."""
         for lookup in self._all:
             lookup.release()
 
 
 class Announced(NamedTuple):
-    """A batch that caches know of.
-
-    Attributes:
-        batches: each pool with the batch's number there.
-    """
+    """A batch that caches know of, by its number in each pool."""
 
     batches: list[tuple[Pool, int]]
 
@@ -152,20 +125,15 @@ class Announced(NamedTuple):
             raise
 
     def retire(self) -> None:
-        """It is in use, or will never be."""
         for pool, batch in self.batches:
             pool.retire(batch)
 
 
 class PreparedLookups:
-    """What the prefetch pipeline made ready, waiting for the forward call that will use it.
-
-    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile. An object
-    that comes several times has a batch for each, which are taken in order. Ids are not compared: lookups keep what
-    they read, so a batch whose memory is written over is looked up as it was prepared.
-
-    Several threads may call it: a batch is whose ``_remove`` found it.
-    """
+    """What the prefetch pipeline made ready, waiting for the forward call that will use it. It is found by the identity
+    of the very object that forward will be given, which is kept alive meanwhile; an object that comes several times
+    has a batch for each, taken in order. Ids are not compared: a batch whose memory is written over is looked up as
+    it was prepared. Several threads may call it: a batch is whose ``_remove`` found it."""
 
     def __init__(self) -> None:
         self._waiting: list[Prepared] = []
@@ -181,14 +149,14 @@ class PreparedLookups:
         """What was prepared for this object, once, unless torch changed its tensors since."""
         if not self._waiting:
             return None
+        was_there = False
         for prepared in self._waiting.copy():
             if prepared.features is features and self._remove(prepared):
-                self._num_others = self._num_missed = 0
+                was_there, self._num_others, self._num_missed = True, 0, 0
                 if prepared.is_current(sources):
                     return prepared
-                prepared.release()
-                return None
-        self._num_others += 1
+                prepared.release()  # it is stale; a later one of the same object may not be
+        self._num_others += not was_there
         return None
 
     def _remove(self, prepared: Prepared) -> bool:
@@ -218,12 +186,8 @@ def _changes(tensor: Tensor) -> int:
 def run_lookups(prepared: Prepared, anchor: Tensor, shape: Sequence[int], *, trainable: bool) -> Tensor:
     """float32 of a shape with as many elements as ``prepared.shape`` has. With gradients enabled and ``trainable``, a
     backward pass that ends well trains the rows, unless it was asked for gradients of other tensors only.
-
-    Args:
-        anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
-            gradient. It gets none itself.
-        trainable: whether rows may be updated; per-sample weights get their gradient in any case.
-    """
+    ``anchor``: a leaf that requires grad and stands for the rows, so that autograd runs backward though ids have no
+    gradient; it gets none itself."""
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
@@ -293,11 +257,7 @@ class _PooledLookups(torch.autograd.Function):
 
 
 def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -> Tensor:
-    """Gradient of the per-sample weights.
-
-    Raises:
-        RuntimeError: the rows are not those that forward read.
-    """
+    """Gradient of the per-sample weights. RuntimeError: the rows are not those that forward read."""
     _require_unchanged(rows_read)
     scale = prepared.scale
     assert scale is not None, "only weights that there are require a gradient"

@@ -55,10 +55,8 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None = None
     ) -> Tensor:
         """``forward`` of arguments whose tensors are ``sources``: float32 of the shape that ``_prepare`` says, or of
-        another with as many elements.
-
-        ``torch.compile`` breaks its graph here: what is below has no tensors to trace.
-        """
+        another with as many elements. ``torch.compile`` breaks its graph here: what is below has no tensors to
+        trace."""
         is_loaded = "torch._dynamo" in sys.modules  # which takes a second, and comes with torch.compile
         return (_look_up_eagerly if is_loaded else _look_up)(self, arguments, sources, shape)
 
@@ -88,20 +86,11 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         """What ``tierstore.prefetch`` drives, for one pass over batches."""
         return self
 
-    def end(self) -> None:
-        """A pass is over."""
+    def end(self) -> None: ...
 
     def prepare(self, features: Any) -> Prepared:
-        """Read a batch ahead of ``forward``, which must be given the same objects.
-
-        Called by ``tierstore.prefetch``, from its thread, as are the methods below.
-
-        Args:
-            features: the argument of ``forward``, or a tuple of its arguments.
-
-        Returns:
-            a ticket, for those.
-        """
+        """Read a batch ahead of ``forward``, which must be given the same objects: its argument, or a tuple of them.
+        Returns a ticket for the methods below, which ``tierstore.prefetch`` calls from its thread, too."""
         return self.keep(features, self._prepare_of(features))
 
     def _prepare_of(self, features: Any) -> Prepared:
@@ -129,18 +118,14 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         return ticket.stage()
 
     def forget(self, ticket: Prepared) -> None:
-        """Release what was made ready, if it was not used."""
         self._prepared.drop(ticket)
 
     def announce(self, features: Any) -> Announced | None:
-        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
-
-        The caller retires what is returned.
-        """
+        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet. The
+        caller retires what is returned."""
         return self._prepare_of(features).announce()
 
     def __copy__(self) -> "TieredModule":
-        """Another object of the same parameters and tables."""
         made = type(self).__new__(type(self))
         made.__dict__ = dict(self.__dict__)
         return made
@@ -168,11 +153,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
-        """Called by ``to``, ``half``, ``cuda`` and the like.
-
-        Raises:
-            TypeError, ValueError: they ask for another dtype, or another device.
-        """
+        """Called by ``to``, ``half`` and the like. TypeError, ValueError: they ask for another dtype, or device."""
         wanted = fn(torch.empty(0, dtype=torch.float32, device=self._store.device))
         if wanted.dtype != torch.float32:
             raise TypeError(
@@ -219,12 +200,10 @@ _REPLICATED: Final["weakref.WeakKeyDictionary[nn.Module, int]"] = weakref.WeakKe
 
 
 def arguments_of(features: Any) -> tuple[Any, ...]:
-    """Of ``forward``, from what ``tierstore.prefetch`` is given for a batch."""
     return features if isinstance(features, tuple) else (features,)
 
 
 def checked_table(table: Table) -> Table:
-    """TypeError if it is none."""
     if not hasattr(table, "lookup"):
         over_ranks = "; tierstore.dist has modules over tables of a sharded store" * (
             type(table).__name__ == "ShardedTable"
@@ -240,6 +219,5 @@ def checked_padding(padding_idx: int, table: Table) -> int:
 
 
 def require_store(store: object) -> None:
-    """TypeError if it is none, whole or sharded."""
     if not hasattr(store, "commit"):
         raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")

@@ -31,7 +31,6 @@ class Preparable(Protocol):
 
     def ahead(self) -> "Preparable":
         """What brings the rows of one pass in."""
-        ...
 
     def end(self) -> None:
         """The pass brings no more in; called once by whom ``prepare`` is called by."""
@@ -54,8 +53,6 @@ class Preparable(Protocol):
 
 
 class _Several:
-    """Modules that look up in one batch, as one."""
-
     def __init__(self, modules: Sequence[Preparable]) -> None:
         self._modules = modules
 
@@ -258,13 +255,10 @@ class _Ahead(NamedTuple):
 
 
 class _Reader:
-    """Reads batches in order, up to ``lookahead`` further than it gives them, and announces those.
-
-    While it waits in the caller's code, in the source or in ``features``, it may be closed and released by another
-    thread. From then on it refers to nothing but the source, and gives no more batches.
-
-    What a batch raised, when it was read or announced, is raised in its turn, after the batches before it.
-    """
+    """Reads batches in order, up to ``lookahead`` further than it gives them, and announces those. While it waits in
+    the caller's code, in the source or in ``features``, another thread may close and release it. From then on it
+    refers to nothing but the source, and gives no more batches. What a batch raised is raised in its turn, after the
+    batches before it."""
 
     def __init__(
         self, batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
@@ -293,11 +287,9 @@ class _Reader:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it, and is no fork of that one."""
         return self._process_id == os.getpid()
 
     def require_own(self) -> None:
-        """ClosedError if it is not."""
         require_own(self._process_id, "the pipeline", "open the store here, and call tierstore.prefetch here")
 
     def next(self) -> _Ahead | None:
@@ -414,11 +406,9 @@ class _Consumer:
 
 
 class _Worker:
-    """Reads batches and brings their rows in, in a thread.
-
-    While the thread waits for the source, no variable of its frames refers to a batch, a ticket or the store; while it
-    waits for a place, it does not refer to the worker either: who drops a pipeline drops all of it.
-    """
+    """Reads batches and brings their rows in, in a thread. While that waits for the source, no variable of its frames
+    refers to a batch, a ticket or the store; while it waits for a place, it does not refer to the worker either: who
+    drops a pipeline drops all of it."""
 
     def __init__(self, reader: _Reader, depth: int) -> None:
         self._reader = reader
@@ -539,7 +529,6 @@ class _Worker:
 
 
 def _work(known: "weakref.ref[_Worker]", places: "queue.SimpleQueue[weakref.ref[_Worker] | None]") -> None:
-    """A worker's thread, until the worker has ended or nobody refers to it."""
     goes_on = True
     while goes_on:
         places.get()

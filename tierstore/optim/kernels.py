@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels import halving_sum, padded_width
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Weights, Words
 from ..kernels.floats import FLOAT32
 from ..kernels.jit import prefetch_item, uncounted_kernel
@@ -16,6 +15,7 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_template as template
 from ..kernels.rounding import store_row
 from ..kernels.simd import WIDE, fill, item, load, prefetch_line, root, store
+from ..kernels.slots import halving_sum, padded_width
 
 RUN: Final = 64
 """Positions of one row that are summed one after another, from zero."""
@@ -125,7 +125,6 @@ def _step_columns(
     lanes: int, code: int, rate: np.float32, kept: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int,
     column: int, state: Floats, state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
-    """One step of the columns ``[column, column + lanes)`` of a row, and of their state."""
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
     if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:
         step = rate * gradient

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels import unique_in_order
 from ..kernels.arrays import Int64s
 from ..kernels.jit import kernel
+from ..kernels.slots import unique_in_order
 from ..layout import KEY_ROW_BITS
 from ..trace import Trace, read_trace
 

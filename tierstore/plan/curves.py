@@ -29,7 +29,7 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS
 from ..pool import HELD_SHARE
-from ..settings.names import nearest
+from ..settings.sections import nearest
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from .accesses import Accesses, Numbered, first_uses, numbered, of_tables

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels
 from ..cache import RowCache
 from ..errors import ClosedError
 from ..kernels import quantized
+from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Weights
 from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.threads import Workers
@@ -22,12 +22,8 @@ from .bags import Bags, Pooling
 
 @dataclass(eq=False)
 class RowArrays:
-    """Rows as kernels read and update them.
-
-    Attributes:
-        dtype_code: ``floats.code_of_dtype`` of the rows' dtype.
-        weights: float32, uint16 or uint8 [capacity, >= stored columns]; state: float32 [capacity, >= state_dim].
-    """
+    """Rows as kernels read and update them: float32, uint16 or uint8 [capacity, >= stored columns], and state, float32
+    [capacity, >= state_dim]."""
 
     layout: RowLayout
     dtype_code: int
@@ -41,13 +37,8 @@ class RowArrays:
 
 
 class Arena(RowArrays):
-    """See the module's docstring.
-
-    Attributes:
-        fill_lock, lock, rows_lock: see ``pool.pool``.
-        changed: the condition of ``lock``: slots were released, or the outbox has room, or the pool was closed.
-        is_disowned: this is a forked process, which may not use the rows.
-    """
+    """A cache's rows. ``changed`` is the condition of ``lock``: slots were released, the outbox has room, or the pool
+    was closed. ``is_disowned``: this is a forked process, which may not use the rows."""
 
     def __init__(self, layout: RowLayout, cache: RowCache, workers: Workers, *, readonly: bool) -> None:
         super().__init__(
@@ -73,18 +64,15 @@ class Arena(RowArrays):
         self.is_closed = self.is_disowned = True
 
     def refuse(self) -> None:
-        """Refuse further use; waiters are told."""
         with self.lock:
             self.is_closed = True
             self.changed.notify_all()
 
     def require_open(self) -> None:
-        """ClosedError after ``refuse``."""
         if self.is_closed:
             raise ClosedError("the store is closed")
 
     def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
-        """Have threads do ``work(begin, end)`` of ranges that cover ``count``."""
         self.workers.share(work, np.arange(count + 1))
 
 
@@ -103,11 +91,7 @@ def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, f
 
 def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
     """Gradients of the weights of the positions from ``first`` on, added to ``grad_scale``, float32 [N]; see
-    ``pool_part``.
-
-    Args:
-        grad_out: float32 [batch, columns].
-    """
+    ``pool_part``."""
     dot_rows: Any = quantized.dot_rows if rows.layout.is_quantized else kernels.dot_rows
     dot_rows(
         0, len(bags.starts) - 1, first, first + len(slots), bags.starts, slots, rows.weights, rows.layout.dim,

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Words
 from ..kernels.threads import Workers
 from ..optim.configs import adding
@@ -34,7 +34,7 @@ class Groups:
     def __init__(
         self, bags: Bags, arg_max: Int32s, num_columns: int, workers: Workers, *, is_mean: bool
     ) -> None:  # fmt: skip
-        num_positions, num_tables = int(bags.starts[-1]), len(bags.tables)
+        num_positions, num_tables = int(bags.starts[-1]), len(bags.bounds) - 1
         self._bags = bags
         self._arg_max = arg_max
         self._is_mean = is_mean
@@ -50,14 +50,8 @@ class Groups:
         self._firsts = self._table_starts[:-1]
 
     def by_slot(self, slots: Int32s, number: Int32s) -> Int32s:
-        """Group by slot, int32 [N]. A table's first row has the number of its first position, so numbers have gaps.
-
-        Args:
-            number: int32 [capacity], scratch.
-
-        Returns:
-            int32 [N]: the slot of each row, by number.
-        """
+        """Group by slot, int32 [N], with scratch int32 [capacity]; the slot of each row, int32 [N] by number. A table's
+        first row has the number of its first position, so numbers have gaps."""
         row_slots, inverse = np.empty(len(slots), np.int32), np.empty(len(slots), np.int32)
         self._group(slots, number, row_slots, inverse)
         return row_slots
@@ -118,11 +112,8 @@ class Groups:
     def merged(
         self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats, places: Int32s | None = None
     ) -> Floats:
-        """The merged gradient of each row, float32 [num_unique, dim]; arguments as for ``by_number`` and ``update``.
-
-        Args:
-            places: int32 [num_unique], where each row's is to be; default: by number.
-        """
+        """The merged gradient of each row, float32 [num_unique, dim], at its number or at ``places``, int32
+        [num_unique]."""
         self.by_number(inverse, num_unique)
         gradients = np.zeros((num_unique, dim), np.float32)
         slots = np.arange(num_unique, dtype=np.int32) if places is None else places
@@ -130,12 +121,10 @@ class Groups:
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:
-        """(table, row of it) with that number."""
         table = max(int(np.searchsorted(self._firsts, number, side="right")) - 1, 0)
         return table, min(number - int(self._firsts[table]), int(self.counts[table]))
 
     def _cuts(self, begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-        """Places from ``begin`` to ``end`` with about as many positions between each two."""
         if self._workers.parts(len(self._sources)) == 1:
             return [begin, end]
         low, high = self._position(begin), self._position(end)
@@ -150,7 +139,6 @@ class Groups:
         return first + int(self._starts[first + 2 * table + row])
 
     def _row_at(self, position: int) -> tuple[int, int]:
-        """The first row whose group begins there or behind."""
         table = int(np.searchsorted(self._table_starts[:-1], position, side="right")) - 1
         first = int(self._table_starts[table])
         starts = self._starts[first + 2 * table :][: int(self.counts[table]) + 1]

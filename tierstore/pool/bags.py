@@ -1,12 +1,19 @@
-"""The bags of a batch, and how they are pooled."""
+"""What pools are given of a batch, to look its rows up and to update them: bags, rows, how to pool."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ..kernels.arrays import Floats, Ids, Int32s, Int64s
+from ..kernels import slots as kernels
+from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..layout import KEY_ROW_BITS
+
+if TYPE_CHECKING:
+    from .backward import Groups
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
@@ -18,31 +25,57 @@ class Numbering(Protocol):
 
     def first_slots(self, table_indices: Int64s) -> Int64s:
         """int64 [n], the slots of these tables' rows 0."""
-        ...
 
 
-class Indexed(Protocol):
-    """A table of a store."""
+class Features:
+    """Features that one lookup serves, the same in each batch; those of one table are neighbours.
 
-    @property
-    def index(self) -> int:
-        """Its number there."""
-        ...
+    Args:
+        tables: distinct, all in one pool.
+        bounds: int64 [tables + 1], the features of each.
+        columns: int32 or int64 [features], where each one's results begin in a row of the output.
+
+    Attributes:
+        table_indices: int64 [tables], their places in the store.
+        table_of: int32 [features], which of ``tables`` each one's is; indices: int64 [features], its place in the
+            store; num_rows: int64 [features].
+    """
+
+    def __init__(self, tables: list[Any], bounds: ArrayLike, columns: Ids) -> None:
+        self.tables = tables
+        self.bounds = np.asarray(bounds, np.int64)
+        self.columns = columns
+        self.table_indices = np.array([table.index for table in tables], np.int64)
+        self.table_of = np.repeat(np.arange(len(tables), dtype=np.int32), np.diff(self.bounds))
+
+    @classmethod
+    def of(cls, owners: Sequence[Any], columns: ArrayLike) -> "Features":
+        """Those of these tables, one for each feature."""
+        bounds = [i for i, table in enumerate(owners) if not i or table is not owners[i - 1]]
+        return cls(list(dict.fromkeys(owners)), [*bounds, len(owners)], np.asarray(columns, np.int32))
+
+    @cached_property
+    def indices(self) -> Int64s:
+        return self.table_indices[self.table_of]
+
+    @cached_property
+    def num_rows(self) -> Int64s:
+        return np.array([table.config.num_embeddings for table in self.tables], np.int64)[self.table_of]
 
 
 class Bags(NamedTuple):
     """The bags of a batch, feature by feature.
 
     Attributes:
-        tables: distinct, in order of their positions.
+        table_indices, table_of, columns: of ``Features``.
         bounds: int64 [T + 1], the bags of each table.
         starts: int64 or int32 [K + 1], the positions of each bag.
-        columns: int32 or int64 [F], where a feature's results begin in a row of the output.
         batch: bags of a feature.
         scale: float32 [N], per-sample weights, or empty.
     """
 
-    tables: Sequence[Indexed]
+    table_indices: Int64s
+    table_of: Int32s
     bounds: Int64s
     starts: Any
     columns: Ids
@@ -51,20 +84,96 @@ class Bags(NamedTuple):
 
     def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""
-        indices = np.array([table.index for table in self.tables], np.int64)
-        shifts = (indices << KEY_ROW_BITS) - numbering.first_slots(indices)
+        shifts = (self.table_indices << KEY_ROW_BITS) - numbering.first_slots(self.table_indices)
         return np.repeat(shifts, np.diff(self.starts[self.bounds]))
 
 
 class Pooling(NamedTuple):
-    """How a batch's rows are pooled, and into what.
-
-    Attributes:
-        mode: ``kernels.SUM``, ``MEAN`` or ``MAX``.
-        out: float32 [batch, columns], written; of any content before.
-        arg_max: int32 [K, dim], written by max pooling; else empty.
-    """
+    """How a batch's rows are pooled (``kernels.SUM``, ``MEAN`` or ``MAX``), and into what: float32 [batch, columns] of
+    any content, and of maxima the positions, int32 [K, dim]."""
 
     mode: int
     out: Floats
     arg_max: Int32s
+
+
+class Distinct(NamedTuple):
+    """The rows of a batch: the number of each position's, int32 [N], and their keys, int64 [U], in order of use."""
+
+    inverse: Int32s
+    keys: Int64s
+
+    @classmethod
+    def of(cls, keys: Int64s) -> "Distinct":
+        unique_keys = np.empty_like(keys)
+        inverse = np.empty(len(keys), np.int32)
+        scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
+        count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
+        return cls(inverse, unique_keys[:count])
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The positions of a batch, bag after bag; all in tables of one pool.
+
+    Attributes:
+        bags: where they lie.
+        rows: int64 [N], keys; or int32 [N], slots, where each row has its own (``ResidentRows.numbering``).
+        order: int64 [N], the positions in order of use of their rows; None if they already are, or it does not matter.
+    """
+
+    bags: Bags
+    rows: Any
+    order: Int64s | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def distinct(self) -> Distinct:
+        return Distinct.of(self.rows)
+
+
+class IdsOfBags(NamedTuple):
+    """Ids of a batch as the caller has them, which may change until they are read: what ``kernels.look_up`` and
+    ``kernels.join_ids`` take behind the range of bags.
+
+    Attributes:
+        ids: int64 or int32.
+        starts: int64 [F], where each feature's begin in ``ids``.
+        firsts: int64 [F], the slot or key of row 0 of each feature's table; num_rows: int64 [F], of it.
+        batch: bags of each feature.
+        bag_starts: int64 or int32 [F * batch + 1].
+    """
+
+    ids: Ids
+    starts: Int64s
+    firsts: Int64s
+    num_rows: Int64s
+    batch: int
+    bag_starts: Ids
+
+
+class FromIds(NamedTuple):
+    """A lookup directly from ids: slots, int32 [N], if they were asked for. If anything ``failed``, it was none, and
+    its output is undefined: positions of ids that are no rows, and negative numbers for rows that are not resident."""
+
+    slots: Int32s
+    failed: list[int]
+
+
+class Update(NamedTuple):
+    """One update of the rows of a batch.
+
+    Attributes:
+        groups: its positions, to be grouped by row.
+        codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
+        gradient: float32 [batch, columns], C-contiguous.
+        seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``kernels.rounding``.
+    """
+
+    groups: "Groups"
+    codes: Int64s
+    hyper: Floats
+    gradient: Floats
+    seeds: Words | None

@@ -28,14 +28,8 @@ _NARROWER: Final[dict[DtypeName, tuple[DtypeName, ...]]] = {
 
 
 def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
-    """How rows lie in memory, without their optimizer state.
-
-    Args:
-        dtype: None for the one they are stored in.
-
-    Raises:
-        ValueError: they are stored in fewer bits, or quantized.
-    """
+    """How rows lie in memory in a dtype (None: their own), without optimizer state. ValueError: they are stored in
+    fewer bits, or quantized."""
     wanted = dtype or stored.dtype
     choices = _NARROWER[stored.dtype]
     if wanted not in choices:
@@ -81,11 +75,7 @@ class Converter:
         self._names: dict[int, str] = {}
 
     def keep(self, table_index: int, name: str, stored: RowLayout, dtype: DtypeName | Literal["stored"]) -> RowLayout:
-        """Make a table known: how its rows lie in memory.
-
-        Raises:
-            TableError: they cannot be kept as ``dtype``.
-        """
+        """Make a table known: how its rows lie in memory. TableError: they cannot be kept as ``dtype``."""
         try:
             kept = layout_as(stored, None if dtype == "stored" else dtype)
         except ValueError as error:
@@ -94,11 +84,8 @@ class Converter:
         return kept
 
     def read(self, source: RowSource, keys: Int64s, slots: Int32s, weights: Words, present: Bools) -> None:
-        """What ``ColdTier.read`` does, by a source of stored rows; there is no state.
-
-        Raises:
-            DamagedError: as ``source``, and for a row that does not fit the dtype.
-        """
+        """What ``ColdTier.read`` does, by a source of stored rows; there is no state. DamagedError, too, for a row that
+        does not fit the dtype."""
         tables = keys >> KEY_ROW_BITS
         layouts: dict[RowLayout, list[int]] = {}
         for table in np.unique(tables).tolist():

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .. import kernels
+from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
 from ..kernels.threads import Workers
@@ -56,7 +56,6 @@ def few(dim: int) -> int:
 
 
 def whole(id_type: Any, weight_type: Any) -> Split:
-    """A lookup by the calling thread alone; types are numpy's."""
     return Split(_body(id_type, weight_type).address, 0, 1, 1)
 
 
@@ -71,16 +70,9 @@ def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: A
 
 
 def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) -> list[int]:
-    """``kernels.look_up`` of all bags, by as many threads as it is worth.
-
-    Args:
-        dim: columns of a row.
-        plan: the arguments of ``kernels.look_up`` from ``starts`` to ``bag_starts``.
-        arguments: those behind, up to ``slots``.
-
-    Returns:
-        the error, if any: what ranges of bags returned instead of ``DONE``.
-    """
+    """``kernels.look_up`` of all bags, by as many threads as it is worth: what ranges of bags returned instead of
+    ``DONE``. ``plan``: its arguments from ``starts`` to ``bag_starts``; ``arguments``: those behind, up to
+    ``slots``."""
     *before, bag_starts = plan
     num_ids, id_type = int(bag_starts[-1]), ids.dtype.type
     how = split(workers, num_ids, dim, id_type, arguments[_WEIGHTS].dtype.type) if JIT_ENABLED else None
@@ -201,7 +193,6 @@ if JIT_ENABLED:
 
     @inline
     def _share(place: int, words: Int64s, body: int, team: int, parts: int, threads: int) -> Any:
-        """Have threads look up what is laid out."""
         words[_NEXT], words[_ARGUMENTS] = 0, parts
         _run_body(team, body, place, threads)
         for part in range(parts):
@@ -278,8 +269,6 @@ if JIT_ENABLED:
 
     @functools.cache
     def _body(id_type: Any, weight_type: Any) -> Any:
-        """What each thread runs, as a function that C can call."""
-
         def work(data: Any) -> None:
             words = carray(data, (_NUM_WORDS,), np.int64)
             a = words[_ARGUMENTS:]

@@ -4,36 +4,33 @@ To bring rows in is to reserve slots, write next victims back, and read rows or 
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import kernels
 from ..cache import Admission, AdmitStatus, CacheCounters
 from ..config import TableConfig
 from ..errors import BudgetError
 from ..kernels import quantized
+from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
 from .arena import Arena, pool_part
-from .bags import NO_INTS, Bags, Numbering, Pooling
+from .bags import NO_INTS, Bags, Batch, FromIds, IdsOfBags, Numbering, Pooling, Update
 from .converting import RowSource
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
-from .residency import Batch, FromIds, IdsOfBags, Update
 from .writeback import WriteBack
+
+if TYPE_CHECKING:
+    from .in_place import InMemory
 
 
 class Leases:
-    """Makes leases of an arena's rows, which it has brought in first.
-
-    Args:
-        read_rows: brings rows in.
-
-    Attributes:
-        split_batches: batches whose rows did not fit at once and were processed in parts.
-        seconds: time spent bringing rows in and writing rows back.
-    """
+    """Makes leases of an arena's rows, which it has brought in first, by ``read_rows``. ``split_batches``: those whose
+    rows did not fit at once and were processed in parts; ``seconds``: spent bringing rows in and writing rows back."""
 
     def __init__(self, arena: Arena, pins: Pins, writeback: WriteBack, read_rows: RowSource) -> None:
         self.split_batches = 0
@@ -46,43 +43,24 @@ class Leases:
         self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
-        """Make the first values of a table's rows known."""
         self._tables[table_index] = config
 
     def acquire(self, keys: Int64s) -> Lease:
-        """Pin the rows of the leading positions of ``keys``: as many as there is room for, at least one.
-
-        Args:
-            keys: int64 [n], n > 0.
-
-        Raises:
-            BudgetError: every slot stayed pinned by others for a minute.
-            DamagedError: a row on SSD failed its check; no row stays pinned.
-        """
+        """Pin the rows of leading positions of ``keys``, int64 [n], n > 0: as many as there is room for, at least one.
+        BudgetError: every slot stayed pinned by others for a minute. DamagedError: a row on SSD failed its check;
+        none stays pinned."""
         return self.admit_some(keys, read=True)
 
     def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
-        """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
-
-        Args:
-            keys: int64 [n], n > 0.
-            order: int64 [n], the positions in the order in which the rows come into use; default: as they are.
-
-        Raises:
-            DamagedError: a row on SSD failed its check; no row stays pinned.
-        """
+        """Pin the rows of all ``keys``, int64 [n], n > 0; None, and nothing is read, if there is no room for all.
+        ``order``, int64 [n]: positions in order of use. DamagedError as of ``acquire``."""
         lease = self._admit(keys if order is None else keys[order], read=True, whole=True, order=order)
         return lease if lease.num_positions else None
 
     def _admit(
-        self,
-        keys: Int64s,
-        *,
-        read: bool,
-        whole: bool = False,
-        order: Int64s | None = None,
+        self, keys: Int64s, *, read: bool, whole: bool = False, order: Int64s | None = None,
         fill: Callable[[Admission], None] | None = None,
-    ) -> Lease:
+    ) -> Lease:  # fmt: skip
         """A lease of what was admitted. It owns the pins before there are any."""
         admission = Admission(keys)
         lease = self._pins.lease(admission)
@@ -223,8 +201,10 @@ class Leases:
             start += consumed
 
 
-class EvictingRows:
-    """``ResidentRows`` of a cache that evicts: a batch leases them, the whole of it or part by part."""
+class ResidentRows(ABC):
+    """Brings in, looks up and updates the rows of a batch. A lease that is given is of the whole batch, or None. Slots
+    are of ``numbering``, which batches have here; without one they have keys. Methods raise ClosedError if the pool
+    was closed, and DamagedError if a row on SSD failed its check."""
 
     numbering: Numbering | None = None
     takes_ids = False
@@ -235,6 +215,45 @@ class EvictingRows:
         self._leases = leases
         self._writeback = writeback
 
+    @abstractmethod
+    def has_room(self, batch: Batch) -> bool:
+        """Whether the rows could be held, beside those that are."""
+
+    @abstractmethod
+    def stage(self, batch: Batch) -> Lease | None:
+        """Bring the rows in and hold them; None, and nothing is read, if there is no room."""
+
+    @abstractmethod
+    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
+        """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
+
+    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
+        """Check ids and pool every bag, in one pass, if it ``takes_ids``; ``keep`` asks for slots."""
+        raise NotImplementedError("rows are found by key")
+
+    def held(self, slots: Int32s) -> Lease:
+        """A held lease of rows that ``look_up_ids`` gave the slots of."""
+        raise NotImplementedError("slots are pinned by key")
+
+    @abstractmethod
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
+
+    @abstractmethod
+    def whole(self, batch: Batch) -> Lease | None:
+        """A lease of all rows of the batch, for ``update``; None if they do not fit, or there are none."""
+
+    @abstractmethod
+    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
+        """Merge each row's gradients in their fixed order, mark it dirty, update it. Without a lease, if a later part
+        of a split batch cannot be brought in, the rows of earlier parts are updated."""
+
+    def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":  # noqa: ARG002
+        """Lookups of a table by one compiled call; None if that is not to be had."""
+        return None
+
+
+class EvictingRows(ResidentRows):
     def has_room(self, batch: Batch) -> bool:
         # The rows are counted only where it depends on them.
         return self._pins.has_room(len(batch)) or self._pins.has_room(len(batch.distinct.keys))
@@ -260,12 +279,6 @@ class EvictingRows:
             if keep and not part.held and part.num_positions == count and self._pins.hold(part):
                 lease = part
         return lease
-
-    def look_up_ids(self, ids: IdsOfBags, bags: Bags, pooling: Pooling, *, keep: bool) -> FromIds:
-        raise NotImplementedError("rows are found by key")
-
-    def held(self, slots: Int32s) -> Lease:
-        raise NotImplementedError("slots are pinned by key")
 
     def whole(self, batch: Batch) -> Lease | None:
         return self._leases.acquire_rows(*batch.distinct) if len(batch) else None
@@ -295,6 +308,3 @@ class EvictingRows:
             return
         for passed, part in self._leases.parts(keys[::-1].copy()):
             yield len(keys) - passed - len(part.slots), part.slots[::-1].copy()
-
-    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002 - rows may not be in
-        return None

@@ -22,17 +22,8 @@ _NOTHING: Final = Pinned(0)
 
 
 class Lease:
-    """The rows of a batch's leading positions, kept in their slots.
-
-    Args:
-        keeper: who made it.
-
-    Attributes:
-        slots: int32 [n], of the rows.
-        inverse: int32 [positions]: each position's place in ``slots``; None if slot i is position i's.
-        pinned: the slots that ``release`` unpins.
-        held: it outlives the call that took it; set by ``Pins.hold``.
-    """
+    """The rows of a batch's leading positions, kept in their ``slots``, int32 [n]. ``inverse``, int32 [positions]: each
+    one's place in ``slots``; None if slot i is position i's. ``held``: it outlives the call that took it."""
 
     __slots__ = ("__weakref__", "_keeper", "claim", "held", "inverse", "pinned", "slots")
 
@@ -46,7 +37,6 @@ class Lease:
 
     @property
     def num_positions(self) -> int:
-        """Positions whose rows it has."""
         return len(self.slots if self.inverse is None else self.inverse)
 
     @property
@@ -55,7 +45,6 @@ class Lease:
         return self.slots if self.inverse is None else self.slots[self.inverse]
 
     def is_of(self, keeper: "Pins") -> bool:
-        """Whether it was made by this keeper, and not released."""
         return self._keeper is keeper
 
     def release(self) -> None:
@@ -136,7 +125,6 @@ class Pins:
             self._dropped.popleft()
 
     def _release(self, claim: _Claim) -> None:
-        """Again is fine."""
         if claim.pinned.num_unique and not self._arena.is_disowned:
             self._arena.cache.release(claim.pinned)
         self._held.pop(claim, None)

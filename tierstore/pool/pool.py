@@ -15,9 +15,9 @@ out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
 import logging
-from typing import Final
+from typing import Any, Final
 
-from ..cache import FullCache, RowCache
+from ..cache import RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
@@ -26,11 +26,9 @@ from ..system.signals import shielded
 from .arena import Arena
 from .converting import RowSource
 from .in_place import InPlaceRows
-from .leases import EvictingRows, Leases
+from .leases import EvictingRows, Leases, ResidentRows
 from .pins import PIN_WAIT_SECONDS, Pins
-from .residency import ResidentRows
-from .tier import HostTier, Tier
-from .transfers import Transfers
+from .transfers import HostTier, Tier, Transfers
 from .writeback import WriteBack
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -46,24 +44,12 @@ class Pool:
         pins, leases, transfers, writeback: see the module's docstring.
         tier: the fastest one, which tables use: this one, or device memory above it, set before first use and kept when
             the pool is closed.
-
-    Args:
-        read: brings rows in; default: as ``cold`` has them.
     """
 
     def __init__(
-        self,
-        layout: RowLayout,
-        cache: RowCache,
-        cold: ColdTier,
-        workers: Workers,
-        *,
-        transaction_bytes: int,
-        outbox_rows: int,
-        epoch: int,
-        readonly: bool,
-        read: RowSource | None = None,
-    ) -> None:
+        self, layout: RowLayout, cache: RowCache, cold: ColdTier, workers: Workers, *, transaction_bytes: int,
+        outbox_rows: int, epoch: int, readonly: bool, read: RowSource | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.cache = cache
         self.arena = Arena(layout, cache, workers, readonly=readonly)
@@ -73,7 +59,9 @@ class Pool:
         )
         self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
-        self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
+        # A cache that numbers its slots has one for every row; any other evicts.
+        kind: type[Any] = InPlaceRows if hasattr(cache, "numbering") else EvictingRows
+        self.rows: ResidentRows = kind(self.arena, self.pins, self.leases, self.writeback)
         self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
         self._said_lookahead = False
 
@@ -132,7 +120,6 @@ class Pool:
         return self.cache.size_bytes + self.writeback.size_bytes + self.tier.host_bytes
 
     def close(self) -> None:
-        """Refuse further use."""
         self.arena.refuse()
         self.tier.close()
 
@@ -144,10 +131,3 @@ class Pool:
     @property
     def is_closed(self) -> bool:
         return self.arena.is_closed
-
-
-def _resident_rows(arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> ResidentRows:
-    """Of a cache with a slot for every row, or of one that evicts."""
-    if isinstance(arena.cache, FullCache):
-        return InPlaceRows(arena, arena.cache, pins, leases, writeback)
-    return EvictingRows(arena, pins, leases, writeback)

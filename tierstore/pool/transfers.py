@@ -1,19 +1,27 @@
-"""Rows in and out of a pool by key: some for a caller, whole ones for a tier above."""
+"""Rows in and out of a pool by key: whole ones for a tier above, some for tables, by the pool's fastest tier."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from .. import kernels
 from ..cache import Admission
 from ..kernels import quantized
+from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Weights, Words
 from ..system.signals import shielded
 from .arena import Arena
-from .leases import Leases
+from .leases import Leases, ResidentRows
 from .writeback import WriteBack
+
+if TYPE_CHECKING:
+    from .in_place import InMemory
 
 
 class Transfers:
@@ -48,7 +56,6 @@ class Transfers:
 
     @shielded
     def read_state(self, keys: Int64s, out: Floats) -> None:
-        """Copy rows' optimizer state into ``out`` [n, state_dim]."""
         for start, lease in self._leases.parts(keys):
             with self._arena.lock:
                 part = out[start : start + lease.num_positions]
@@ -105,14 +112,9 @@ class Transfers:
         self._arena.over_threads(work, len(slots))
 
     def put(self, keys: Int64s, weights: Words, state: Words) -> None:
-        """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it.
-
-        Args: as for ``take``.
-
-        Raises:
-            DiskFullError and others of the cold tier: victims could not be written. Some of the given rows may be in;
-            the tier above has values as new.
-        """
+        """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it. The cold
+        tier's errors: victims could not be written. Some of the given rows may be in; the tier above has values as
+        new."""
         start = 0
         while start < len(keys):
             fill = partial(self._put_admitted, weights=weights[start:], state=state[start:])
@@ -133,7 +135,6 @@ class Transfers:
             self._put_some(~is_missing, slots, weights, state)
 
     def _put_some(self, chosen: Bools, slots: Int32s, weights: Words, state: Words) -> None:
-        """Copy the chosen rows (bool [n]) into their slots."""
         places = np.flatnonzero(chosen)
         if len(places) == len(slots):
             self._put_all(slots, weights, state)
@@ -145,3 +146,104 @@ class Transfers:
             kernels.put_rows(begin, end, slots, self._arena.cache.weights, self._arena.cache.state, weights, state)
 
         self._arena.over_threads(work, len(slots))
+
+
+def raw_weights(rows: Tensor) -> NDArray[Any]:
+    """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+
+class Tier(Protocol):
+    """The fastest tier of a pool: host memory (``HostTier``), or device memory above it (``hbm.base.DeviceRows``)."""
+
+    on_device: bool
+    lock: AbstractContextManager[Any]
+    """Held while rows come into device memory or go down; taken before the locks of the pool."""
+
+    @property
+    def num_leased(self) -> int:
+        """Leases that use rows in device memory."""
+
+    @property
+    def num_dirty(self) -> int:
+        """Rows that are newer than those in host memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that device memory takes."""
+
+    def are_in_memory(self, keys: Int64s) -> bool:
+        """Whether a lookup of ``keys`` (int64 [n]) reads nothing from SSD and copies nothing to a device."""
+
+    def read(self, keys: Int64s) -> Tensor:
+        """Rows of ``keys`` (int64 [n], n > 0), [n, dim], on its device."""
+
+    def read_in_memory(self, keys: Int64s) -> Tensor | None:
+        """``read`` if ``are_in_memory``, else None."""
+
+    def write(self, keys: Int64s, rows: Tensor) -> None:
+        """Overwrite weights of ``keys`` (int64 [n]) with ``rows`` [n, dim] of the table's dtype."""
+
+    def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":
+        """Lookups of a table by one compiled call; None if that is not to be had."""
+
+    def flush(self) -> None:
+        """Copy newer rows to host memory; errors as ``look``."""
+
+    def look(self) -> None:
+        """ValueError, once for each, for a batch that had a wrong id and was used. Waits until all are known."""
+
+    def emptied(self) -> AbstractContextManager[Any]:
+        """Within it, host memory has the newest value of every row, and device memory has no row."""
+
+    def refuse(self) -> None:
+        """Refuse further use, by ClosedError."""
+
+    def close(self) -> None:
+        """Refuse further use, and let nothing use the rows when it returns."""
+
+    def check_integrity(self) -> None:
+        """AssertionError unless the counts agree with the rows."""
+
+
+class HostTier:
+    on_device = False
+    num_leased = num_dirty = host_bytes = 0
+
+    def __init__(self, arena: Arena, rows: ResidentRows, transfers: Transfers) -> None:
+        self.lock: AbstractContextManager[Any] = contextlib.nullcontext()
+        self.one_table = rows.one_table
+        self.are_in_memory = transfers.are_in
+        self._arena = arena
+        self._layout = arena.layout
+        self._transfers = transfers
+
+    def check_integrity(self) -> None:
+        with self._arena.lock:
+            self._arena.cache.check_integrity()
+
+    def _empty(self, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, self._layout.dim), dtype=self._layout.torch_dtype, device="cpu")
+
+    def read(self, keys: Int64s) -> Tensor:
+        out = self._empty(len(keys))
+        self._transfers.read(keys, raw_weights(out))
+        return out
+
+    def read_in_memory(self, keys: Int64s) -> Tensor | None:
+        out = self._empty(len(keys))
+        return out if self._transfers.read_in_memory(keys, raw_weights(out)) else None
+
+    def write(self, keys: Int64s, rows: Tensor) -> None:
+        self._transfers.write(keys, raw_weights(rows.cpu().contiguous()))
+
+    def flush(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def emptied(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def refuse(self) -> None: ...
+
+    def close(self) -> None: ...

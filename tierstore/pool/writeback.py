@@ -1,15 +1,10 @@
 """Write-back: writes dirty rows of one cache to the cold tier, between commits and for them.
 
 A commit *freezes* the dirty rows: their values at that moment belong to its version. A thread then writes them, some at
-a time, while training continues. These rules keep the versions apart:
-
-- A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
-  too, after its row's slot was, if that was being written just then: the copy is the last word.
-- Rows that became dirty after the freeze are written for the next version, in any order with the frozen ones: the cold
-tier keeps the two apart.
-
-Write-back between commits writes the next victims, in the order of their last use. So rows last used together lie
-together.
+a time, while training continues. A frozen row that is about to change is copied to the *outbox* first; what is there is
+written for the version too, after its row's slot was, if that was being written just then: the copy is the last word.
+Rows that became dirty after the freeze are written for the next version, in any order with the frozen ones. Write-back
+between commits writes the next victims, in the order of their last use, so that rows last used together lie together.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.
@@ -44,7 +39,6 @@ _KEY_AND_PLACE_BYTES: Final = 12
 
 
 def outbox_bytes(layout: RowLayout, rows: int) -> int:
-    """Bytes of an outbox of ``rows`` rows."""
     return rows * (layout.row_bytes + _KEY_AND_PLACE_BYTES)
 
 
@@ -70,7 +64,6 @@ class _Outbox:
 
     @property
     def places(self) -> Int32s:
-        """int32: where the copies are."""
         return self._places[: self.count]
 
     def put(self, cache: RowCache, slots: Int32s) -> None:
@@ -82,7 +75,6 @@ class _Outbox:
         self.count += len(slots)
 
     def drop(self, places: Int32s) -> None:
-        """Forget these copies."""
         is_dropped = np.zeros(len(self.keys), np.bool_)
         is_dropped[places] = True
         kept = self.places[~is_dropped[self.places]]
@@ -91,30 +83,12 @@ class _Outbox:
 
 
 class WriteBack:
-    """See the module's docstring.
-
-    Args:
-        arena: the rows, and the locks over them.
-        pins: keeps slots that are being written.
-        transaction_bytes: of segments that a transaction of the cold tier may hold.
-        outbox_rows: rows that the outbox holds.
-        epoch: the version that rows are written for.
-
-    Attributes:
-        rows_a_write: the most that a transaction of the cold tier holds, and that a commit writes before it yields to
-        others.
-        waited_seconds: how long others have waited for the writer of a commit.
-    """
+    """See the module's docstring. ``rows_a_write``: the most that a transaction of the cold tier holds, and that a
+    commit writes before it yields to others; ``waited_seconds``: how long others have waited for the writer of a
+    commit."""
 
     def __init__(
-        self,
-        arena: Arena,
-        pins: Pins,
-        cold: ColdTier,
-        *,
-        transaction_bytes: int,
-        outbox_rows: int,
-        epoch: int,
+        self, arena: Arena, pins: Pins, cold: ColdTier, *, transaction_bytes: int, outbox_rows: int, epoch: int
     ) -> None:
         self.gate = threading.RLock()
         self._layout = arena.layout
@@ -226,11 +200,8 @@ class WriteBack:
         self._cache.freeze()
 
     def write_frozen(self) -> None:
-        """Write all rows of the frozen version; other writers may run in between.
-
-        Raises:
-            the cold tier's errors, also those that another thread met. The version is then given up.
-        """
+        """Write all rows of the frozen version; other writers may run in between. Raises the cold tier's errors, also
+        those that another thread met; the version is then given up."""
         with self._lock:
             slots = self._cache.by_admission(self._cache.frozen_slots())
         for first in range(0, len(slots), self.rows_a_write):
@@ -287,5 +258,4 @@ class WriteBack:
 
     @property
     def size_bytes(self) -> int:
-        """Of the outbox."""
         return outbox_bytes(self._layout, len(self._outbox.keys))

@@ -24,7 +24,7 @@ from ..store import Store, open_store
 from ..store.manifest import Manifest
 from ..store.newer import Newer
 from ..system.excerpt import excerpt
-from ..updates.origin import origin_of
+from ..updates.header import origin_of
 from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread
 from .config import ServeConfig

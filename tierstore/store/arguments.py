@@ -10,11 +10,10 @@ import torch.fx
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels
 from ..hbm.batch import DeviceIds
+from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
-from ..lookup.joined import Jagged
-from ..lookup.on_device import DeviceJagged
+from ..lookup.joined import DeviceJagged, Jagged
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)

@@ -8,11 +8,10 @@ from typing import Final, NamedTuple
 from .. import cache
 from ..errors import BudgetError
 from ..hbm.books import WAYS
-from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SUMMARY_BYTES
+from ..hbm.cache import CAPACITY_MAX, INDEX_BYTES, SKETCH_BYTES, SUMMARY_BYTES
 from ..hbm.full import DIRTY_BYTES, FullSize
 from ..hbm.overflow import OVERFLOW_INDEX_BYTES
 from ..hbm.pool import HbmSize
-from ..hbm.sketch import SKETCH_BYTES
 from ..layout import RowLayout
 from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..system.sizes import format_size, is_share_of_tables

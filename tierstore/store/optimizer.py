@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..layout import KEY_ROW_BITS
-from ..lookup.joined import OfKeys
+from ..lookup.gradients import train
+from ..lookup.joined import Joined
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import RowGradients, TrainsRows
-from ..lookup.training import train
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .table import Table
@@ -325,5 +325,5 @@ def _is_of_rows(group: dict[str, Any]) -> bool:
 def _update(table: Table, gradient: Tensor) -> tuple[TrainsRows, Tensor]:
     """What ``train`` takes, to apply a merged gradient."""
     rows = gradient._indices()[0].cpu().numpy()
-    lookup = make_lookup(OfKeys([table], rows | (table.index << KEY_ROW_BITS)), mode="sum")
+    lookup = make_lookup(Joined.of_keys([table], rows | (table.index << KEY_ROW_BITS)), mode="sum")
     return lookup, gradient._values().contiguous().view(1, -1)

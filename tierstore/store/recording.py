@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..errors import TierstoreError
-from ..kernels import copy_offsets
 from ..kernels.arrays import Int32s, Int64s
+from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined
-from ..pool.residency import IdsOfBags
+from ..pool.bags import IdsOfBags
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room

@@ -12,19 +12,21 @@ from torch import Tensor
 
 from ..config import TableConfig, require_choice
 from ..errors import ClosedError, ReadOnlyError, TableError
+from ..hbm.checks import Captured
 from ..hbm.lanes import refused_in_graph
-from ..kernels import MODES, quantized, row_keys
+from ..kernels import quantized
 from ..kernels.arrays import Floats, Int64s
 from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.rounding import NEAREST, update_seed
+from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS, RowLayout
-from ..lookup.joined import Features, Jagged
-from ..lookup.lookup import AnyLookup, make_lookup
-from ..lookup.on_device import DeviceJagged
-from ..lookup.tables import Replayed, id_error
+from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
+from ..lookup.lookup import make_lookup
+from ..lookup.tables import id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.residency import OneTable
+from ..pool.bags import Features
+from ..pool.in_place import InMemory
 from ..system.hints import Unpicklable
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
 from .version import TableState
@@ -60,12 +62,12 @@ class Table(Unpicklable):
         self.index = index
         self.layout = layout
         self.rows = range(config.num_embeddings)
-        self._in_memory: OneTable | None = None
+        self._in_memory: InMemory | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
         self._learning_rate = self.first_rate = config.optimizer.lr
         self._step = self._num_changes = 0
-        self._captured: list[Replayed] = []
+        self._captured: list[Captured] = []
 
     @property
     def name(self) -> str:
@@ -169,7 +171,7 @@ class Table(Unpicklable):
         self.note_change()
         return self.config.optimizer.hyper(self._learning_rate, self._step)
 
-    def replayed_hyper(self, captured: Replayed) -> Hyper:
+    def replayed_hyper(self, captured: Captured) -> Hyper:
         """The hyper-parameters of an update in a CUDA graph, which counts its replays. RuntimeError if they change from
         one update to the next."""
         rule = self.config.optimizer
@@ -255,7 +257,7 @@ class Table(Unpicklable):
         rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
         return None if rows is None else rows.float().numpy()
 
-    def _memory(self) -> OneTable | None:
+    def _memory(self) -> InMemory | None:
         """Lookups by one compiled call; None if rows have no slots of their own."""
         if self._in_memory is None or self._in_memory.is_over:
             self.require_whole()
@@ -396,12 +398,12 @@ class Table(Unpicklable):
             self.store.recorder.note_lookups([lookup.joined])
         return out
 
-    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
+    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: InMemory | None) -> Tensor | None:
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
         in memory, or rows have no slots of their own; and if ``failed`` would be asked again."""
         return self.store.shown.at_one(lambda: self._pooled_by_one_call(ids, offsets, mode, failed))
 
-    def _pooled_by_one_call(self, ids: Tensor, offsets: Tensor, mode: int, failed: OneTable | None) -> Tensor | None:
+    def _pooled_by_one_call(self, ids: Tensor, offsets: Tensor, mode: int, failed: InMemory | None) -> Tensor | None:
         self.store.require_open()
         self.require_whole()
         memory = self._memory()
@@ -431,7 +433,7 @@ class Table(Unpicklable):
     def _alone(self) -> Features:
         """One feature, in this table, all of whose rows are used here; errors as ``require_whole``."""
         self.require_whole()
-        return Features([self], [0])
+        return Features.of([self], [0])
 
     def __repr__(self) -> str:
         config = self.config

@@ -83,7 +83,7 @@ NO_LINEAGE: Final = Lineage()  # of version 0, and of a commit by a release with
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
 RANK_KEY: Final = "tierstore.dist"
-"""In the ``extra`` of a rank's commits: whose part it is and of what run, see ``dist.commits``."""
+"""In the ``extra`` of a rank's commits: whose part it is and of what run, see ``dist.parts``."""
 CHECKPOINT_NAME: Final = "tierstore.checkpoint"  # of the tensor, uint8 [n], that holds what ``nn.checkpoint`` wrote
 _LENGTH_BYTES: Final = 8
 

@@ -26,8 +26,7 @@ from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack
 from ..system.oserrors import translate_os_error
 from .delta import open_tier
-from .header import UpdateHeader
-from .origin import Origin, origin_of
+from .header import Origin, UpdateHeader, origin_of
 from .update_file import UpdateFile
 
 KEEP: Final = 2
@@ -36,8 +35,6 @@ _TRANSACTION_BYTES: Final = 16 << 20
 
 
 class Applied(NamedTuple):
-    """What became of it."""
-
     version: int
     """Of the source, that the replica shows now."""
     rows: int
@@ -155,8 +152,6 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: Up
 
 
 class _Writer:
-    """Writes an update's rows for the version to come."""
-
     def __init__(self, tier: LmdbColdTier, update: UpdateFile) -> None:
         self._tier = tier
         self._update = update
@@ -165,7 +160,6 @@ class _Writer:
         self._epoch = tier.last_version + 1
 
     def run(self) -> int:
-        """Write; how many rows."""
         for index, (config, layout) in enumerate(zip(self._tables, self._layouts, strict=True)):
             self._tier.add_table(index, layout, 0 if config.is_dropped else config.num_embeddings)
         written = 0
@@ -178,7 +172,6 @@ class _Writer:
         return written
 
     def _write(self, index: int, rows: Int64s, weights: Words) -> None:
-        """Rows of one table, some at a time."""
         layout = self._layouts[index]
         keys, slots = rows | (index << KEY_ROW_BITS), np.arange(len(rows), dtype=np.int32)
         state = np.zeros((len(rows), layout.state_words), np.uint64)

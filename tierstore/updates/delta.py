@@ -15,8 +15,7 @@ from ..io.reads import ChangedRows
 from ..store.manifest import Manifest
 from ..store.opened import Opened, open_files
 from ..store.version import NO_LINEAGE, ORIGIN_KEY, Lineage, pack, unpack, unpack_tensors
-from .header import UpdateHeader
-from .origin import Origin
+from .header import Origin, UpdateHeader
 from .update_file import UpdateWriter, file_checksum
 
 _OPTIMIZER_PREFIX: Final = "optimizer."

@@ -28,8 +28,17 @@ from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
 from ..system.plainfile import open_plain_file
-from .chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
-from .header import MAX_PAYLOAD_BYTES, PAGE_BYTES, PAYLOAD, Chunk, UpdateHeader
+from .header import (
+    MAX_CHUNK_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PAGE_BYTES,
+    PAYLOAD,
+    Chunk,
+    UpdateHeader,
+    decompress,
+    pack_chunk,
+    unpack_chunk,
+)  # fmt: skip
 
 _PAYLOAD_CHUNK_BYTES: Final = 8 << 20
 _MAX_HEADER_BYTES: Final = 32 << 20
@@ -88,7 +97,6 @@ class UpdateWriter:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Those added, for the header."""
         return tuple(self._chunks)
 
     def finish(self, path: Path, header: UpdateHeader) -> None:
@@ -205,7 +213,6 @@ class UpdateFile:
 
 
 def _size(entry: Any) -> int:
-    """Bytes of a chunk in the file."""
     (size,) = entry["shape"]
     if entry["dtype"] != "U8" or type(size) is not int or not 0 < size <= 2 * MAX_CHUNK_BYTES:
         raise ValueError(f"a chunk of shape {excerpt(entry['shape'])}")

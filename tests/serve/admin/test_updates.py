@@ -19,10 +19,10 @@ from tests.serve.replicas import serving
 from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import updates as admin_updates
-from tierstore.updates import Update, apply_update, client, write_update
-from tierstore.updates.client import AdminClient, PublishError
+from tierstore.updates import Update, apply_update, write_update
+from tierstore.updates import publish as publishing
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import publish
+from tierstore.updates.publish import AdminClient, PublishError, publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
@@ -50,7 +50,7 @@ def replica_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(publishing, "FIRST_PAUSE_SECONDS", 0.02)
 
 
 def upload(url: str, update: Update, *, first: int = 0, data: bytes | None = None) -> httpx.Response:
@@ -122,7 +122,7 @@ def test_a_publisher_goes_on_after_broken_connections(
     replica_dir: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In heads and in bodies of parts; what had arrived stays."""
-    monkeypatch.setattr(client, "PART_BYTES", 2048)
+    monkeypatch.setattr(publishing, "PART_BYTES", 2048)
     send, cuts = http.client.HTTPConnection.send, [150, None, None, 900, None, None, 1900, 40, None, None, None, 7]
 
     def cut(connection: http.client.HTTPConnection, data: Any) -> None:

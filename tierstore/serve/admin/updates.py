@@ -33,7 +33,7 @@ from ...system.durable import free_bytes, make_directory, write_all
 from ...system.excerpt import excerpt
 from ...system.oserrors import translate_os_error
 from ...system.sizes import format_size
-from ...updates.origin import origin_of
+from ...updates.header import origin_of
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _MAX_UPDATE_BYTES: Final = 1 << 40
