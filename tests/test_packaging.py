@@ -104,7 +104,7 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
     package, command_line = run_python(code).splitlines()
     assert "tierstore" in package.split()
     assert not set(package.split()) & HEAVY
-    light = ("", ".command", ".config", ".messages")
+    light = ("", ".bearer_token", ".command", ".config", ".messages")
     of_serve = ["tierstore.serve" + name for name in light]
     of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
     of_system = ["tierstore.system.hosts", "tierstore.system.terminal"]

@@ -90,9 +90,11 @@ class Summary:
         return fields
 
     def write(self, path: str | Path) -> None:
+        """Write as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def describe(self) -> str:
+        """A few lines for people."""
         hbm, ddr, ssd = self.tiers
         lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
         if not self.rows and not self.interrupted:

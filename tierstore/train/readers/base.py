@@ -73,6 +73,7 @@ class RawRows(NamedTuple):
         )
 
     def part(self, begin: int, end: int) -> "RawRows":
+        """Rows ``[begin, end)``."""
         return RawRows.joined([(self, begin, end)])
 
 

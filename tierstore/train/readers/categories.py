@@ -69,6 +69,7 @@ class Categories(NamedTuple):
         return cls(np.concatenate(pieces), _strided(flat, num_columns))
 
     def columns(self) -> list[Int64s]:
+        """The values of each column."""
         return [self.values[first:last] for first, last in self.offsets[:, [0, -1]].tolist()]
 
 
