@@ -26,6 +26,11 @@ from .state import State
 __all__ = ["Dense", "Report", "Settings", "expected_states", "live", "other_boot", "train", "watch_names"]
 
 _NOISE = 0.1
+_POINTS_A_STALL: Final = 4
+_RATE_DECAY: Final = 0.995
+"""Each step multiplies the tables' learning rates by it."""
+Report = Callable[..., None]
+"""``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
 
 
 class Dense:
@@ -53,13 +58,6 @@ class Dense:
         """Take over what ``tensors`` gave."""
         self._layer.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "random"})
         torch.set_rng_state(tensors["random"])
-
-
-_POINTS_A_STALL: Final = 4
-_RATE_DECAY: Final = 0.995
-"""Each step multiplies the tables' learning rates by it."""
-Report = Callable[..., None]
-"""``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,10 @@ __all__ = ["QUERY_SIZES", "Query", "Ranking", "Rows", "Zipf", "encoded_grpc", "e
 _HEAD_RANKS: Final = 1 << 16
 _SCATTER: Final = 2_654_435_761
 """A prime above any number of rows here, so that multiplying by it modulo that number permutes the rows."""
+QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
+"""Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
+_NUM_DENSE: Final = 13
+_DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
 
 
 class Zipf:
@@ -44,12 +48,6 @@ class Zipf:
         tail = (self._first + self._power * areas) ** (1 / self._power)
         ranks[beyond] = np.minimum((tail + 0.5).astype(np.int64) - 1, self._rows - 1)
         return ranks.astype(np.int64) * _SCATTER % self._rows
-
-
-QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
-"""Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
-_NUM_DENSE: Final = 13
-_DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
 
 
 class Query(NamedTuple):

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 import tierstore
 from tierstore import checkpoint
-from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
+from tierstore.dist import open_sharded
 from tierstore.exchange import rows as chunked
 
 from .ranks import run
@@ -55,41 +54,3 @@ def test_other_numbers_of_ranks_load_what_ranks_saved(tmp_path: Path) -> None:
     assert (contents(plain), states(plain)) == expected
     run(load, 2, tmp_path, last := tmp_path / "last", tmp_path / "again")
     assert (contents(last), states(last)) == expected
-
-
-def job(folder: Path, steps: int) -> tuple[list[float], int]:
-    """Losses of a small job, which goes on from its checkpoint; and where it began."""
-    with open_sharded(folder, **SMALL) as store:
-        store.create_table(config_of("a"))
-        model = torch.nn.Sequential(ShardedTieredEmbeddingBagCollection(store))
-        head = torch.nn.Linear(12, 1)
-        torch.nn.init.constant_(head.weight, 0.1)
-        whole = torch.nn.ModuleDict({"tables": model, "head": head})
-        optimizer = torch.optim.Adam(head.parameters())
-        begin = checkpoint.load(store, whole, [optimizer])["step"] if store.version else 0
-        losses = []
-        for step in range(begin, begin + steps):
-            ids = torch.arange(step, step + 10)
-            batch = tierstore.KeyedJaggedTensor(["a"], ids, lengths=torch.ones(10, dtype=torch.int64))
-            loss = whole["head"](model(batch).values()).square().mean() + torch.rand(())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert checkpoint.save(store, whole, [optimizer], extra={"step": begin + steps}) == store.version
-        with pytest.raises(TypeError, match=r"no ShardedStore.*checkpoint\.rows"):
-            checkpoint.StoreVersion(store)  # type: ignore[arg-type]
-        return losses, begin
-
-
-def seeded(folder: Path, *parts: int) -> list[tuple[list[float], int]]:
-    torch.manual_seed(torch.distributed.get_rank())
-    return [job(folder, steps) for steps in parts]
-
-
-def test_a_job_goes_on_from_the_stores_own_checkpoint(tmp_path: Path) -> None:
-    whole = run(seeded, 2, tmp_path, tmp_path / "one", 4)
-    parts = run(seeded, 2, tmp_path, tmp_path / "two", 2, 2)
-    for (one,), (first, second) in zip(whole, parts, strict=True):
-        assert one == (first[0] + second[0], 0)
-        assert second[1] == 2

@@ -124,15 +124,6 @@ def commit_alone(folder: Path, number: int) -> None:
         store.commit(extra=extra)
 
 
-def test_a_reader_opened_before_all_have_the_last_commit_moves_on(folder: Path) -> None:
-    commit_alone(folder, 2)
-    with tierstore.open(folder, mode="r", **SMALL) as store:
-        assert (store.version, store.refresh()) == (1, 1)
-        ranks_train(folder, 3)
-        assert store.refresh() == 3
-        assert rows_of(store) == contents(folder)
-
-
 def test_columns_of_a_row_that_only_one_rank_has_written(tmp_path: Path) -> None:
     source, folder, plan = tmp_path / "source", tmp_path / "store", tmp_path / "plan.json"
     with tierstore.open(source, **SMALL) as store:

@@ -78,18 +78,6 @@ def test_curves_are_of_each_row_once_a_batch(trace: Trace) -> None:
         assert [pool.curve.hit_rate(size) for size in sizes] == pytest.approx(known.tolist())
 
 
-def test_the_formula_is_near_what_was_drawn() -> None:
-    """Within 3 points, of a trace that is long beside what the caches hold, which is a batch and more."""
-    workload = replace(WORKLOAD, batch_samples=40)
-    found = Demand.from_accesses(workload, accesses_of(drawn(workload, 12_000)), "lru")
-    formula = Demand.analytic(workload, "lru")
-    for drawn_pool, pool in zip(found.pools, formula.pools, strict=True):
-        assert pool.lookups == drawn_pool.lookups
-        assert pool.unique == pytest.approx(drawn_pool.unique, rel=0.03)
-        for size in (200, 300, 400):
-            assert pool.curve.hit_rate(size) == pytest.approx(drawn_pool.curve.hit_rate(size), abs=0.03)
-
-
 @pytest.mark.parametrize("rate", [0.2, 0.02, 0.005])
 def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     """At the lowest rate it has a row of a tenth of its batches."""

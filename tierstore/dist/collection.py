@@ -22,6 +22,8 @@ from .ranks import Ranks
 from .store import ShardedStore
 from .table import Owners, ShardedTable
 
+_NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
+
 
 class Ahead:
     """What ``tierstore.prefetch`` drives, from its thread, for one pass over batches. Every rank's pass has as many.
@@ -77,9 +79,6 @@ class Ahead:
                 self._ranks.end()
         self._is_over = True
         self._ranks.release()
-
-
-_NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
 
 class ShardedModule(TieredModule):

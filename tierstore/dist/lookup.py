@@ -37,6 +37,8 @@ from ..store import Table
 from .ranks import Ranks
 from .table import Owners, ShardedTable
 
+_R = TypeVar("_R")
+
 
 def with_mean_squares(asked: Joined, gradients: Tensor, num_parts: int, owners: Owners) -> Tensor:
     """What ``RowWiseAdagradOfColumns`` takes. Collective.
@@ -172,7 +174,6 @@ class ShardedLookup(SendsGradients):
 
     @property
     def _names(self) -> str:
-        """Of the tables, for an error."""
         return ", ".join([table.config.name for table in self._sharded])
 
     @property
@@ -215,9 +216,6 @@ class ShardedLookup(SendsGradients):
         """Gradient of the per-sample weights into ``grad_scale``."""
 
 
-_R = TypeVar("_R")
-
-
 class RoutedLookup(ShardedLookup, Generic[_R]):
     """A lookup whose ids go to the owners of the rows, whence values come. ``_R``: what is known once they went."""
 
@@ -243,7 +241,6 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
 
     @property
     def _width(self) -> int:
-        """Columns of what one owner gives."""
         return self.tables[0].config.embedding_dim
 
     def release(self) -> None:
@@ -361,7 +358,6 @@ class RowsLookup(RoutedLookup[_Route]):
         return by_row.view(-1, self._dim)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
-        """Inverse of ``_side_by_side``."""
         return rows if self._num_parts == 1 else rows.view(-1, self._width)[torch.from_numpy(self._route.order)]
 
     def sent(self, grad_out: Tensor) -> Sent:

@@ -90,7 +90,6 @@ def _written_by_others(folder: Path, size: int, own_size: int) -> StoreNotFoundE
 
 
 def _newest_common(all_commits: Sequence[Commits]) -> int | None:
-    """The newest commit that all have, or None."""
     return max(in_common(all_commits), default=None)
 
 

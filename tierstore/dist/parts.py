@@ -24,6 +24,7 @@ from .plan import Shard, Sharding
 
 SECTION: Final = RANK_KEY
 """Of ``extra`` of each rank's store."""
+_DDR: Final = "64MiB"
 
 
 class Place(NamedTuple):
@@ -100,9 +101,6 @@ def packed(
         "shardings": shardings,
     }
     return {SECTION: section, "extra": extra or {}}
-
-
-_DDR: Final = "64MiB"
 
 
 def part_sets(directory: Path) -> dict[int, list[Part]]:
@@ -201,7 +199,6 @@ class Parts(NamedTuple):
 
 
 def of_columns(rows: RowValues, config: TableConfig, shard: Shard) -> RowValues:
-    """What a shard has of whole rows."""
     weights: Any = np.ascontiguousarray(rows.weights[:, shard.first_column : shard.first_column + shard.num_columns])
     return RowValues(weights, np.ascontiguousarray(rows.state[:, state_columns(config, shard)]))
 

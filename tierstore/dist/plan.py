@@ -63,7 +63,7 @@ class Sharding(NamedTuple):
         return cls(sharding_type, found, exchange)
 
     def shards(self, num_rows: int, dim: int) -> list[Shard]:
-        """Those that are not empty, in order."""
+        """Those that are not empty, in order; ValueError if the columns cannot be divided equally."""
         count = len(self.ranks)
         if self.sharding_type == "data_parallel":
             return [Shard(rank, 0, num_rows, 0, dim) for rank in self.ranks]

@@ -113,7 +113,6 @@ class PooledLookup(RoutedLookup[_Route]):
 
     @cached_property
     def _places(self) -> list[list[_Place]]:
-        """The features that each rank pools, in order."""
         found: list[list[_Place]] = [[] for _ in range(self._ranks.size)]
         columns = self.joined.bags.columns.tolist()
         for feature, (table, column) in enumerate(zip(self._feature_tables, columns, strict=True)):
@@ -215,7 +214,6 @@ class PooledLookup(RoutedLookup[_Route]):
         return torch.cat([grad_out[:, place.columns] for place in itertools.chain(*self._places)])
 
     def _sent(self, gradients: Tensor) -> Tensor:
-        """What came to this rank, of ``own``'s output."""
         return self._to_owners(gradients, self._route.given, self._route.asked).view(1, -1)
 
 

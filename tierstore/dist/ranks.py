@@ -27,6 +27,18 @@ Precision = Literal["fp32", "fp16", "bf16", "int8"]
 _HALVES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LEVELS: Final = 127
 _SCALE_BYTES: Final = 4
+_GRACE_SECONDS: Final = 2.0
+"""So long after the last report of a failure, who has not reported is gone: an exchange fails everywhere at once."""
+_POLL_SECONDS: Final = 0.1
+_T = TypeVar("_T")
+_FAILED: Final = -1
+"""Sent instead of a count by a rank that cannot go on."""
+_CALL_BYTES: Final = 240
+"""Of a call's name, as an error has it."""
+_OPENING: Final = "open_sharded"
+_TWINS: Final["weakref.WeakKeyDictionary[Any, list[Ranks]]"] = weakref.WeakKeyDictionary()
+"""By the group of some ranks that they are twins of: the next store there uses them again. torch would give another
+group of these ranks the same name, and it would find in the rendezvous what the first one left."""
 
 
 def encoded(rows: Tensor, precision: Precision) -> Tensor:
@@ -46,11 +58,6 @@ def decoded(sent: Tensor, precision: Precision) -> Tensor:
         scale = sent[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
         return sent[:, :-_SCALE_BYTES].to(torch.float32) * scale
     return sent.to(torch.float32)
-
-
-_GRACE_SECONDS: Final = 2.0
-"""So long after the last report of a failure, who has not reported is gone: an exchange fails everywhere at once."""
-_POLL_SECONDS: Final = 0.1
 
 
 @contextlib.contextmanager
@@ -86,17 +93,6 @@ def _gone(members: list[int], rank: int, size: int) -> list[int]:
         return [each for each, key in enumerate(keys) if not reports.check([key])]
     except RuntimeError:  # rank 0 had the reports, and is gone
         return []
-
-
-_T = TypeVar("_T")
-_FAILED: Final = -1
-"""Sent instead of a count by a rank that cannot go on."""
-_CALL_BYTES: Final = 240
-"""Of a call's name, as an error has it."""
-_OPENING: Final = "open_sharded"
-_TWINS: Final["weakref.WeakKeyDictionary[Any, list[Ranks]]"] = weakref.WeakKeyDictionary()
-"""By the group of some ranks that they are twins of: the next store there uses them again. torch would give another
-group of these ranks the same name, and it would find in the rendezvous what the first one left."""
 
 
 class Traffic(NamedTuple):
@@ -222,7 +218,6 @@ class Ranks:
         return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def first(self, value: _T) -> _T:
-        """What rank 0 has."""
         return self.gather(value, _OPENING)[0]
 
     def end(self) -> None:
@@ -265,7 +260,6 @@ class Ranks:
         return words, counts
 
     def _calls(self, call: str) -> list[str]:
-        """What each rank calls, in words."""
         own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).repeat(self.size, 1)
         found = self._exchange(sent, self._ones, self._ones)

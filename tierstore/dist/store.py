@@ -37,6 +37,8 @@ from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic
 from .table import Owners, ShardedTable, Wire, local_config, whole_config
 
+_RESTART: Final = "start all ranks again: they go on from the last commit that all have"
+
 
 class ShardedOptimizer(TieredOptimizer):
     """``TieredOptimizer`` of this rank's rows; ``clip_grad_norm_`` takes the norm over the rows of all ranks.
@@ -61,9 +63,6 @@ class ShardedOptimizer(TieredOptimizer):
         norms = self._ranks.gather(norm, "clip_grad_norm_")
         norms.append(float(torch.nn.utils.get_total_norm(shared, norm_type)))
         return torch.nn.utils.get_total_norm([torch.tensor(norms)], norm_type, error_if_nonfinite)
-
-
-_RESTART: Final = "start all ranks again: they go on from the last commit that all have"
 
 
 class Load(NamedTuple):

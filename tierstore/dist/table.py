@@ -19,6 +19,7 @@ from .plan import Shard, Sharding
 from .ranks import Precision, Ranks
 
 _T = TypeVar("_T")
+Ranks16 = NDArray[np.uint16]
 
 
 class ShardedTable:
@@ -60,7 +61,6 @@ class ShardedTable:
         return self.local.pool
 
     def in_pool(self, work: Callable[[Pool], _T]) -> _T:
-        """See ``Table.in_pool``."""
         return self.local.in_pool(work)
 
     @property
@@ -145,9 +145,6 @@ class Wire(NamedTuple):
 
     forward: Precision = "fp32"
     backward: Precision = "fp32"
-
-
-Ranks16 = NDArray[np.uint16]
 
 
 class _Firsts(NamedTuple):

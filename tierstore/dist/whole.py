@@ -24,6 +24,9 @@ from .parts import SECTION, Commits, Source, in_common, newest_set, state_column
 from .plan import Shard, Sharding
 from .table import whole_config
 
+_ATTEMPTS: Final = 10
+"""To open parts before their writers drop the version that all have."""
+
 
 class Piece(NamedTuple):
     """A shard of a table, and the table that its rank's store has."""
@@ -103,10 +106,6 @@ def _read_part(read: RowSource, piece: Piece, keys: Int64s) -> Found:
     found = Found.empty(piece.layout, len(keys))
     read(keys, np.arange(len(keys), dtype=np.int32), *found)
     return found
-
-
-_ATTEMPTS: Final = 10
-"""To open parts before their writers drop the version that all have."""
 
 
 class _Joined(NamedTuple):
@@ -219,7 +218,6 @@ class WholeTier:
     def read_by(
         self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools
     ) -> None:
-        """``ColdTier.read`` by each rank's."""
         indices = keys >> KEY_ROW_BITS
         for index in np.unique(indices).tolist():
             own = np.flatnonzero(indices == index)
@@ -272,7 +270,6 @@ class WholeTier:
         return _NewerWhole(self, found, joined)
 
     def move(self, joined: _Joined) -> None:
-        """Show a commit, which the ranks' tiers show."""
         self._shown = joined
 
     def write(self, *_arguments: Any, **_more: Any) -> NoReturn:
@@ -290,7 +287,6 @@ class WholeTier:
         return VerifyReport(max(each.tables for each in done), *totals)
 
     def counters(self) -> ColdCounters:
-        """Sums over the ranks' row files."""
         return ColdCounters(*(sum(column) for column in zip(*(tier.counters() for tier in self._tiers), strict=True)))
 
     @property

@@ -20,7 +20,6 @@ class Instead(NamedTuple):
 
     @classmethod
     def of(cls, answer: Callable[[], Prediction]) -> "Instead":
-        """A ValueError says why there is none."""
         try:
             return cls(answer())
         except ValueError as error:
@@ -56,7 +55,6 @@ def assumptions_of(workload: Workload, answer: Callable[[Workload], Prediction])
 
 
 def machines_of(setup: Setup) -> str:
-    """Hosts and their parts."""
     host = setup.host
     parts = [f"{format_size(host.ddr.capacity_bytes)} DDR", some(len(host.storage), "SSD")]
     parts += ["1 GPU"] if setup.hbm_bytes else []

@@ -97,7 +97,6 @@ def _curve(options: argparse.Namespace) -> int:
 
 
 def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
-    """Rows; a share is of the distinct rows."""
     if text is None:
         return None
     from ..layout import MAX_ROWS

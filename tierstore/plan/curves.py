@@ -34,8 +34,30 @@ from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from .accesses import Accesses, Numbered, first_uses, numbered, of_tables
 
+__all__ = ["POLICIES", "CurveOptions", "MissRatioCurve", "by_table", "curve", "describe_curves"]
+
 POLICIES: Final = ("lru", "lfu", "tinylfu")
 """The store's own."""
+_NUM_SIZES: Final = 10
+Progress = Callable[[int, int], None]
+"""Told how much is done, and of how much; accesses, each once a replay."""
+_INTERPOLATED: Final = 16
+"""Rows. Below, a part of a row makes a difference."""
+_CHUNK: Final = 1 << 20
+"""Accesses between two calls of a ``Progress``."""
+_EVERY_SIZE: Final = 4096
+_STEP: Final = 1.02
+"""Ratio of sizes beyond."""
+_NUM_SIMULATED: Final = 24
+_SMALLEST_SIMULATED: Final = 1 / 2000
+"""Of all rows."""
+_DEEPEST: Final = 1024
+"""Batches fetched ahead, at most."""
+_MEAN_POINTS, _WORST_POINTS = 70, 170
+"""Points of hit rate that the curve of a recorded sample is off on average over sizes, times the root of its rows: the
+mean over curves and the worst of them, of eight traces and samples of 100 to 5,000 rows."""
+_MOST_POINTS: Final = 2.0
+"""That a curve may be off without a warning, at worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +93,8 @@ class MissRatioCurve:
         return 1 - self.miss_ratio(rows)
 
 
-_NUM_SIZES: Final = 10
-
-
 def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] | None = None) -> str:
-    """Hit rates by size and name, lines of text."""
+    """Hit rates by name at some sizes in rows, lines of text; default: some up to the largest of all curves."""
     largest = max(int(curve.sizes[-1]) for curve in curves.values())
     chosen = _round_sizes(largest) if sizes is None else sorted(set(sizes))
     rows = [["hit rate with rows cached", *(f"{size:,}" for size in chosen), "of rows", "accesses"]]
@@ -103,7 +122,6 @@ def _add(tree: Any, time: Any, amount: Any) -> None:
 
 @inline
 def _sum_to(tree: Any, time: Any) -> Any:
-    """Of all up to ``time``, itself too."""
     found, place = 0, time + 1
     while place > 0:
         found += tree[place]
@@ -124,15 +142,6 @@ def _count_distances(numbers: Any, begin: Any, end: Any, latest: Any, tree: Any,
         _add(tree, time, 1)
         latest[numbers[time]] = time
     return num_rows
-
-
-Progress = Callable[[int, int], None]
-"""Told how much is done, and of how much; accesses, each once a replay."""
-
-_INTERPOLATED: Final = 16
-"""Rows. Below, a part of a row makes a difference."""
-_CHUNK: Final = 1 << 20
-"""Accesses between two calls of a ``Progress``."""
 
 
 def distances(accesses: Numbered, *, skip: int = 0, progress: Progress | None = None) -> Int64s:
@@ -204,21 +213,6 @@ class Replay(NamedTuple):
         cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
         held_rows = int(capacity * HELD_SHARE)
         return cache.access(keys, starts, depth=self.prefetch_depth, held_rows=held_rows)
-
-
-_EVERY_SIZE: Final = 4096
-_STEP: Final = 1.02
-"""Ratio of sizes beyond."""
-_NUM_SIMULATED: Final = 24
-_SMALLEST_SIMULATED: Final = 1 / 2000
-"""Of all rows."""
-_DEEPEST: Final = 1024
-"""Batches fetched ahead, at most."""
-_MEAN_POINTS, _WORST_POINTS = 70, 170
-"""Points of hit rate that the curve of a recorded sample is off on average over sizes, times the root of its rows: the
-mean over curves and the worst of them, of eight traces and samples of 100 to 5,000 rows."""
-_MOST_POINTS: Final = 2.0
-"""That a curve may be off without a warning, at worst."""
 
 
 class CurveOptions(TypedDict, total=False):

@@ -78,7 +78,6 @@ class _Work(NamedTuple):
     is_ahead: bool
 
     def _sum(self, of: Any) -> float:
-        """Over pools."""
         return float(sum(map(of, self.pools)))
 
     @property
@@ -99,7 +98,6 @@ class _Work(NamedTuple):
     # The batch that is computed
 
     def batch_s(self) -> float:
-        """Whatever is in it."""
         return 1e-6 * self.setup.host.costs.batch_us * (TRAINING_FLOPS if self.is_training else 1)
 
     def lookups(self) -> ResourceLoad:
@@ -189,7 +187,6 @@ class _Work(NamedTuple):
         return self._sent_s(sent_bytes, _TOGETHER * len(self.pools))
 
     def _values_bytes(self, pool: PoolLoad) -> float:
-        """Rows, or bags."""
         wire = self.setup.wire
         each = pool.layout.dim * _WIRE_BYTES[wire] + (_WIRE_SCALE_BYTES if wire == "int8" else 0)
         return (pool.sent_rows if self.crosses_by_row else pool.bags) * each

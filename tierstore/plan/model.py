@@ -162,7 +162,6 @@ def _latency(setup: Setup, queue: Queue | None, queries_per_s: float | None) -> 
 
 
 def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
-    """From the highest down."""
     asked, hbm_missed = sum(pool.asked for pool in pools), sum(pool.hbm_misses for pool in pools)
     missed, from_device = sum(pool.misses for pool in pools), sum(pool.device_misses for pool in pools)
     hbm_rows, ddr_rows = sum(pool.hbm_rows for pool in pools), sum(pool.ddr_rows for pool in pools)
@@ -177,5 +176,4 @@ def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
 
 
 def _hit_rate(lookups: float, missed: float) -> float:
-    """1 where nothing is asked for."""
     return 1 - missed / lookups if lookups else 1.0

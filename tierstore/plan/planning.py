@@ -129,7 +129,6 @@ class Question(NamedTuple):
 
 
 def question_of(asked: PlanFile) -> tuple[Question, Workload]:
-    """What the file asks, and of which workload."""
     workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
     accesses = read_accesses(asked.trace.path) if asked.trace.path else None
     if asked.target.queries_per_s and workload.is_training:
@@ -163,7 +162,6 @@ def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
 
 
 def workload_of(asked: PlanFile) -> Workload:
-    """The model, with what the section says otherwise."""
     section = asked.workload
     if section.preset:
         found = preset(section.preset)

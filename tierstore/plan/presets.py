@@ -29,6 +29,10 @@ _MLPERF_ROWS: Final = (
 """Of DLRM-DCNv2: ``--num_embeddings_per_feature`` of mlcommons/training, recommendation_v2/torchrec_dlrm."""
 _MLPERF_MULTI_HOT: Final = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids a sample of each of these tables: ``--multi_hot_sizes`` of the same."""
+_WHAT: Final = "workload file"
+_REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
+_OF_RUNS: Final = {"data", "embedding", "model", "train"}
+"""Sections of a run file, one of which it has."""
 
 
 def _workload(
@@ -58,20 +62,11 @@ PUBLISHED: Final = (
 )
 """Flops are of one sample, forward, 2 a b for a layer of a inputs and b outputs: of the layers that
 docs/planning/traces.md lists, and of the interaction's matrix products."""
-
-
 PRESETS: Final[Mapping[str, Workload]] = {workload.name: workload for workload in PUBLISHED}
-
-_WHAT: Final = "workload file"
-_REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
-_OF_RUNS: Final = {"data", "embedding", "model", "train"}
-"""Sections of a run file, one of which it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
-    """``[workload]``."""
-
     name: str = ""
     """The file's, if none is given."""
     batch_samples: int = 2048
@@ -161,7 +156,6 @@ def _of_run(path: Path) -> Workload:
 
 
 def describe_workload(workload: Workload) -> str:
-    """One line."""
     rows = sum(table.num_embeddings for table in workload.tables)
     ids = sum(table.pooling_factor for table in workload.tables)
     dims = sorted({table.embedding_dim for table in workload.tables})

@@ -77,7 +77,6 @@ class PlanResult:
 
 
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
-    """What a buyer must not overlook."""
     setup, latency, target = prediction.setup, prediction.latency, asked.target
     found = [f"the target is missed: {lack.text}" for lack in lacks(target, prediction)]
     if latency is not None and math.isinf(latency.p99_s):
@@ -106,7 +105,6 @@ def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
 
 
 def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
-    """What belongs to the answer itself."""
     setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
     if setup.hosts > 1 and not setup.workload.is_training:
         found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
@@ -119,7 +117,6 @@ def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
 
 
 def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
-    """Where the figures come from."""
     policy, parts = resolve_policy(setup.policy), parts_of(setup.host)
     host = f"host: {f'parts: {parts}' if parts else setup.host.source or setup.host.name}"
     if accesses is None:

@@ -81,7 +81,6 @@ class PoolLoad(NamedTuple):
 
     @property
     def pages_written(self) -> float:
-        """Of full segments."""
         size = self.layout.rows_per_segment
         return (self.rows_written + self.rows_moved) / size * self.layout.segment_pages(size)
 
@@ -122,7 +121,6 @@ def _hbm_sizes(budget: int, rows: _Counts, policy: str) -> dict[RowLayout, HbmSi
 
 
 def segment_bytes(layout: RowLayout) -> int:
-    """Of a full one."""
     return layout.segment_pages(layout.rows_per_segment) * layout.page_bytes
 
 
@@ -147,8 +145,6 @@ def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
 
 
 class _Share(NamedTuple):
-    """A host's part of a pool."""
-
     pool: PoolDemand
     setup: Setup
     num_rows: int
@@ -161,7 +157,6 @@ class _Share(NamedTuple):
 
     @property
     def num_pages(self) -> float:
-        """That rows are on."""
         layout = self.pool.layout
         return self.num_rows / layout.rows_per_block * layout.pages_per_block
 

@@ -22,6 +22,11 @@ __all__ = ["TableSummary", "TraceSummary", "describe", "draw_zipf", "generate", 
 
 _TOP_SHARE: Final = 100
 _MAX_SHOWN, _MAX_NAME = 40, 24
+_WORD: Final = (1 << 64) - 1
+_ROUNDS: Final = 3
+_MAX_DRAWS: Final = 1 << 40
+_MAX_SAMPLES: Final = 1 << 36
+_MAX_EXPONENT: Final = 100.0
 
 
 class TableSummary(NamedTuple):
@@ -108,13 +113,6 @@ def _summary(trace: Trace, name: str, uses: Int64s, counted: int | None) -> Tabl
         top_share=int(np.sort(uses)[::-1][: -(-len(uses) // _TOP_SHARE)].sum()) / max(1, accesses),
         used_once=int(np.count_nonzero(uses == 1)),
     )
-
-
-_WORD: Final = (1 << 64) - 1
-_ROUNDS: Final = 3
-_MAX_DRAWS: Final = 1 << 40
-_MAX_SAMPLES: Final = 1 << 36
-_MAX_EXPONENT: Final = 100.0
 
 
 def scattered(numbers: Int64s, rows: int, seed: int) -> Int64s:

@@ -164,7 +164,6 @@ class Recorded:
 
     @property
     def rate(self) -> float:
-        """The sampling rate now."""
         return self._rate
 
     @property

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.plan.commands import run
 from tests.plan.hosts import SHOP_HOST
 from tierstore.plan import Host, SoftwareCosts
-from tierstore.plan.host import folded_costs
 from tierstore.plan.json_file import plain
 from tierstore.plan.measure import measure, measurement
 from tierstore.plan.measure.loops import Lab
@@ -92,15 +89,6 @@ OLD += ["pool_ns", "pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_n
 OLD += ["miss_ns", "read_ns", "append_ns", "append_ns_per_byte", "move_ns", "transaction_us", "share_us"]
 OLD += ["dense_product_us", "dense_wake_us", "dense_value_ns"]
 """Some of thirty."""
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=len(OLD), max_size=len(OLD)))
-def test_costs_of_earlier_versions_are_folded(values: list[float]) -> None:
-    old = dict(zip(OLD, values, strict=True))
-    found = SoftwareCosts(**folded_costs(old))
-    assert found.batch_us == pytest.approx((old["batch_us"] + old["step_us"]) / 3)
-    assert (found.miss_ns, found.read_ns, found.append_ns) == (old["miss_ns"], old["read_ns"], old["append_ns"])
-    assert folded_costs(vars(found)) == vars(found)
 
 
 def test_files_of_earlier_versions_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

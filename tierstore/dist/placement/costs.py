@@ -28,6 +28,10 @@ from ..plan import Sharding
 
 _RANGES: Final = 64
 _EVENLY: Final = np.ones(1)
+Kind = Literal["rows", "pooled", "data_parallel"]
+KINDS: Final[tuple[Kind, ...]] = ("rows", "pooled", "data_parallel")
+OptimizerName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
+OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
 
 
 class TableDemand(NamedTuple):
@@ -68,7 +72,7 @@ def shares_of(hot: Float64s, count: int) -> Float64s:
 def demand_of(trace: Trace, tables: Sequence[TableConfig], ranks: int) -> Demand:
     """Means over a trace's batches, each the batch of all ranks: rank r has its r-th equal part.
 
-    Tables are found by name; others of the trace are left out.
+    Tables are found by name; others of the trace are left out. ValueError: a row that its table lacks.
     """
     bounds, num_rows = trace.batch_bounds, {table.name: table.num_embeddings for table in tables}
     # A recording of sampled rows leaves out batches of which it has none.
@@ -104,19 +108,11 @@ def _parts(ids: Int64s, offsets: Int64s, first: int, last: int, ranks: int) -> l
     return [ids[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
-Kind = Literal["rows", "pooled", "data_parallel"]
-KINDS: Final[tuple[Kind, ...]] = ("rows", "pooled", "data_parallel")
-OptimizerName = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
-OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {each.kind: each for each in (SGD, RowWiseAdagrad, Adagrad, Adam)}
-
-
 def _work(text: str) -> Any:
     return option(0.0, text, low=0)
 
 
 class _Checked:
-    """Whose figures are in their ranges."""
-
     def __post_init__(self) -> None:
         check_ranges(self)
 
@@ -282,7 +278,6 @@ class RankCosts(_Checked):
         return float(fixed + work_s[0, 0] + busiest(work_s[:, 1], self.cores, self.local_world_size))
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write them as JSON; errors as of ``write_text``."""
         write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=2) + "\n", force=force)
 
     @classmethod

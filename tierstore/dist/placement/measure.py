@@ -165,7 +165,6 @@ class _Subject:
             return statistics.median(timed(max(_BATCHES, min(_MOST_STEPS, int(seconds / warm)))))
 
     def probe(self, shardings: Sequence[Sharding], seconds: float) -> Probe:
-        """Of a step that took so long."""
         amounts = [
             amounts_of(sharding, self._dim, demand, bags=self._shape.samples, ranks=self._ranks.size)
             for sharding, demand in zip(shardings, self._demands, strict=True)

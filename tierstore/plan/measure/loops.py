@@ -79,7 +79,6 @@ class Lab(NamedTuple):
 
     @contextlib.contextmanager
     def in_memory(self, dim: int) -> Iterator["_Subject"]:
-        """A store whose rows are all cached."""
         with self.opened(dim, 2 * self.rows) as subject:
             for first in range(0, self.rows, _CHUNK):
                 subject.store["t0"].read(torch.arange(first, min(first + _CHUNK, self.rows)))
@@ -230,7 +229,6 @@ def _in_memory(lab: Lab, costs: SoftwareCosts) -> dict[str, float]:
 
 
 def _warm(subject: _Subject, work: Callable[[Any], None], lab: Lab, ids: int) -> _Loop:
-    """After one pass that does not count."""
     batches = subject.batches(_BATCHES, ids)
     _timed(subject, work, batches)
     return _timed(subject, work, batches, passes=lab.passes)

@@ -54,7 +54,6 @@ def rate_of(work: Callable[[int], object], *, seconds: float, first: int = 1) ->
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Have torch use so many threads within it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -105,8 +104,6 @@ class _Bench(NamedTuple):
     seconds: float
 
     def rate(self, work: Callable[[], Any]) -> float:
-        """Calls a second, the device's work done."""
-
         def several(count: int) -> None:
             for _ in range(count):
                 work()

@@ -64,7 +64,6 @@ class Part:
     link: str = ""
 
     def values(self) -> dict[str, float]:
-        """The figures' values."""
         return {name: figure.value for name, figure in self.figures.items()}
 
 
@@ -103,14 +102,14 @@ def _catalog() -> dict[str, dict[str, Part]]:
 
 
 def parts(kind: str | None = None) -> tuple[Part, ...]:
-    """All parts, or those of one kind."""
+    """All parts, or those of one kind; ValueError names the nearest kind."""
     if kind is not None:
         require_name(kind, FIGURES, "kind of part")
     return tuple(part for own, named in _catalog().items() if kind in (None, own) for part in named.values())
 
 
 def load_part(kind: str, name: str) -> Part:
-    """The part of this kind and name."""
+    """The part of this kind and name; ValueError names the nearest."""
     require_name(kind, FIGURES, "kind of part")
     require_name(name, _catalog()[kind], f"part of kind {kind!r} named")
     return _catalog()[kind][name]

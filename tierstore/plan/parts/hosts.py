@@ -156,7 +156,6 @@ def _counted(entry: Any) -> str:
 
 
 def _figures(entry: Any, kind: str) -> dict[str, Any]:
-    """Of one of the parts."""
     given = {name: getattr(entry, name) for name in FIGURES[kind]}
     return load_part(kind, entry.part).values() | {name: value for name, value in given.items() if value is not None}
 
@@ -194,7 +193,6 @@ def _current(document: Any) -> Any:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Have a ValueError begin with where it is."""
     try:
         yield
     except ValueError as error:

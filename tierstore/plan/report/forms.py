@@ -15,6 +15,12 @@ from .sections import named, sections_of
 
 _WIDTH: Final = 100
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+_POINTS: Final = 120
+_SCALES: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
+_LEAST: Final = 1000
+"""Of rows in what they are counted in."""
+_MARKED: Final = {"Answer": "answer", "Warnings": "warnings"}
+"""Classes of sections that stand out."""
 
 
 def describe(result: PlanResult, *, colours: bool = False) -> str:
@@ -34,14 +40,6 @@ def _wrapped(line: str) -> list[str]:
     begins = len(line) - len(line.lstrip())
     indent = " " * (begins + (4 if line.lstrip().startswith(("- ", "! ")) else 2))
     return textwrap.wrap(line.lstrip(), _WIDTH, initial_indent=" " * (begins + 2), subsequent_indent=indent)
-
-
-_POINTS: Final = 120
-_SCALES: Final = ((1_000_000, "million row"), (1000, "thousand row"), (1, "row"))
-_LEAST: Final = 1000
-"""Of rows in what they are counted in."""
-_MARKED: Final = {"Answer": "answer", "Warnings": "warnings"}
-"""Classes of sections that stand out."""
 
 
 def page_of(result: PlanResult) -> str:

@@ -16,6 +16,14 @@ _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _MAX_NAME: Final = 60
 _RESOURCES: Final = {"hbm": "HBM", "ddr": "DDR", "ssd": "SSD", "pcie": "PCIe"}
+_RULE: Final = (
+    "Bars run side by side, the parts of one bar one after another; so the longest bar is the time taken, and its "
+    "longest part is the bottleneck."
+)
+_BAR: Final = 20
+_SHOWN: Final = 20
+_NEGLIGIBLE: Final = 1e-4
+"""Of the samples a second: a gain of less is nothing."""
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -52,7 +60,6 @@ def share(part: float, digits: int = 1) -> str:
 
 
 def money(usd: float) -> str:
-    """US dollars."""
     return f"${usd:,.0f}" if abs(usd) >= 100 else f"${usd:,.2f}"
 
 
@@ -81,16 +88,6 @@ def resource(name: str) -> str:
     return " ".join(_RESOURCES.get(word, word) for word in name.split(" "))
 
 
-_RULE: Final = (
-    "Bars run side by side, the parts of one bar one after another; so the longest bar is the time taken, and its "
-    "longest part is the bottleneck."
-)
-_BAR: Final = 20
-_SHOWN: Final = 20
-_NEGLIGIBLE: Final = 1e-4
-"""Of the samples a second: a gain of less is nothing."""
-
-
 class Section(NamedTuple):
     """A table of texts, its columns first, and sentences below it; not escaped yet."""
 
@@ -102,7 +99,6 @@ class Section(NamedTuple):
 
 
 def sections_of(result: PlanResult) -> list[Section]:
-    """Those that have something."""
     setup, target = result.prediction.setup, _targets(result.asked)
     step = "step" if setup.workload.is_training else "query"
     found = [
@@ -301,7 +297,6 @@ def _alternatives(result: PlanResult) -> Iterator[str]:
 
 
 def _price(result: PlanResult) -> Section:
-    """Parts of all hosts; they add up."""
     found, price, pricing = result.prediction.setup, result.prediction.price, result.asked.pricing
     host, rows = found.host, [("part", "count", "USD", "power")]
     parts: list[tuple[str, Any]] = [("processors", host.processor), ("memory", host.ddr)]
