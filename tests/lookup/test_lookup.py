@@ -128,7 +128,6 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     [
         *[(False, "ddr", share) for share in SHARES],
         (False, "hbm", "near"),
-        (False, "hbm", "over"),
         (True, "ddr", "small"),
         (True, "ddr", "over"),
         (True, "hbm", "small"),
