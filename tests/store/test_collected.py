@@ -241,9 +241,8 @@ def test_what_no_thread_can_be_had_for_is_done_by_who_waits(monkeypatch: pytest.
 def test_what_is_handed_over_as_the_interpreter_begins_to_end_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
     with monkeypatch.context() as patch:
-        # Python 3.12 and later refuse a thread to the thread that was to start it.
-        patch.setattr("threading._start_new_thread", _refuse)
-        patch.setattr("threading._start_joinable_thread", _refuse, raising=False)
+        # As Python 3.12 and later refuse the thread that the first one starts.
+        patch.setattr("threading.Thread.start", _refuse)
         hand_over(done.set)
         assert done.wait(60)
     settle(60)
