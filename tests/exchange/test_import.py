@@ -140,8 +140,7 @@ def test_what_state_a_table_lacks_is_told(tmp_path):
     assert notes(alone) == ("no optimizer state in the file: the table keeps its own",)
     directory = tmp_path / "sgd"
     assert notes(moments) == (
-        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam() "
-        "(--optimizer)",
+        "exp_avg, exp_avg_sq not taken, as the table's optimizer is SGD: import into a new table with optimizer=Adam()",
     )
     assert notes(alone) == ()
     directory = tmp_path / "adagrad"

@@ -1,12 +1,16 @@
 """The commands that move tables between stores and files. What they need is imported when they run."""
 
 import argparse
+import contextlib
+import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
 from ..config import Pooling, Rounding
+from ..errors import TableError
 from ..layout import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
@@ -20,6 +24,14 @@ if TYPE_CHECKING:
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
 _NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
+_ARGUMENTS: Final = {
+    r"mapping=\{'?(.*?)'?: '?([^'{}]*)'?\}": r"--map \1=\2",
+    r'dtype="(\w+)"': r"--dtype \1",
+    r"optimizer=RowWiseAdagrad\(\)": "--optimizer rowwise_adagrad",
+    r"optimizer=Adagrad\(\)": "--optimizer adagrad",
+    r"optimizer=Adam\(\)": "--optimizer adam",
+}
+"""Arguments of ``import_files``, as its messages name them, and the flags for them."""
 _FORMATS: Final = ("safetensors", "torch", "parquet")
 _SMALLER: Final = ("int8", "int4", "float16", "bfloat16")
 _OPTIMIZERS: Final = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
@@ -59,7 +71,7 @@ def _import(options: argparse.Namespace) -> int:
     from ..exchange import import_files
 
     mapping, optimizer = _mapping(options.map), _optimizer(options)
-    with byte_bar("import") as show:
+    with byte_bar("import") as show, _by_flags():
         report = import_files(
             options.directory,
             options.files,
@@ -75,6 +87,23 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _by_flags() -> Iterator[None]:
+    """Errors of ``import_files`` name flags where they name its arguments."""
+    try:
+        yield
+    except (ValueError, TableError) as error:
+        if type(error) not in (ValueError, TableError):
+            raise
+        raise type(error)(_in_flags(str(error))) from error
+
+
+def _in_flags(text: str) -> str:
+    for argument, flag in _ARGUMENTS.items():
+        text = re.sub(argument, flag, text)
+    return text
+
+
 def _describe_import(directory: str, report: "ImportReport") -> None:
     print(f"{directory}: version {report.version}")
     for table in report.tables:
@@ -85,7 +114,7 @@ def _describe_import(directory: str, report: "ImportReport") -> None:
         )
         print(f"  {table.name}: {rows}")
         for note in table.notes:
-            print(f"    {note}")
+            print(f"    {_in_flags(note)}")
         if table.nonfinite:
             print(f"    {table.nonfinite:,} values are NaN or infinite")
     _print_some("not taken: ", report.left_out)

@@ -4,7 +4,7 @@ import difflib
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -17,9 +17,6 @@ from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
 from .keys import STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
-
-_MAPPING: Final = "mapping={KEY: TABLE} (--map KEY=TABLE)"
-"""The way out for callers, and for those of the command."""
 
 
 class Settings(NamedTuple):
@@ -100,7 +97,9 @@ def match_tables(
         match = _match(files, key, table, settings, existing.get(table))
         other = matches.setdefault(table, match)
         if other is not match:
-            raise ValueError(f"both {other.place} and {match.place} would be table {table!r}; choose with {_MAPPING}")
+            raise ValueError(
+                f"both {other.place} and {match.place} would be table {table!r}; choose with mapping={{KEY: TABLE}}"
+            )
     return list(matches.values())
 
 
@@ -117,7 +116,7 @@ def _divided(
         elif part[0] not in mapping.values():
             raise ValueError(
                 f"mapping={{{excerpt(key)}: {target!r}}}: {part[1]} is optimizer state of a table {part[0]!r}, whose "
-                f"weights are not named; add mapping={{KEY: {part[0]!r}}} (--map)"
+                f"weights are not named; add mapping={{KEY: {part[0]!r}}}"
             )
         elif parts.setdefault(part, key) != key:
             raise ValueError(f"both {excerpt(parts[part])} and {excerpt(key)} would be {target!r}; choose one")
@@ -154,7 +153,7 @@ def _chosen(
     if not chosen:
         raise ValueError(
             f"no tensor in {paths} is named embedding_bags.TABLE.weight; there are {excerpt_names(places) or 'none'}. "
-            f"Say which to take: {_MAPPING}"
+            "Say which to take: mapping={KEY: TABLE}"
         )
     return chosen
 
@@ -185,8 +184,8 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
 
 def _other_optimizer(beside: Sequence[str]) -> str:
     """What to do with state that a table's optimizer does not have."""
-    names = "RowWiseAdagrad() or Adagrad()" if "sum" in beside else "Adam()"
-    return f"import into a new table with optimizer={names} (--optimizer)"
+    names = "RowWiseAdagrad() or optimizer=Adagrad()" if "sum" in beside else "Adam()"
+    return f"import into a new table with optimizer={names}"
 
 
 def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
@@ -249,7 +248,7 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         config.layout(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).pages_per_block  # noqa: B018 - ValueError for rows too wide
         return config
     except (ValueError, TypeError) as error:
-        hint = '; say what to store it as with dtype="float32" (--dtype)' if info.dtype is torch.float64 else ""
+        hint = '; say what to store it as with dtype="float32"' if info.dtype is torch.float64 else ""
         raise ValueError(f"{place}: {error}{hint}") from error
 
 
@@ -266,12 +265,11 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         larger = f", or Store.change_table({config.name!r}, num_embeddings={shape[0]}) before"
         raise TableError(
             f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with "
-            f"{_MAPPING}{larger if shape[1] == config.embedding_dim else ''}"
+            f"mapping={{KEY: TABLE}}{larger if shape[1] == config.embedding_dim else ''}"
         )
     if (settings.dtype or dtype) != config.dtype:
         raise TableError(
-            f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with "
-            f'dtype="{config.dtype}" (--dtype)'
+            f'{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with dtype="{config.dtype}"'
         )
     if settings.optimizer not in (None, config.optimizer):
         raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")
