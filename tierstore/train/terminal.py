@@ -74,8 +74,13 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._own.enter_context(handlers_restored(*_SIGNALS))
-            for number in _SIGNALS:
-                signal.signal(number, self._on_signal)
+            # One that came between two would put both handlers back, and the second then be set for good.
+            held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            try:
+                for number in _SIGNALS:
+                    signal.signal(number, self._on_signal)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return self
 
     def __exit__(self, *_: object) -> None:
