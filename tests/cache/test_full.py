@@ -96,7 +96,7 @@ def test_rows_lie_table_by_table() -> None:
     slots = np.arange(12, dtype=np.int32)
     keys = cache.keys_at(slots)
     assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in TABLES[table]]
-    assert cache.first_slots(np.array([1, 4, 7])).tolist() == [0 - 10, 3, 8 - 1]
+    assert cache.numbering.first_slots(np.array([1, 4, 7])).tolist() == [0 - 10, 3, 8 - 1]
     admit(cache, keys)
     assert cache.find(keys).tolist() == slots.tolist()
     assert cache.is_complete

@@ -163,9 +163,6 @@ class FullCache(HostCache):
         """Counted: a kernel that updates rows marks them in ``flags``, which all its threads do at once."""
         return int(_count(self.flags, DIRTY))
 
-    def first_slots(self, table_indices: Int64s) -> Int64s:
-        return self.numbering.first_slots(table_indices)
-
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
         return self.numbering.keys_at(slots)

@@ -418,6 +418,7 @@ class DeviceRows(Tier, ABC):
         """Bytes of device memory."""
 
     def refuse(self) -> None:
+        """Refuse further use, by ClosedError."""
         self._closed = True
 
     def close(self) -> None:
@@ -437,6 +438,7 @@ class DeviceRows(Tier, ABC):
         """The current stream waits for all work that uses the rows."""
 
     def require_open(self) -> None:
+        """ClosedError after ``close``."""
         if self._closed:
             raise ClosedError("the store is closed")
 

@@ -308,5 +308,6 @@ class FullRows(DeviceRows):
         return self._staging.host_bytes
 
     def check_integrity(self) -> None:
+        """AssertionError if a row is dirty that is not in."""
         with self.lock:
             assert self._loaded is not None or not self.num_dirty, "rows are dirty before they were brought in"

@@ -52,6 +52,7 @@ class Lane:
         return False
 
     def require_no_capture(self, what: str) -> None:
+        """RuntimeError under capture, see ``refused_in_graph``."""
         if self.is_capturing:
             raise refused_in_graph(what)
 

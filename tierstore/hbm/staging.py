@@ -115,7 +115,8 @@ class _Buffer:
 
 
 class Staging:
-    """Buffers of so many rows each. One caller at a time, within ``lane.side()``."""
+    """Buffers of so many rows each. One caller at a time, within ``lane.side()``. ``arenas``: weights and state on the
+    device, int64 [slots, words]; ``kernels``: ``rows_triton`` or ``rows_twin``."""
 
     def __init__(
         self, layout: RowLayout, rows: int, arenas: tuple[Tensor, Tensor], lane: Lane, kernels: ModuleType
@@ -131,7 +132,8 @@ class Staging:
             )
 
     def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
-        """Have ``read(keys, weights, state)`` fill buffers, and copy them into ``slots``, int32 [n] on the device."""
+        """Have ``read(keys, weights, state)`` fill buffers with the rows of ``keys``, numpy int64 [n], and copy them
+        into ``slots``, int32 [n] on the device."""
         for number, first in enumerate(range(0, len(keys), self.rows)):
             part = slice(first, first + self.rows)
             buffer = self._up[number % len(self._up)]

@@ -503,7 +503,8 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 
 @kernel
 def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
-    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first: ``order``, int64 [N]."""
+    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first: ``order``, int64 [N].
+    ``bag_starts``: int64 or int32 [features * batch + 1]."""
     count = 0
     for sample in range(batch):
         for bag in range(sample, bag_starts.shape[0] - 1, batch):
@@ -514,9 +515,9 @@ def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
 
 @kernel
 def renumber(order: Int64s, numbers: Int32s, slots: Int32s, inverse: Int32s, slots_in_order: Int32s) -> None:
-    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions. Given the
-    row's number at each position of ``order``, int32 [N], and ``slots`` by number; out are each position's new
-    number, and slots by new number."""
+    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions. Given
+    ``numbers``, int32 [N], the row's at each position of ``order``, int64 [N], and ``slots``, int32 [rows], by number;
+    out are ``inverse``, int32 [N], each position's new number, and ``slots_in_order``, int32 [rows], by new number."""
     for i in range(order.shape[0]):
         inverse[order[i]] = numbers[i]
     renumbered = np.full(slots.shape[0], -1, np.int32)

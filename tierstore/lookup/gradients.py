@@ -1,4 +1,5 @@
-"""Gradients of pooled rows: collected while a backward pass runs, applied at its end, as one update a table.
+"""Gradients of pooled rows: collected while a backward pass runs, applied at its end, as one update a table: all of a
+step's updates, or none.
 
 Autograd runs the nodes of a pass in its own order, and may fail half way. So a node only collects the gradient of its
 lookups. A callback that autograd owns holds what was collected. Autograd calls it when the whole pass succeeded; when
@@ -24,6 +25,9 @@ from torch import Tensor
 from ..system.signals import shielded
 from .joined import AnyLookup
 from .tables import TrainsRows
+
+_NUMBERS: Final = itertools.count()
+_LOCK: Final = threading.Lock()
 
 
 def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
@@ -61,10 +65,6 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         for store in stores:
             store.require_whole_steps()
         raise
-
-
-_NUMBERS: Final = itertools.count()
-_LOCK: Final = threading.Lock()
 
 
 class Turn(NamedTuple):

@@ -49,7 +49,8 @@ class HbmLookup(AnyLookup):
         joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
         made._parts = lookups
-        if made._mode == kernels.MAX and len(joined) and joined.parts is not None:
+        if made._mode == kernels.MAX and len(joined):
+            assert joined.parts is not None
             made._arg_max = torch.cat(joined.parts.winners([lookup._winners for lookup in lookups]))
         return made
 

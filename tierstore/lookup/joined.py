@@ -1,5 +1,6 @@
 """The positions of a batch: ids laid end to end, as row keys or as slots. However it is built, it is one record."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -147,6 +148,7 @@ class Joined:
         return Batch(self.bags, keys, order)
 
     def slots(self, numbering: Numbering) -> Int32s:
+        """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
             slots = np.empty(len(self), np.int32)
             self.write(numbering, slots)
@@ -258,15 +260,19 @@ class AnyLookup(TrainsRows, Protocol):
         """The pool and the keys, int64 [N], of the rows it will use."""
         return self.joined.tables[0].pool, self.joined.keys
 
+    @abstractmethod
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""
 
+    @abstractmethod
     def stage(self) -> bool:
         """Bring the rows in and hold them until used; False, and nothing is read, if the pool has no room."""
 
+    @abstractmethod
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """Pool every bag into ``out``."""
 
+    @abstractmethod
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale``."""
 
@@ -314,12 +320,20 @@ class Jagged(NamedTuple):
         return Joined(features, batch, starts, scale, ids=(self.ids, begins, stops))
 
 
+class _Piece(NamedTuple):
+    """Of one lookup, the bags and positions of one table, and how far its positions move."""
+
+    lookup: int
+    bags: slice
+    positions: slice
+    shift: int
+
+
 class Parts(NamedTuple):
-    """What was merged: what each lookup joined, and in order pieces (lookup, its bags, its positions, and how far these
-    move)."""
+    """What was merged: what each lookup joined, and the pieces in order."""
 
     joined: Sequence[Joined]
-    pieces: list[tuple[int, slice, slice, int]]
+    pieces: list[_Piece]
 
     def read(self, numbering: Numbering | None, out: NDArray[Any]) -> None:
         rows = [each.keys if numbering is None else each.slots(numbering) for each in self.joined]
@@ -327,20 +341,19 @@ class Parts(NamedTuple):
 
     def over_bags(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Of an array over the bags of each lookup, those over the bags of all, in pieces."""
-        return [arrays[lookup][bags] for lookup, bags, _, _ in self.pieces]
+        return [arrays[piece.lookup][piece.bags] for piece in self.pieces]
 
     def over_positions(self, arrays: Sequence[Any]) -> list[Any]:
         """Likewise of an array or tensor over positions."""
-        return [arrays[lookup][positions] for lookup, _, positions, _ in self.pieces]
+        return [arrays[piece.lookup][piece.positions] for piece in self.pieces]
 
     def winners(self, arg_max: Sequence[Any]) -> list[Any]:
         """Of the positions that gave each lookup's maxima (array or tensor [bags, dim]), those of the bags of all."""
-        return [arg_max[lookup][bags] + shift for lookup, bags, _, shift in self.pieces]
+        return [arg_max[piece.lookup][piece.bags] + piece.shift for piece in self.pieces]
 
 
-def _pieces(
-    tables: Sequence[LookupTable], joined: Sequence[Joined]
-) -> tuple[list[tuple[int, slice, slice, int]], list[int]]:
+def _pieces(tables: Sequence[LookupTable], joined: Sequence[Joined]) -> tuple[list[_Piece], list[int]]:
+    """The pieces in order; the first bag of each table, and the end of the last."""
     places = [{table: place for place, table in enumerate(each.tables)} for each in joined]
     pieces = []
     table_bags, num_positions = [0], 0
@@ -350,7 +363,7 @@ def _pieces(
             if table in place_of:
                 begin, end = each.bags.bounds[place_of[table] : place_of[table] + 2].tolist()
                 first, last = each.bags.starts[[begin, end]].tolist()
-                pieces.append((number, slice(begin, end), slice(first, last), num_positions - first))
+                pieces.append(_Piece(number, slice(begin, end), slice(first, last), num_positions - first))
                 num_bags += end - begin
                 num_positions += last - first
         table_bags.append(num_bags)
@@ -411,6 +424,7 @@ class _JoinedThere(Joined):
 
     rows: DeviceRows
     sent: DeviceBatch
+    _places = _read_rows = None
 
     def __init__(self, features: Features, jagged: DeviceJagged, rows: DeviceRows) -> None:
         self.features, self.tables, self.batch = features, features.tables, jagged.batch
@@ -431,7 +445,7 @@ class _JoinedThere(Joined):
 
     def __getattr__(self, name: str) -> Any:
         """What ``Joined.__init__`` sets."""
-        if name not in ("bags", "_ids", "_keys", "_slots", "_numbering", "_places", "_read_rows"):
+        if name not in ("bags", "_ids", "_keys", "_slots", "_numbering"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         rows, sent = self.rows, self.sent
         rows.lane.require_no_capture("the host reads no ids, as it would for a table that is looked up twice or traced")

@@ -42,7 +42,8 @@ class Lookup(AnyLookup):
         order, given their gradients flat, [1, B * C of all]; ``widths``: columns of each one's output."""
         joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode)
-        if made._mode == kernels.MAX and joined.parts is not None:
+        if made._mode == kernels.MAX:
+            assert joined.parts is not None
             made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
         return made
 

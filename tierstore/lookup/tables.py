@@ -1,5 +1,6 @@
 """The contracts of tables and stores, as lookups use them."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -40,14 +41,17 @@ class TrainsRows(Protocol):
     def tables(self) -> "Sequence[LookupTable]":
         """Those whose rows it trains, in order."""
 
+    @abstractmethod
     def readied(self, grad_out: Tensor) -> "Ready":
         """Bring its rows in, for an update, if they fit in memory together. Given float32 [batch, columns],
         C-contiguous."""
 
+    @abstractmethod
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What an update would apply, of each table; several of one are to be added up in order. Rows stay as they are,
         and are released."""
 
+    @abstractmethod
     def release(self) -> None:
         """Release the rows. It still works, but must bring them in again."""
 

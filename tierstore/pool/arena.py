@@ -69,6 +69,7 @@ class Arena(RowArrays):
             self.changed.notify_all()
 
     def require_open(self) -> None:
+        """ClosedError after ``refuse``."""
         if self.is_closed:
             raise ClosedError("the store is closed")
 
@@ -90,8 +91,8 @@ def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, f
 
 
 def dot_part(rows: RowArrays, bags: Bags, grad_out: Floats, first: int, slots: Int32s, grad_scale: Floats) -> None:
-    """Gradients of the weights of the positions from ``first`` on, added to ``grad_scale``, float32 [N]; see
-    ``pool_part``."""
+    """Gradients of the weights of the positions from ``first`` on, given ``grad_out``, float32 [batch, columns], added
+    to ``grad_scale``, float32 [N]; see ``pool_part``."""
     dot_rows: Any = quantized.dot_rows if rows.layout.is_quantized else kernels.dot_rows
     dot_rows(
         0, len(bags.starts) - 1, first, first + len(slots), bags.starts, slots, rows.weights, rows.layout.dim,

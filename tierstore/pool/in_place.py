@@ -38,7 +38,7 @@ class InMemory:
         self._process_id = os.getpid()
         self._dim = arena.layout.dim
         self._few = direct.few(self._dim)
-        firsts = cache.first_slots(np.array([table_index], np.int64))
+        firsts = cache.numbering.first_slots(np.array([table_index], np.int64))
         self._range = int(firsts[0]), num_rows
         limits, starts, columns = np.array([num_rows], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
         self._kept = firsts, limits, starts, columns  # by their addresses in the arguments
@@ -59,7 +59,8 @@ class InMemory:
         arena = self._arena()
         if arena is None or os.getpid() != self._process_id:
             return None
-        cache: Any = arena.cache
+        cache = arena.cache
+        assert isinstance(cache, FullCache)
         weights = arena.weights
         rows = np.empty((len(ids), self._dim), weights.dtype)
         with arena.lock:
@@ -113,7 +114,8 @@ class InMemory:
             return None
         pooled = torch.from_numpy(np.empty((bags, self._dim), np.float32))  # torch.empty takes twice as long
         run: Any = direct.pool_at
-        cache: Any = arena.cache
+        cache = arena.cache
+        assert isinstance(cache, FullCache)
         with arena.rows_lock:
             if arena.is_closed:
                 return None
@@ -129,10 +131,9 @@ class InMemory:
 
 
 class InPlaceRows(ResidentRows):
-    def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+    def __init__(self, cache: FullCache, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
         super().__init__(arena, pins, leases, writeback)
-        cache: Any = arena.cache
-        self._cache: FullCache = cache
+        self._cache = cache
         self.numbering = cache.numbering
         self.takes_ids = not arena.layout.is_quantized
 

@@ -15,9 +15,9 @@ out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
 import logging
-from typing import Any, Final
+from typing import Final
 
-from ..cache import RowCache
+from ..cache import FullCache, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
@@ -59,9 +59,8 @@ class Pool:
         )
         self.leases = Leases(self.arena, self.pins, self.writeback, read or cold.read)
         self.transfers = Transfers(self.arena, self.leases, self.writeback)
-        # A cache that numbers its slots has one for every row; any other evicts.
-        kind: type[Any] = InPlaceRows if hasattr(cache, "numbering") else EvictingRows
-        self.rows: ResidentRows = kind(self.arena, self.pins, self.leases, self.writeback)
+        parts = self.arena, self.pins, self.leases, self.writeback
+        self.rows: ResidentRows = InPlaceRows(cache, *parts) if isinstance(cache, FullCache) else EvictingRows(*parts)
         self.tier: Tier = HostTier(self.arena, self.rows, self.transfers)
         self._said_lookahead = False
 

@@ -1,6 +1,7 @@
 """Rows in and out of a pool by key: whole ones for a tier above, some for tables, by the pool's fastest tier."""
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -161,32 +162,38 @@ class Tier(Protocol):
     """Held while rows come into device memory or go down; taken before the locks of the pool."""
 
     @property
+    @abstractmethod
     def num_leased(self) -> int:
         """Leases that use rows in device memory."""
 
     @property
+    @abstractmethod
     def num_dirty(self) -> int:
         """Rows that are newer than those in host memory."""
 
     @property
+    @abstractmethod
     def host_bytes(self) -> int:
         """Bytes of host memory that device memory takes."""
 
     def are_in_memory(self, keys: Int64s) -> bool:
         """Whether a lookup of ``keys`` (int64 [n]) reads nothing from SSD and copies nothing to a device."""
 
+    @abstractmethod
     def read(self, keys: Int64s) -> Tensor:
         """Rows of ``keys`` (int64 [n], n > 0), [n, dim], on its device."""
 
     def read_in_memory(self, keys: Int64s) -> Tensor | None:
         """``read`` if ``are_in_memory``, else None."""
 
+    @abstractmethod
     def write(self, keys: Int64s, rows: Tensor) -> None:
         """Overwrite weights of ``keys`` (int64 [n]) with ``rows`` [n, dim] of the table's dtype."""
 
     def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":
         """Lookups of a table by one compiled call; None if that is not to be had."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Copy newer rows to host memory; errors as ``look``."""
 
@@ -202,6 +209,7 @@ class Tier(Protocol):
     def close(self) -> None:
         """Refuse further use, and let nothing use the rows when it returns."""
 
+    @abstractmethod
     def check_integrity(self) -> None:
         """AssertionError unless the counts agree with the rows."""
 

@@ -83,7 +83,8 @@ class _Outbox:
 
 
 class WriteBack:
-    """See the module's docstring. ``rows_a_write``: the most that a transaction of the cold tier holds, and that a
+    """See the module's docstring. ``transaction_bytes``: of segments that a transaction may hold; ``epoch``: the
+    version that rows are written for. ``rows_a_write``: the most that a transaction of the cold tier holds, and that a
     commit writes before it yields to others; ``waited_seconds``: how long others have waited for the writer of a
     commit."""
 
