@@ -76,12 +76,6 @@ class Child:
         self.process.stdin.write(f"{text}\n".encode())
         return self.line()
 
-    def last_line(self) -> str:
-        """What it prints once its input has ended."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self.line()
-
     def cpu_seconds(self) -> float:
         """Processor time of all its threads so far."""
         times = self._watched.cpu_times()

@@ -27,6 +27,7 @@ _DROPPED: Final = "\0dropped "
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
+    """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 

@@ -29,7 +29,7 @@ _PREFIX_BYTES: Final = 5
 Headers = list[tuple[str, str]]
 
 
-def begun(window_bytes: int = _WINDOW) -> H2Connection:
+def begun(window_bytes: int = _WINDOW_MAX) -> H2Connection:
     """A connection whose calls may each be sent so many bytes before they ask for more, all together 2 GiB."""
     made = H2Connection(_CONFIG)
     first = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: window_bytes}
@@ -59,7 +59,7 @@ class Calls(Connection):
     def __init__(self, owner: "GrpcClient") -> None:
         super().__init__(owner)
         self._headers = owner.headers
-        self._http2 = begun(_WINDOW_MAX)
+        self._http2 = begun()
         self._stream = 0
         self._unsent = memoryview(b"")
         self._message = bytearray()

@@ -58,10 +58,9 @@ class Load(NamedTuple):
     num_failed: int
     errors: tuple[str, ...]
 
-    def since(self, seconds: float, until: float = np.inf) -> Any:
-        """Latencies of those that were answered and due from then on, and before ``until``."""
-        chosen = (self.intended >= seconds) & (self.intended < until)
-        return self.latency[chosen & np.isfinite(self.latency)]
+    def since(self, seconds: float) -> Any:
+        """Latencies of those that were answered and due from then on."""
+        return self.latency[(self.intended >= seconds) & np.isfinite(self.latency)]
 
 
 class Stream(NamedTuple):

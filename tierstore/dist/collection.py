@@ -40,7 +40,8 @@ class Ahead:
         self._is_over = False
 
     def prepare(self, features: Any) -> Prepared:
-        """Exchange the ids of a batch; see ``TieredModule.prepare``."""
+        """Exchange the ids of a batch; see ``TieredModule.prepare``. RuntimeError: another rank failed, or has no
+        more batches."""
         with self._ending_for_all():
             prepared = self._module.prepare_by(self._ranks, *arguments_of(features))
             lookups: list[Any] = list(prepared.lookups)
@@ -53,7 +54,8 @@ class Ahead:
         return ticket.has_room()
 
     def bring_in(self, ticket: Prepared) -> bool:
-        """Bring the batch's rows in that this rank owns; see ``TieredModule.bring_in``."""
+        """Bring the batch's rows in that this rank owns; see ``TieredModule.bring_in``. RuntimeError: another rank
+        failed, or has no more batches."""
         with self._ending_for_all(), self._ranks.together("a prefetched batch"):
             return ticket.stage()
 

@@ -55,7 +55,9 @@ def require_alike(ranks: Ranks, **settings: Any) -> None:
 
 
 def open_to_read(ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> Store:
-    """This rank's part, open for reading at the newest commit that all ranks have. Collective."""
+    """This rank's part, open for reading at the newest commit that all ranks have. Collective. StoreNotFoundError:
+    there is no such part, or another number of ranks has a newer commit. TierstoreError: the ranks have no commit in
+    common. Others as of ``open_store``."""
     path = folder / f"{ranks.rank}-of-{ranks.size}"
     for _ in range(_ATTEMPTS):
         with ranks.together():
@@ -255,7 +257,8 @@ class OwnPart:
                     reach("reshard: part written")
 
     def replace_others(self, version: int) -> None:
-        """Move the parts of other numbers of ranks away, now that all ranks show a version of theirs. Collective."""
+        """Move the parts of other numbers of ranks away, now that all ranks show a version of theirs. Collective.
+        TierstoreError: it is not the one that they were made of."""
         with self._ranks.together():
             if self.source is not None and version != self.source.number:
                 raise TierstoreError(

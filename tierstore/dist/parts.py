@@ -124,7 +124,8 @@ class Source(NamedTuple):
 
 
 def newest_set(directory: Path) -> Source:
-    """The one with the newest commit."""
+    """The one with the newest commit. StoreNotFoundError: no set is complete, or one that is not has a newer commit.
+    TierstoreError: they are of different runs."""
     found = newer_set(directory, part_sets(directory), 0)
     if found is None:
         raise StoreNotFoundError(f"{directory} is a sharded store without a commit: train it, and commit, first")

@@ -361,8 +361,9 @@ class WholeChanges:
 
 
 def open_whole(directory: Path, *, version: int | None = None) -> Opened:
-    """The whole tables of a sharded store for reading, and the cold tier, which knows none yet and is the caller's to
-    close."""
+    """The whole tables of a sharded store for reading, and the cold tier, which knows none yet and is the caller's
+    to close. StoreNotFoundError: not all parts are there, or no such version. TierstoreError: they are of different
+    runs. Others as of ``LmdbColdTier``."""
     for attempt in range(_ATTEMPTS):
         source = newest_set(directory)
         try:

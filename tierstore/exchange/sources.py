@@ -36,7 +36,7 @@ class Metadata(NamedTuple):
     tables: tuple[TableMetadata, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back, and has FormatError for anything else."""
+        """JSON-able form; ``from_dict`` reads it back."""
         tables = [
             {"key": table.key, "config": table.config.to_dict(), **table.state._asdict()} for table in self.tables
         ]
@@ -44,6 +44,7 @@ class Metadata(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: Any, where: str) -> "Metadata":
+        """Inverse of ``to_dict``; FormatError, which names ``where``, for anything that it did not write."""
         try:
             if fields["format_version"] != _FORMAT:
                 raise ValueError(f"format version {fields['format_version']}; this release reads version {_FORMAT}")

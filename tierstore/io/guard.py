@@ -78,10 +78,10 @@ _CODE_AND_ADDRESS: Final = 8, 16  # bytes before si_code and si_addr in ``siginf
 
 
 class PageRuns(NamedTuple):
-    """Parts of a file."""
+    """Parts of a file, ``[start, stop)`` each: int64 [n], in bytes."""
 
     starts: NDArray[np.int64]
-    stops: NDArray[np.int64]  # int64 [n], in bytes; ``[start, stop)`` each
+    stops: NDArray[np.int64]
 
     def meet(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the ranges ``[starts[i], stops[i])`` have a byte in any of the parts: bool [ranges]."""

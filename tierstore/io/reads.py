@@ -22,8 +22,8 @@ class KeyedRows(NamedTuple):
 
     keys: Int64s  # int64 [n]
     slots: Int32s  # int32 [n], in the arenas; from 0 on for rows that were read
-    weights: Words
-    state: Words  # the arenas, uint64 [slots, words]
+    weights: Words  # the arena, uint64 [slots, words]
+    state: Words  # likewise
     epochs: Words  # of rows to be appended: uint64 [1], of all rows, or [n]
     pages: int = 0  # that they were read from
 

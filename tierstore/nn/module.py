@@ -204,6 +204,7 @@ def arguments_of(features: Any) -> tuple[Any, ...]:
 
 
 def checked_table(table: Table) -> Table:
+    """TypeError if it is none."""
     if not hasattr(table, "lookup"):
         over_ranks = "; tierstore.dist has modules over tables of a sharded store" * (
             type(table).__name__ == "ShardedTable"
@@ -219,5 +220,6 @@ def checked_padding(padding_idx: int, table: Table) -> int:
 
 
 def require_store(store: object) -> None:
+    """TypeError if it is none, whole or sharded."""
     if not hasattr(store, "commit"):
         raise TypeError(f"store must be an open store, as tierstore.open gives, not {type(store).__name__}")

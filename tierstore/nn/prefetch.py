@@ -290,6 +290,7 @@ class _Reader:
         return self._process_id == os.getpid()
 
     def require_own(self) -> None:
+        """ClosedError in a fork of the process that made it."""
         require_own(self._process_id, "the pipeline", "open the store here, and call tierstore.prefetch here")
 
     def next(self) -> _Ahead | None:

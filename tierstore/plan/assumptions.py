@@ -20,6 +20,7 @@ class Instead(NamedTuple):
 
     @classmethod
     def of(cls, answer: Callable[[], Prediction]) -> "Instead":
+        """A ValueError says why there is none."""
         try:
             return cls(answer())
         except ValueError as error:

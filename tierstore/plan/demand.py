@@ -134,7 +134,8 @@ class Demand:
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
-        """The same demand of the same tables whose rows are of another type, or have another optimizer's state."""
+        """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
+        ValueError: the tables, their rows or the batch are others than those that it was found of."""
         if workload.batch_samples != self.batch_samples:
             raise ValueError(
                 f"the demand is of batches of {self.batch_samples:,} samples, the workload has "

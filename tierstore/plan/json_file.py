@@ -30,5 +30,6 @@ def plain(value: Any) -> Any:
 
 
 def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
-    """Write what ``plain`` makes of it."""
+    """Write what ``plain`` makes of it. FileExistsError: there is such a file, and ``force`` is not given. Others as
+    of ``partial_file``."""
     write_text(Path(path), json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)

@@ -70,7 +70,7 @@ def predict(
 
 
 def queue_of(prediction: Prediction, demand: Demand, query_sizes: Sequence[float] | None = None) -> Queue:
-    """The queue of one replica of a serving setup."""
+    """The queue of one replica of a serving setup. ValueError: it trains."""
     setup = prediction.setup
     if setup.workload.is_training:
         raise ValueError("a setup that trains answers no queries")

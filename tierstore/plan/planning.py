@@ -109,7 +109,8 @@ class Question(NamedTuple):
         return Demand.from_accesses(workload, self.accesses, policy, make_curve=partial(curve, prefetch_depth=depth))
 
     def answer(self, workload: Workload, demand: Demand) -> SearchResult:
-        """What the given setup does, which is then the only one; or the cheapest that meets the target."""
+        """What the given setup does, which is then the only one; or the cheapest that meets the target. ValueError:
+        there is none; says what is nearest, and what was assumed."""
         asked, pricing = self.asked, self.asked.pricing
         if asked.is_fixed:
             setup, queries_per_s = setup_of(asked, workload, self.hosts[0]), asked.target.queries_per_s or None
@@ -129,6 +130,7 @@ class Question(NamedTuple):
 
 
 def question_of(asked: PlanFile) -> tuple[Question, Workload]:
+    """ValueError as of ``plan``."""
     workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
     accesses = read_accesses(asked.trace.path) if asked.trace.path else None
     if asked.target.queries_per_s and workload.is_training:
@@ -162,6 +164,7 @@ def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
 
 
 def workload_of(asked: PlanFile) -> Workload:
+    """ValueError: it names none, or one that there is not, or a value that cannot be."""
     section = asked.workload
     if section.preset:
         found = preset(section.preset)
@@ -189,7 +192,8 @@ def workload_of(asked: PlanFile) -> Workload:
 
 
 def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
-    """The host, with the counts that the section says, and after it those that the search compares it with."""
+    """The host, with the counts that the section says, and after it those that the search compares it with.
+    ValueError: it names none, or one that there is not, or counts parts that the host has none of."""
     section = asked.host
     if not section.name and not section.file:
         raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
@@ -216,7 +220,8 @@ def _repeated(parts: tuple[_Part, ...], count: int, key: str, name: str) -> tupl
 
 
 def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
-    """The setup that the file gives; what it leaves open is the least: one host, no memory of GPUs."""
+    """The setup that the file gives; what it leaves open is the least: one host, no memory of GPUs. ValueError: a
+    size cannot be read."""
     from ..dist.placement import RankCosts
 
     section = asked.setup
@@ -247,7 +252,8 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
 
 
 def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
-    """Samples of queries, each as likely; None where the file names none."""
+    """Samples of queries, each as likely; None where the file names none. ValueError: the file cannot be read, or
+    has something else in it."""
     path = asked.target.query_sizes
     if not path:
         return None

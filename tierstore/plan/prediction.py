@@ -93,7 +93,8 @@ class Setup(Checked):
 
     @property
     def of_a_rank(self) -> "Setup":
-        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself."""
+        """Each rank as a host of its own, with its share of the host's parts; without ``rank_costs`` itself.
+        ValueError: they are of other ranks, or it serves."""
         costs = self.rank_costs
         if costs is None:
             return self

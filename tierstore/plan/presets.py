@@ -84,7 +84,7 @@ class _File:
 
 
 def preset(name: str) -> Workload:
-    """A published model, by its name in any case."""
+    """A published model, by its name in any case. ValueError: there is none of this name; says the nearest."""
     found = PRESETS.get(name.lower())
     if found is None:
         raise ValueError(f"there is no preset {excerpt(name)}; {nearest(name.lower(), PRESETS)}")
@@ -110,7 +110,8 @@ def load_workload(source: str | os.PathLike[str]) -> Workload:
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """The same with ``factor`` times the rows, of each table one at least; for machines smaller than the model's."""
+    """The same with ``factor`` times the rows, of each table one at least; for machines smaller than the model's.
+    ValueError: the factor is not above 0, or a table gets more rows than there can be."""
     if not 0 < factor < float("inf"):
         raise ValueError(f"factor={factor}: expected a number above 0")
     tables = tuple(

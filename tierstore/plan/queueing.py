@@ -51,6 +51,7 @@ def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUER
     """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival.
 
     The same seed draws the same queries, and the same gaps between them but for their scale, at every rate.
+    ValueError: the rate is not more than 0.
     """
     if not queries_per_s > 0 or not math.isfinite(queries_per_s):
         raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
@@ -101,7 +102,8 @@ def latency_alone(queue: Queue) -> Latency:
 
 
 def parse_query_sizes(text: str) -> tuple[float, ...]:
-    """Samples of a query, each as likely as any other: numbers with commas or space between them."""
+    """Samples of a query, each as likely as any other: numbers with commas or space between them. ValueError: there
+    is none, or something that is no number above 0."""
     sizes = []
     for word in text.replace(",", " ").split():
         try:

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve as the flags say; returns the exit status. ImportError: what only servers need is not installed."""
+    """Serve as the flags say; returns the exit status. ImportError: what only servers need is not installed.
+    StoreNotFoundError, DamagedError: there is no store."""
     try:
         from ..store.opened import require_store
         from ..store.recording import require_recordable

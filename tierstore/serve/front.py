@@ -32,7 +32,8 @@ class _NotingRefusals:
 
 
 class Front:
-    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health."""
+    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health.
+    ValueError: a token that cannot be sent."""
 
     def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine

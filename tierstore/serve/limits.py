@@ -67,6 +67,7 @@ class Budget:
         self.held += size
 
     def hold(self, size: int = 0) -> Hold:
+        """ServeError OVERLOADED if the budget is used up."""
         hold = Hold(self)
         hold.grow(size)
         return hold

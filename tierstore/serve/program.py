@@ -106,7 +106,7 @@ class Server:
         """Listen, open the store, and be ready. Workers open the store first: a shared port has no unready ones.
         OSError: a port is taken. Or as ``StoreEngine.start``. Nothing is left open then."""
         config, is_shared = self._config, self._config.workers > 1
-        rest, grpc, admin = -1, -1, -1
+        rest, grpc_port, admin = -1, -1, -1
         try:
             if config.admin_port >= 0:
                 port = config.admin_port and config.admin_port + self._worker
@@ -115,11 +115,11 @@ class Server:
                 await self.engine.start()
             rest = await self._http.start(listen(config.host, config.port, reuse_port=is_shared))
             if config.grpc_port >= 0:
-                grpc = await self._grpc.start()
-            _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
+                grpc_port = await self._grpc.start()
+            _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc_port, admin)
             if not is_shared:
                 await self.engine.start()
-            await self._require_answers(rest, grpc)
+            await self._require_answers(rest, grpc_port)
         except BaseException:
             await self.stop()
             raise
@@ -132,16 +132,16 @@ class Server:
         self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
         for task in self._background:
             self.engine.watch(task)
-        return Ports(rest, grpc, admin)
+        return Ports(rest, grpc_port, admin)
 
-    async def _require_answers(self, rest: int, grpc: int) -> None:
+    async def _require_answers(self, rest: int, grpc_port: int) -> None:
         """TierstoreError unless both protocols answer: private parts of uvicorn and grpcio are used."""
         host = _OWN.get(self._config.host, self._config.host)
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await ask_rest(host, rest, is_tls=self.tls is not None)
-                if grpc >= 0 and self.tls is None:
-                    await ask_grpc(host, grpc)
+                if grpc_port >= 0 and self.tls is None:
+                    await ask_grpc(host, grpc_port)
         except Exception as error:
             message = f"the server does not answer itself ({type(error).__name__}: {error}); its log may say why"
             raise TierstoreError(f"{message}. Is it with this release's versions of uvicorn and grpcio?") from error

@@ -40,7 +40,8 @@ def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[Non
 
 @contextlib.contextmanager
 def output_locked(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or directory with its lock; gives the descriptor. TierstoreError if another process has it locked."""
+    """Open a file or directory with its lock; gives the descriptor. TierstoreError if another process has it locked.
+    OSError: it cannot be opened."""
     refusal = TierstoreError(f"{path} is being written by another process; wait for it to end")
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -53,7 +54,7 @@ def output_locked(path: Path, flags: int) -> Iterator[int]:
 @contextlib.contextmanager
 def directory_locked(directory: Path) -> Iterator[None]:
     """Hold a directory's lock while files are made that must not be there yet: not every file system has links.
-    Waits a minute for another process, then TierstoreError."""
+    Waits a minute for another process, then TierstoreError. OSError: no such directory."""
     refusal = TierstoreError(f"{directory}: another process has been making files there for a minute; try again later")
     deadline = time.monotonic() + _PATIENCE_SECONDS
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -58,7 +58,7 @@ def require_own(process_id: int, what: str, way: str) -> None:
 class OwnDescriptor:
     """An open file, by a descriptor that somebody else in the process may close (``os.closerange`` does). Its number
     may be another file's then. So it has a position of its own, which is looked at after each use. A forked child
-    closes its copy."""
+    closes its copy. OSError: the file cannot be opened."""
 
     def __init__(self, path: "str | os.PathLike[str]", flags: int) -> None:
         self._path = path

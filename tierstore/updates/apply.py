@@ -1,8 +1,8 @@
 """An update's rows in a replica: all of them as one version, or none.
 
 A replica is a store that only updates write. It numbers its commits itself; which version of the source a commit shows
-stands in its ``extra`` (``origin``), and that is the number to tell clients: it means the same rows on every server,
-also after going back and forth. Two versions are kept, so that the one before is one call away.
+stands in its ``extra`` (``header.Origin``), and that is the number to tell clients: it means the same rows on every
+server, also after going back and forth. Two versions are kept, so that the one before is one call away.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     version: int
     """Its number there, which a server tells its clients."""
     commit_id: str = ""
-    """The commit's identity (``lineage``); "" of a release without identities."""
+    """The commit's identity (``store.version.Lineage``); "" of a release without identities."""
 
     def __str__(self) -> str:
         return f"version {self.version} (commit {self.commit_id or 'unknown'}) of store {self.source}"

@@ -1,4 +1,4 @@
-"""Dynamic batching, case by case; test_batching_states.py has the random interleavings."""
+"""Dynamic batching, case by case; test_states.py has the random interleavings."""
 
 import asyncio
 import logging

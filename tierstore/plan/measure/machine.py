@@ -71,7 +71,8 @@ def measure_host(*, seconds: float, threads: int, sizes: Sizes) -> tuple[Memory,
 
 
 def measure_accelerators(device: str, *, seconds: float) -> tuple[Accelerator, ...]:
-    """One for each GPU of ``device``: none for "cpu", all for "cuda", one for "cuda:1"."""
+    """One for each GPU of ``device``: none for "cpu", all for "cuda", one for "cuda:1". ValueError: torch sees no
+    such device."""
     devices = _devices(device)
     return tuple(measure_accelerator(each, seconds=seconds / len(devices)) for each in devices)
 

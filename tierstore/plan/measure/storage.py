@@ -84,6 +84,8 @@ def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> I
     Args:
         depth: reads in flight.
         block_bytes: of each read; a multiple of 4,096.
+
+    OSError: the file system has no direct reads.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -119,8 +121,9 @@ def require_device(folder: Path) -> None:
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage:
     """Write a file in ``folder``, read it, and remove it.
 
-    Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file, each
-    part synced. What a drive does after minutes of writing is not seen.
+    Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file,
+    each part synced. What a drive does after minutes of writing is not seen. ValueError: too little is free.
+    OSError: the file system has no direct reads, or fails.
     """
     stat, free = os.statvfs(folder), free_bytes(folder)
     size_bytes = int(min(file_bytes, free * _FILE_SHARE)) // _LARGE_BYTES * _LARGE_BYTES

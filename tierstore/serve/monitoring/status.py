@@ -7,8 +7,7 @@ import numpy as np
 import psutil
 
 from ...system.sizes import machine_memory_bytes
-from ..monitoring.metrics import Source, State
-from .metrics import OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, summarize
+from .metrics import OK, OTHER, WINDOW_SECONDS, Latencies, Metrics, Source, State, summarize
 
 Seconds = Sequence[Mapping[str, Latencies]]
 """Of each second, the latencies by model."""

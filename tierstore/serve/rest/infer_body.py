@@ -190,7 +190,8 @@ async def write_infer(response: InferResponse, call: InferCall) -> Reply:
 
 
 def parse_json_data(head: TensorHead, data: object) -> InferTensor:
-    """The tensor that ``data`` gives, flat or nested as the shape says. ServeError INVALID names the input."""
+    """The tensor that ``data`` gives, flat or nested as the shape says. Floating-point numbers are rounded to the
+    nearest. ServeError INVALID names the input: ``null``, or a number that the datatype cannot hold."""
     if not isinstance(data, list):
         raise head.invalid(f"data must be a list, not {excerpt(data)}")
     flat = _flatten(head, data)
@@ -231,7 +232,7 @@ def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
 
 
 async def write_json_data(tensor: InferTensor) -> orjson.Fragment:
-    """A tensor's flat ``data`` as text, written piece by piece."""
+    """A tensor's flat ``data`` as text, written piece by piece; NaN and infinity, which JSON lacks, as ``null``."""
     texts = [
         orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         async for piece in pieces_of(tensor.data.reshape(-1))

@@ -60,7 +60,7 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> list[socket.soc
 
 class HttpServer:
     """Serves an application from ``start`` to ``stop``, without its lifespan. ``on_refused``: called for what it
-    never sees."""
+    never sees. ValueError: TLS files that cannot be used."""
 
     def __init__(
         self,

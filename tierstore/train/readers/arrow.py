@@ -29,6 +29,17 @@ from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_te
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import parquet
+
+_LOG: Final = logging.getLogger("tierstore")
+_HIDDEN: Final = (".", "_")
+"""How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
+_RECORD_ROWS: Final = 32768
+_RECORD_BYTES: Final = 8 << 20
+"""Converted at a time: so many rows, or fewer whose values take so much."""
+_VALUE_BYTES: Final = 8
+_BUFFER_BYTES: Final = 1 << 20
+"""Read at a time of each column."""
 
 _TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LABEL_TEXTS: Final = {"0": 0, "1": 1, "-1": -1, "false": 0, "true": 1, "0.0": 0, "1.0": 1, "-1.0": -1}
@@ -317,11 +328,6 @@ def _type(column: Any) -> str:
     return str(column.type)[:MAX_REASON]
 
 
-_LOG: Final = logging.getLogger("tierstore")
-_HIDDEN: Final = (".", "_")
-"""How names begin that Hadoop, Spark and pyarrow pass over: half-written files, checksums, notes."""
-
-
 def names_below(folder: Path) -> list[str]:
     """The files below the folder, but for hidden folders, by their relative paths, in order. Links to folders count
     as files."""
@@ -346,18 +352,6 @@ def files_of(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     if taken and left:
         _LOG.warning("%s: %d files are read; left out: %s", folder, len(taken), excerpt_names(left))
     return [folder / name for name in taken]
-
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-_RECORD_ROWS: Final = 32768
-_RECORD_BYTES: Final = 8 << 20
-"""Converted at a time: so many rows, or fewer whose values take so much."""
-_VALUE_BYTES: Final = 8
-_BUFFER_BYTES: Final = 1 << 20
-"""Read at a time of each column."""
 
 
 class ParquetReader(ArrowReader):
