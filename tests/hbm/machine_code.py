@@ -69,7 +69,7 @@ def _row_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     from tierstore.hbm.batch import Bags, Groups
     from tierstore.kernels import slots as kernels
     from tierstore.optim.configs import NUM_HYPER
-    from tierstore.optim.kernels import SUPER_RUN
+    from tierstore.optim.rules import SUPER_RUN
 
     length = SUPER_RUN + 1
     numbers = torch.zeros(length, dtype=torch.int32)

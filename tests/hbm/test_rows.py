@@ -21,7 +21,7 @@ from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, DeviceIds
 from tierstore.kernels import slots as kernels
 from tierstore.optim.configs import NUM_HYPER
-from tierstore.optim.kernels import SUPER_RUN
+from tierstore.optim.rules import SUPER_RUN
 
 rows_triton = pytest.importorskip("tierstore.hbm.rows_triton", reason="Triton is for Linux")
 

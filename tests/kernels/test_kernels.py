@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierstore import optim
 from tierstore.kernels import slots as kernels
-from tierstore.optim.kernels import RUN, SUPER_RUN, merge_and_update, scratch
+from tierstore.optim.rules import RUN, SUPER_RUN, merge_and_update, scratch
 
 pytestmark = pytest.mark.kernel
 NONE = np.empty(0, np.float32)

@@ -29,7 +29,7 @@ from ..lookup.joined import AnyLookup, Joined
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
-from ..optim.kernels import mean_squares
+from ..optim.rules import mean_squares
 from ..pool import Pool
 from ..pool.arena import RowArrays, dot_part, pool_part
 from ..pool.bags import NO_ARG_MAX, Pooling

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..kernels import slots as kernels
 from ..optim.configs import NUM_HYPER
-from ..optim.kernels import RUN, SUPER_RUN
+from ..optim.rules import RUN, SUPER_RUN
 from .backend import launch
 from .batch import Bags, DeviceIds, Groups
 from .pooling_triton import dot_positions, join_tile, move_tile, number_positions, pool_bags

@@ -1,7 +1,7 @@
 """Kernels over rows of the HBM tier in plain torch operations: the oracle of ``rows_triton``, on any device.
 
 Every float32 operation and its place in the order are those of ``kernels.pool_rows``, ``kernels.dot_rows`` and
-``optim.kernels.merge_and_update``, so the bits are theirs too (but for the sign and payload of a NaN, which devices
+``optim.rules.merge_and_update``, so the bits are theirs too (but for the sign and payload of a NaN, which devices
 choose). Each operation is one torch call of its own: nothing is there to contract. Divisors are tensors, because some
 devices multiply by the reciprocal of a scalar. Calls wait for the device and are slow; all tensors are on one device.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import slots as kernels
 from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
-from ..optim.kernels import RUN, SUPER_RUN
+from ..optim.rules import RUN, SUPER_RUN
 from .batch import Bags, DeviceIds, Groups
 
 Pair = tuple[Tensor, ...]
@@ -218,7 +218,7 @@ def _counts(bags: Bags) -> Tensor:
 def _merge(
     bags: Bags, groups: Groups, begin: int, end: int, grad_out: Tensor, arg_max: Tensor | None, mean: bool, dim: int
 ) -> Tensor:
-    """float32 [end - begin, dim]: gradients in the canonical order, see ``optim.kernels``."""
+    """float32 [end - begin, dim]: gradients in the canonical order, see ``optim.rules``."""
 
     def gradient_of(place: Tensor) -> Tensor:
         position = groups.order[place]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..optim.configs import NUM_HYPER, SGD, Adagrad, RowWiseAdagrad
-from ..optim.kernels import RUN, SUPER_RUN
+from ..optim.rules import RUN, SUPER_RUN
 from .pooling_triton import AT_ONCE, INDICES, as_float32, halve, result_places, store_rows, tree_sum
 
 # Where the factor of a position's gradient comes from.
@@ -193,7 +193,7 @@ def merge_gradients(
     start, stop, order, bag_of, bag_starts, columns, scale, arg_max, grad_out, runs, batch, grad_stride,
     SOURCE: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, WIDTH]: the gradient of each row, in the canonical order of ``optim.kernels``: its first run is
+    """float32 [ROWS, WIDTH]: the gradient of each row, in the canonical order of ``optim.rules``: its first run is
     summed here, the others have been summed, and so have all super-runs but the first."""
     gradient = sum_gradients(
         start, tl.minimum(start + _RUN, stop), order, bag_of, bag_starts, columns, scale, arg_max, grad_out, batch,

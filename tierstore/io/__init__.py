@@ -1,4 +1,4 @@
-"""The cold tier and everything that moves rows. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
+"""The cold tier: rows on a device. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
 
 from .base import ColdCounters, ColdTier, NewerVersion, VerifyReport
 from .files import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files

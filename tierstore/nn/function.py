@@ -1,4 +1,4 @@
-"""The autograd function behind both modules: pooled lookups forward, gradients for the fused optimizer backward."""
+"""The autograd function behind all modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
 import contextlib
 import itertools

@@ -1,7 +1,7 @@
-"""What a table's optimizer is: frozen, hashable, JSON-able. The arithmetic is in ``kernels``.
+"""What a table's optimizer is: frozen, hashable, JSON-able. The arithmetic is in ``rules``.
 
-All four update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order
-(in runs of 64 positions, and 64 runs at a time; see ``kernels.RUN``).
+They all update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order
+(in runs of 64 positions, and 64 runs at a time; see ``rules.RUN``).
 ``weight_decay`` reaches touched rows only. It adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim
 does). With ``decoupled`` the row is multiplied by ``1 - lr * weight_decay`` alongside the step instead, as by
 torch.optim.AdamW, FBGEMM's ADAM and its ``WeightDecayMode.DECOUPLE``.

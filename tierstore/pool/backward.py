@@ -11,7 +11,7 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Words
 from ..kernels.threads import Workers
 from ..optim.configs import adding
-from ..optim.kernels import merge_and_update, scratch
+from ..optim.rules import merge_and_update, scratch
 from .arena import RowArrays
 from .bags import NO_FLOATS, NO_INTS, Bags
 

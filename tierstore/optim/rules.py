@@ -29,7 +29,10 @@ _GRADIENT, _SQUARES, _ROW = range(3)
 """Rows of scratch: a gradient, its squares, and a row in float32 before it is rounded."""
 _SUPER_RUNS: Final = _SQUARES
 """The sum of a hot row's super-runs, until its gradient is complete."""
-_SGD, _ROWWISE_ADAGRAD, _ADAGRAD, _OF_COLUMNS = 0, 1, 2, 4
+_SGD, _ROWWISE_ADAGRAD, _ADAGRAD, _ADAM, _OF_COLUMNS = range(5)
+"""``code`` of each rule."""
+_RATE, _WEIGHT_DECAY, _EPS, _BETA1, _BETA2, _STEP_SIZE, _ROOT_CORRECTION, _KEPT = range(8)
+"""Columns of ``configs.Hyper``."""
 
 
 def scratch(dim: int) -> Floats:
@@ -126,20 +129,21 @@ def _step_columns(
     column: int, state: Floats, state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
-    if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:
+    """One step of some columns of a row. Of row-wise Adagrad, ``rate`` is divided by its root already."""
+    if code in (_SGD, _ROWWISE_ADAGRAD, _OF_COLUMNS):
         step = rate * gradient
     elif code == _ADAGRAD:
         accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
         store(state, state_row, column, accumulator, FLOAT32, lanes)
-        step = (hyper[0] * gradient) / (root(accumulator) + hyper[2])
-    else:
-        first = hyper[3] * load(state, state_row, column, FLOAT32, lanes)
-        first = first + np.float32(np.float32(1) - hyper[3]) * gradient
-        second = hyper[4] * load(state, state_row, dim + column, FLOAT32, lanes)
-        second = second + (np.float32(np.float32(1) - hyper[4]) * gradient) * gradient
+        step = (hyper[_RATE] * gradient) / (root(accumulator) + hyper[_EPS])
+    else:  # _ADAM
+        first = hyper[_BETA1] * load(state, state_row, column, FLOAT32, lanes)
+        first = first + np.float32(np.float32(1) - hyper[_BETA1]) * gradient
+        second = hyper[_BETA2] * load(state, state_row, dim + column, FLOAT32, lanes)
+        second = second + (np.float32(np.float32(1) - hyper[_BETA2]) * gradient) * gradient
         store(state, state_row, column, first, FLOAT32, lanes)
         store(state, state_row, dim + column, second, FLOAT32, lanes)
-        step = (hyper[5] * first) / (root(second) / hyper[6] + hyper[2])
+        step = (hyper[_STEP_SIZE] * first) / (root(second) / hyper[_ROOT_CORRECTION] + hyper[_EPS])
     store(weights, slot, column, kept * load(weights, slot, column, dtype_code, lanes) - step, dtype_code, lanes)
 
 
@@ -148,21 +152,22 @@ def _update_row(
     code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats,
     state_row: int, dim: int, dtype_code: int,
 ) -> None:  # fmt: skip
-    """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
+    """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``. What goes by the
+    whole row, as row-wise Adagrad's sum, is here; the rest in ``_step_columns``.
 
     Args:
         square: the mean of the squares of a gradient of which this is a range of columns.
         work: float32 [3, padded width]: the gradient, zero behind column ``dim``, and scratch.
     """
-    rate, kept = hyper[0], hyper[7]
-    if hyper[1] != np.float32(0):
-        _decay(hyper[1], work, weights, slot, dim, dtype_code)
+    rate, kept = hyper[_RATE], hyper[_KEPT]
+    if hyper[_WEIGHT_DECAY] != np.float32(0):
+        _decay(hyper[_WEIGHT_DECAY], work, weights, slot, dim, dtype_code)
     if code == _ROWWISE_ADAGRAD:
         square = _mean_square(dim, work)
     if code in (_ROWWISE_ADAGRAD, _OF_COLUMNS):
         accumulator = np.float32(state[state_row, 0] + square)
         state[state_row, 0] = accumulator
-        rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
+        rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[_EPS]))
     column = 0
     while column + 16 <= dim:
         _step_columns(16, code, rate, kept, hyper, work, weights, slot, column, state, state_row, dim, dtype_code)
