@@ -8,14 +8,14 @@ import pytest
 from bench.data import ROOT
 from tests.plan.hosts import SHOP_HOST
 from tierstore.plan import plan_file
-from tierstore.plan.assumptions import FACTORS
 from tierstore.plan.parts import write_host
-from tierstore.plan.plan_file import PlanFile
-from tierstore.plan.planning import plan, workload_of
+from tierstore.plan.plan_file import PlanFile, workload_of
+from tierstore.plan.planning import plan
 from tierstore.plan.prediction import Prediction
 from tierstore.plan.presets import load_workload
 from tierstore.plan.report import describe
 from tierstore.plan.traces import generate
+from tierstore.plan.what_if import FACTORS
 from tierstore.trace import write_trace
 
 TABLES = '[[table]]\nname = "item"\nnum_embeddings = 40_000\nembedding_dim = 16\n'

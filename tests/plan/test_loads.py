@@ -40,7 +40,7 @@ def test_training_in_host_memory() -> None:
     lookups = (_lookup_ns() + _update_ns()) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups), IDS, "ids"), "too few for two threads"
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
-    cold = (90_000 + 40 * (IDS + UNIQUE) + MISSES * (200 + 0.1 * ROW) + pool.pages_read * 300) * 1e-9
+    cold = (1_200_000 + 40 * (IDS + UNIQUE) + MISSES * (200 + 0.1 * ROW) + pool.pages_read * 300) * 1e-9
     assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
     back = (MISSES + 3 * pool.rows_moved) * (800 + 1.0 * ROW) * 1e-9 + pool.transactions * 400e-6
     assert pool.rows_moved > 100
@@ -63,7 +63,7 @@ def test_training_in_host_memory() -> None:
 def test_a_dense_model_of_known_layers_takes_more_than_its_flops() -> None:
     work: dict[str, Any] = {"dense_products": 30.0, "dense_values": 200.0}
     (found, _), (plain, _) = loads(make_setup(make_workload(**work))), loads(make_setup())
-    started, values = 3 * 30 * (5 + 20) * 1e-6, 3 * 1000 * 200 * 0.5e-9
+    started, values = 3 * 30 * 25e-6, 3 * 1000 * 200 * 6 * 0.1e-9
     assert found["model"].seconds == pytest.approx(plain["model"].seconds + started + values / 4)
     assert found["cores"].amount == pytest.approx(plain["cores"].amount + started + values), "others wait for the start"
     served, _ = loads(make_setup(make_workload(training=False, **work)))
@@ -134,7 +134,7 @@ def test_rows_in_device_memory() -> None:
     assert found["pcie"] == ("pcie", pytest.approx(up / 1e10 + 10e-6), up, "bytes")
     copies = 2 * MISSES * (40 + 40 + 0.2 * ROW)
     bringing = MISSES * (200 + 0.1 * ROW) + pool.pages_read * 300
-    assert found["cold rows"].seconds == pytest.approx((90_000 + copies + bringing) * 1e-9)
+    assert found["cold rows"].seconds == pytest.approx((1_200_000 + copies + bringing) * 1e-9)
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
 
 
@@ -155,7 +155,7 @@ def test_hosts_that_train_send_each_distinct_row_once() -> None:
     owner = _lookup_ns(150, UNIQUE / 4, 150) + _update_ns(150, UNIQUE / 4, 150)
     assert few["lookups"].seconds == pytest.approx((asker + owner) * 1e-9)
     admitting = 40 * (IDS / 4 + 150 + 150 + UNIQUE / 4)
-    alone = few["cold rows"].seconds - 1e-9 * (90_000 + few_pool.misses * (200 + 0.1 * ROW))
+    alone = few["cold rows"].seconds - 1e-9 * (1_200_000 + few_pool.misses * (200 + 0.1 * ROW))
     assert alone == pytest.approx(1e-9 * (admitting + few_pool.pages_read * 300))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from tests.plan.hosts import MIB, make_host, make_setup
 from tests.plan.test_model import DEMANDS, TRAINED, plan, setups
 from tierstore.plan import Setup
-from tierstore.plan.marginal import marginal_values
+from tierstore.plan.what_if import marginal_values
 
 
 def values(setup: Setup) -> dict[tuple[str, str], float]:

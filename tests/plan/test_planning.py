@@ -17,11 +17,10 @@ from tierstore.plan.demand import Demand
 from tierstore.plan.json_file import plain
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
-from tierstore.plan.plan_file import PlanFile, TargetSection
-from tierstore.plan.planning import plan, query_sizes_of, setup_of, workload_of
+from tierstore.plan.plan_file import PlanFile, TargetSection, query_sizes_of, setup_of, workload_of
+from tierstore.plan.planning import PlanResult, plan
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.report import describe
-from tierstore.plan.result import PlanResult
 from tierstore.plan.traces import generate
 from tierstore.settings.sections import ConfigError
 from tierstore.trace import write_trace

@@ -7,6 +7,7 @@ from ..cache import POLICIES
 from ..config import require_choice
 from ..dist.ranks import Precision
 from ..settings.sections import option
+from ..system.sizes import format_size
 from .host import Accelerator, Checked, Host, shared_by, times
 from .workload import Workload
 
@@ -119,6 +120,25 @@ class Setup(Checked):
     def num_hosts(self) -> int:
         """Of all replicas."""
         return self.hosts * self.replicas
+
+
+def machines_of(setup: Setup) -> str:
+    host = setup.host
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR", some(len(host.storage), "SSD")]
+    parts += ["1 GPU"] if setup.hbm_bytes else []
+    return f"{setup.num_hosts} x {host.name} ({', '.join(parts)})"
+
+
+def describe_setup(setup: Setup) -> str:
+    """Its machines and budgets, in one line."""
+    host = setup.host
+    of_it = [f"{format_size(setup.ddr_bytes)} of it for {setup.workload.dtype} rows"]
+    of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
+    parts += [f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows"] if setup.hbm_bytes else []
+    parts += [some(len(host.storage), "SSD")] if host.storage else []
+    parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
+    return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"
 
 
 class TierLoad(NamedTuple):

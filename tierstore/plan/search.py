@@ -11,11 +11,10 @@ from ..cache import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
 from ..settings.sections import option
 from ..system.sizes import format_size
-from .assumptions import describe_setup
 from .demand import Demand
 from .host import Checked, Host, times, with_accelerators
 from .model import predict, queue_of
-from .prediction import Latency, Prediction, Setup, in_words, rate
+from .prediction import Latency, Prediction, Setup, describe_setup, in_words, rate
 from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload

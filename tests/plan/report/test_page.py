@@ -11,9 +11,9 @@ from playwright.sync_api import Browser
 
 from tests.chromium import WatchedPage
 from tests.plan.report.results import HOSTILE, planned, served
+from tierstore.plan.planning import PlanResult
 from tierstore.plan.report import page_of
 from tierstore.plan.report.sections import sections_of
-from tierstore.plan.result import PlanResult
 
 WAIT_MS = 60_000
 

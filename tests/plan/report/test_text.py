@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.report.results import HOSTILE, planned, served
-from tierstore.plan.assumptions import Instead, describe_setup
-from tierstore.plan.prediction import in_words
+from tierstore.plan.prediction import describe_setup, in_words
 from tierstore.plan.report import describe
 from tierstore.plan.report.sections import duration, money, watts
+from tierstore.plan.what_if import Instead
 
 
 def section(text: str, title: str) -> list[str]:

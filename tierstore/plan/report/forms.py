@@ -10,7 +10,7 @@ import numpy as np
 from ...settings.sections import to_toml
 from ...system.terminal import columns_of
 from ...train.page import Line, Step, draw
-from ..result import PlanResult, ShownCurve
+from ..planning import PlanResult, ShownCurve
 from .sections import named, sections_of
 
 _WIDTH: Final = 100
