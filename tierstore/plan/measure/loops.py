@@ -151,7 +151,8 @@ class _Subject(NamedTuple):
             if ddr.capacity_rows < self.store["t0"].config.num_embeddings:
                 ns += costs.admission_ns(ids=ids, rows=rows) + read * costs.miss_row_ns(self.layout)
             ns += pages * costs.read_ns if is_cold else 0.0
-            return ns + written * costs.append_row_ns(self.layout) + 1e3 * transactions * costs.transaction_us
+            ns += written * costs.append_row_ns(self.layout) + 1e3 * transactions * costs.transaction_us
+            return float(ns)
 
         return _Loop(1e9 * middle(taken), explained)
 
