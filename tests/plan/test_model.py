@@ -12,7 +12,7 @@ from tests.plan.hosts import COSTS, DRIVE, GIB, GPU, MIB, make_host, make_setup,
 from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
 from tierstore.plan.demand import Demand
 from tierstore.plan.loads import lanes_of
-from tierstore.plan.model import misfit, predict, queue_of
+from tierstore.plan.model import misfit, predict
 from tierstore.plan.queueing import latency_at
 from tierstore.plan.what_if import marginal_values
 
@@ -32,7 +32,8 @@ def seconds(found: Prediction) -> dict[str, float]:
 def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     found = plan(make_setup(SERVED), queries_per_s=5.0)
     assert found.step_s == lanes_of(seconds(found), is_ahead=False)[0].seconds
-    queue = queue_of(found, DEMANDS[SERVED])
+    queue = found.queue
+    assert queue is not None
     assert queue.base_s + queue.sample_s * queue.sizes[0] == pytest.approx(found.step_s)
     assert queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
     assert found.latency == latency_at(queue, 5.0)

@@ -9,6 +9,7 @@ from ..dist.ranks import Precision
 from ..settings.sections import option
 from ..system.sizes import format_size
 from .host import Accelerator, Checked, Host, shared_by, times
+from .queueing import Latency, Queue
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -186,15 +187,6 @@ class Lane(NamedTuple):
     resources: tuple[str, ...]
 
 
-class Latency(NamedTuple):
-    """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
-
-    queries_per_s: float
-    p50_s: float
-    p95_s: float
-    p99_s: float
-
-
 class Price(NamedTuple):
     """Of all hosts."""
 
@@ -215,7 +207,8 @@ class Prediction:
         lanes: the longest first; a step takes as long as that.
         bottleneck: the resource that takes longest in the longest lane.
         is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
-        latency: None for training.
+        latency: None for training, and where no rate is asked for.
+        queue: of one replica that serves; None for training.
         drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
     """
 
@@ -230,4 +223,5 @@ class Prediction:
     price: Price
     is_in_memory: bool = False
     latency: Latency | None = None
+    queue: Queue | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
-from tierstore.plan.host import parts_of
+from tierstore.plan.host import parts_of, with_accelerators
 from tierstore.plan.parts import host_names, load_host, load_part, read_host, write_host
-from tierstore.plan.search import with_parts
+from tierstore.plan.search import with_memory
 
 PARTS = """
 [host]
@@ -89,7 +89,7 @@ def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert host.costs == dataclasses.replace(load_host("workstation").costs, id_ns=25)
     assert (host.watts, host.usd) == (150, 4000.5)
     assert "24 x ddr5-4800-64gb" in host.source
-    less = with_parts(host, memory_bytes=2.0**36, drives=2, accelerators=0)
+    less = with_memory(with_accelerators(dataclasses.replace(host, storage=host.storage[:2]), ()), 2.0**36)
     assert parts_of(less) == "2 x epyc-9354, 64.0 GiB of ddr5-4800-64gb, 2 x samsung-pm9a3-7680gb, 2 x ethernet-25gb"
     assert less.name == f"{host.name} without GPUs"
 
