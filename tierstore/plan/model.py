@@ -28,10 +28,9 @@ def predict(
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
 
     Args:
-        demand: of the setup's workload; layouts are taken from there, so that another dtype needs no other demand.
+        demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
         query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
         queries_per_s: of serving, to all replicas: for the latency.
-        pricing: default: ``Pricing()``.
 
     Raises:
         ValueError: the setup does not fit its host, or the demand is not of its policy and tables; says why.
