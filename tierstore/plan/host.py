@@ -141,6 +141,7 @@ class SoftwareCosts(Checked):
         return self.miss_ns + self.byte_ns * layout.row_bytes
 
     def append_row_ns(self, layout: RowLayout) -> float:
+        """A row appended."""
         return self.append_ns + self.append_ns_per_byte * layout.row_bytes
 
     def dense_ns(self, dense: DenseWork, *, samples: float, threads: int, is_training: bool) -> tuple[float, float]:

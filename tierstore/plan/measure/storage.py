@@ -36,11 +36,9 @@ if JIT_ENABLED:
 
     _pread: Any = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 else:
-    _prototype = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64)
-    _libc_pread = _prototype(("pread", ctypes.CDLL(None)))
 
-    def _pread(*arguments: Any) -> Any:
-        return _libc_pread(*map(int, arguments))
+    def _pread(descriptor: Any, address: Any, size_bytes: Any, offset: Any) -> Any:
+        return os.preadv(int(descriptor), [(ctypes.c_char * int(size_bytes)).from_address(int(address))], int(offset))
 
 
 @kernel
