@@ -40,6 +40,8 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     several = plan(make_setup(SERVED, workers=4))
     busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])
     assert several.samples_per_s == pytest.approx(4 * 1000 / busy)
+    assert several.queue is not None
+    assert several.queue.executors == 4
 
 
 @pytest.mark.parametrize(

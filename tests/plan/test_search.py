@@ -14,7 +14,7 @@ from tierstore.plan import Host, Memory, Prediction, Setup
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.price import Pricing, years_of_life
-from tierstore.plan.search import SearchResult, SearchSpace, Target, search
+from tierstore.plan.search import SearchResult, SearchSpace, Target, _undominated, search
 
 TRAINED = make_workload(rows=2_000_000, tables=2)
 SERVED = make_workload(rows=2_000_000, tables=2, training=False, batch_samples=100)
@@ -87,6 +87,23 @@ def test_the_best_is_that_of_all(target: Target) -> None:
     assert found.num_setups == 2 * 3 * 3 * 2
     assert [each.shortfall for each in found.failures] == sorted(each.shortfall for each in found.failures)
     assert all(each.reason for each in found.failures)
+
+
+def test_those_shown_are_worse_in_nothing_than_one_before_and_those_left_out_are() -> None:
+    def leaves_out(one: Prediction, other: Prediction) -> bool:
+        host, its = one.setup.host, other.setup.host
+        if one.setup.workload.dtype != other.setup.workload.dtype:
+            return False
+        if (host.ddr.capacity_bytes, len(host.storage)) == (its.ddr.capacity_bytes, len(its.storage)):
+            return True
+        is_cheaper = all(a <= b for a, b in zip(one.price, other.price, strict=True))
+        return is_cheaper and one.samples_per_s >= other.samples_per_s
+
+    ranked = sorted(everything(), key=lambda each: each.price.usd_a_month)
+    chosen = _undominated(ranked)
+    assert chosen == [each for each in chosen if not any(leaves_out(one, each) for one in chosen[: chosen.index(each)])]
+    last = len(ranked) if len(chosen) <= 10 else ranked.index(chosen[-1])
+    assert all(each in chosen or any(leaves_out(one, each) for one in chosen) for each in ranked[:last])
 
 
 @pytest.mark.parametrize("rate", [30_000.0, 100_000.0])
