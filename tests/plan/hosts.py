@@ -24,7 +24,6 @@ MIB, GIB = float(2**20), float(2**30)
 
 COSTS = SoftwareCosts(
     batch_us=100.0,
-    ahead_us=90.0,
     id_ns=40.0,
     byte_ns=0.1,
     miss_ns=200.0,
@@ -32,9 +31,7 @@ COSTS = SoftwareCosts(
     append_ns=800.0,
     append_ns_per_byte=1.0,
     transaction_us=400.0,
-    dense_product_us=5.0,
-    wake_us=20.0,
-    dense_value_ns=0.5,
+    wake_us=25.0,
 )
 DRIVE = Storage(
     capacity_bytes=1e12,

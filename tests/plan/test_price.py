@@ -12,19 +12,12 @@ from tierstore.plan.price import Pricing, drive_writes_a_day, price_of, years_of
 PRICING = Pricing(usd_per_kwh=0.1, pue=1.5, years=5.0, hours_a_day=12.0)
 
 
-def test_a_host_is_the_sum_of_its_parts() -> None:
-    host = make_host(drives=3, gpus=2)
-    found = price_of(host, 1, PRICING)
-    assert found.watts == 50 + 100 + 20 + 3 * 10 + 2 * 300
-    assert found.usd == 500 + 1000 + 640 + 3 * 100 + 2 * 10_000
-
-
-def test_a_month_is_a_part_of_the_price_and_power() -> None:
-    found = price_of(make_host(), 4, PRICING)
-    assert found.watts == 4 * 180
-    assert found.usd == 4 * 2240
+def test_a_month_is_a_part_of_the_price_and_power_of_all_parts() -> None:
+    found = price_of(make_host(drives=3, gpus=2), 4, PRICING)
+    assert found.watts == 4 * (50 + 100 + 20 + 3 * 10 + 2 * 300)
+    assert found.usd == 4 * (500 + 1000 + 640 + 3 * 100 + 2 * 10_000)
     hours = 12 * 365.25 / 12
-    assert found.usd_a_month == pytest.approx(4 * 2240 / 60 + 4 * 0.180 * 1.5 * hours * 0.1)
+    assert found.usd_a_month == pytest.approx(found.usd / 60 + found.watts / 1000 * 1.5 * hours * 0.1)
 
 
 def test_drives_are_worn_by_what_is_written_to_them() -> None:

@@ -14,7 +14,7 @@ from tierstore.plan import Host, Memory, Prediction, Setup
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.price import Pricing, years_of_life
-from tierstore.plan.search import SearchResult, SearchSpace, Target, search
+from tierstore.plan.search import SearchResult, SearchSpace, Target, _undominated, search
 
 TRAINED = make_workload(rows=2_000_000, tables=2)
 SERVED = make_workload(rows=2_000_000, tables=2, training=False, batch_samples=100)
@@ -89,6 +89,23 @@ def test_the_best_is_that_of_all(target: Target) -> None:
     assert all(each.reason for each in found.failures)
 
 
+def test_those_shown_are_worse_in_nothing_than_one_before_and_those_left_out_are() -> None:
+    def leaves_out(one: Prediction, other: Prediction) -> bool:
+        host, its = one.setup.host, other.setup.host
+        if one.setup.workload.dtype != other.setup.workload.dtype:
+            return False
+        if (host.ddr.capacity_bytes, len(host.storage)) == (its.ddr.capacity_bytes, len(its.storage)):
+            return True
+        is_cheaper = all(a <= b for a, b in zip(one.price, other.price, strict=True))
+        return is_cheaper and one.samples_per_s >= other.samples_per_s
+
+    ranked = sorted(everything(), key=lambda each: each.price.usd_a_month)
+    chosen = _undominated(ranked)
+    assert chosen == [each for each in chosen if not any(leaves_out(one, each) for one in chosen[: chosen.index(each)])]
+    last = len(ranked) if len(chosen) <= 10 else ranked.index(chosen[-1])
+    assert all(each in chosen or any(leaves_out(one, each) for one in chosen) for each in ranked[:last])
+
+
 @pytest.mark.parametrize("rate", [30_000.0, 100_000.0])
 def test_queries_within_a_bound_by_as_few_replicas_as_do(rate: float) -> None:
     target = Target(queries_per_s=rate, p99_ms=6.0)
@@ -125,40 +142,41 @@ def test_a_gpu_is_to_train_on_one_host() -> None:
             find(Target(samples_per_s=1.0), workload, hosts, space=other)
 
 
-def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it() -> None:
+@pytest.mark.parametrize(
+    ("target", "workload", "said"),
+    [
+        (Target(samples_per_s=1e9), TRAINED, r": {fastest} of 1,000,000,000 samples/s; what stops it is: "),
+        (
+            Target(queries_per_s=10.0, p99_ms=0.01),
+            SERVED,
+            r"99 % of queries that never wait within .* ms, not 0\.01 ms",
+        ),
+        (Target(queries_per_s=1e7, p99_ms=1000.0), SERVED, r": .* of 10,000,000 queries/s; what stops it is"),
+        (Target(usd=10.0), TRAINED, r"US dollars, 10 at most were asked for"),
+        (Target(), TRAINED, "names no rate and no limit"),
+        (Target(p99_ms=100.0, usd=1.0), TRAINED, "needs queries_per_s"),
+        (Target(queries_per_s=1.0), TRAINED, "queries_per_s is a target of serving"),
+    ],
+)
+def test_targets_that_nothing_meets_name_what_is_nearest_and_what_stops_it(
+    target: Target, workload: Any, said: str
+) -> None:
     fastest = max(each.samples_per_s for each in everything())
-    with pytest.raises(
-        ValueError, match=r"no setup meets the target; the nearest, .* of 1,000,000,000 samples/s"
-    ) as told:
-        find(Target(samples_per_s=1e9))
-    assert f": {fastest:,.0f} of 1,000,000,000 samples/s; what stops it is: " in str(told.value)
-    with pytest.raises(
-        ValueError, match=r"99 % of queries that never wait within .* ms, not 0\.01 ms; what stops it is"
-    ):
-        find(Target(queries_per_s=10.0, p99_ms=0.01), SERVED)
-    with pytest.raises(ValueError, match=r": .* of 10,000,000 queries/s; what stops it is"):
-        find(Target(queries_per_s=1e7, p99_ms=1000.0), SERVED)
-    with pytest.raises(ValueError, match=r"US dollars, 10 at most were asked for"):
-        find(Target(usd=10.0))
-    with pytest.raises(ValueError, match=r"does not fit: SSD"):
-        find(Target(usd=10_000.0), hosts=(replace(HOST, storage=(replace(DRIVE, capacity_bytes=1e6),)),))
+    with pytest.raises(ValueError, match=said.format(fastest=f"{fastest:,.0f}")):
+        find(target, workload)
 
 
 def test_searches_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="names no rate and no limit"):
-        find(Target())
-    with pytest.raises(ValueError, match="needs queries_per_s"):
-        find(Target(p99_ms=100.0, usd=1.0))
-    target = Target(samples_per_s=1.0)
-    with pytest.raises(ValueError, match="no host"):
-        find(target, hosts=())
-    with pytest.raises(ValueError, match="ask for drives and GPUs that they have"):
-        find(target, space=replace(SPACE, drives=(5,)))
+    target, tiny = Target(samples_per_s=1.0), replace(HOST, storage=(replace(DRIVE, capacity_bytes=1e6),))
     assert find(target, space=replace(SPACE, drives=(2, 5))) == find(target, space=replace(SPACE, drives=(2,)))
-    with pytest.raises(ValueError, match="queries_per_s is a target of serving"):
-        find(Target(queries_per_s=1.0))
-    with pytest.raises(ValueError, match=r"the grid has [\d,]+ setups; at most 100,000"):
-        find(target, space=replace(SPACE, hosts=tuple(range(1, 4000))))
+    for options, said in (
+        ({"hosts": (tiny,)}, "does not fit: SSD"),
+        ({"hosts": ()}, "no host"),
+        ({"space": replace(SPACE, drives=(5,))}, "ask for drives and GPUs that they have"),
+        ({"space": replace(SPACE, hosts=tuple(range(1, 4000)))}, r"the grid has [\d,]+ setups; at most 100,000"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            find(target, **options)
     for wrong in ({"hosts": (2, 1)}, {"memory_shares": (0.0,)}, {"row_shares": (0.95,)}, {"workers": (0,)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SearchSpace(**wrong)

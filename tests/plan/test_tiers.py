@@ -42,26 +42,18 @@ def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: 
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
-@pytest.mark.parametrize("ddr", [1 << 20, 5_000_000, 15_000_000, 60_000_000])
-def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, policy: str, ddr: int) -> None:
-    setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), policy=policy)
+@pytest.mark.parametrize(
+    ("ddr", "hbm"), [(1 << 20, 0), (5_000_000, 0), (15_000_000, 0), (60_000_000, 0), (12_000_000, 3_000_000)]
+)
+def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, policy: str, ddr: int, hbm: int) -> None:
+    setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), hbm_bytes=float(hbm), policy=policy, host=make_host(gpus=1))
     loads = pool_loads(setup, Demand.analytic(WORKLOAD))
-    with make_store(store_dir, WORKLOAD, ddr=ddr, policy=policy) as store:
-        pools = {store["a"].layout: store["a"].pool, store["b"].layout: store["b"].pool}
-        assert {load.layout: load.ddr_rows for load in loads} == {
-            layout: pool.cache.capacity for layout, pool in pools.items()
-        }
-        assert [load.is_full for load in loads] == [isinstance(pool.cache, FullCache) for pool in pools.values()]
-
-
-def test_a_budget_of_device_memory_too(store_dir: Path) -> None:
-    ddr, hbm = 12_000_000, 3_000_000
-    setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), hbm_bytes=float(hbm), host=make_host(gpus=1))
-    loads = pool_loads(setup, Demand.analytic(WORKLOAD))
-    with make_store(store_dir, WORKLOAD, ddr=ddr, policy="lru", hbm=hbm) as store:
+    with make_store(store_dir, WORKLOAD, ddr=ddr, policy=policy, hbm=hbm) as store:
         pools = [store["a"].pool, store["b"].pool]
         assert [load.ddr_rows for load in loads] == [pool.cache.capacity for pool in pools]
-        assert [load.hbm_rows for load in loads] == [pool.tier.cache.capacity for pool in pools if pool.tier.on_device]
+        assert [load.is_full for load in loads] == [isinstance(pool.cache, FullCache) for pool in pools]
+        on_device = [pool.tier.cache.capacity for pool in pools if pool.tier.on_device]
+        assert [load.hbm_rows for load in loads if load.hbm_rows] == on_device
 
 
 class Trained(NamedTuple):

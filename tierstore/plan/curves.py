@@ -16,7 +16,7 @@ hold at every size.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,60 +161,6 @@ def distances(accesses: Numbered, *, skip: int = 0, progress: Progress | None = 
     return counted
 
 
-class Replay(NamedTuple):
-    """Accesses that caches of any sizes see."""
-
-    policy: str
-    accesses: Accesses
-    rows: Numbered
-    skip: int = 0
-    prefetch_depth: int = 0
-    progress: Progress | None = None
-
-    def misses(self, sizes: Float64s) -> Float64s:
-        """float64 [k]: accesses that miss, at sizes (float64 [k], rows, more than 0).
-
-        Between two whole sizes misses lie on a straight line; policies that are replayed for each size take the nearest
-        whole one from 16 rows on.
-        """
-        if self.policy != "lru":
-            sizes = np.where(sizes < _INTERPOLATED, sizes, np.rint(sizes))
-        sizes = np.minimum(sizes, self.rows.num_rows)
-        low, high = np.floor(sizes).astype(np.int64), np.ceil(sizes).astype(np.int64)
-        wanted = np.unique(np.concatenate([low, high]))
-        missed = self._by_distance(wanted) if self.policy == "lru" else self._by_store(wanted)
-        at_low, at_high = (missed[np.searchsorted(wanted, ends)] for ends in (low, high))
-        found: Float64s = at_low + (at_high - at_low) * (sizes - low)
-        return found
-
-    @property
-    def _first(self) -> int:
-        return int(self.accesses.starts[self.skip])
-
-    def _by_distance(self, wanted: Int64s) -> Int64s:
-        nearer = np.cumsum(distances(self.rows, skip=self._first, progress=self.progress))
-        missed: Int64s = len(self.accesses.keys) - self._first - np.append(0, nearer)[wanted]
-        return missed
-
-    def _by_store(self, wanted: Int64s) -> Int64s:
-        is_first = first_uses(self.rows, self.accesses.starts)
-        keys, starts = self.accesses.keys[is_first], np.append(0, np.cumsum(is_first))[self.accesses.starts]
-        missed, total = np.empty(len(wanted), np.int64), len(self.accesses.keys)
-        for index, capacity in enumerate(wanted.tolist()):
-            is_hit = np.ones(total, np.bool_)  # a row that its own batch has used is there
-            is_hit[is_first] = self._store_hits(capacity, keys, starts) if capacity else False
-            missed[index] = np.count_nonzero(~is_hit[self._first :])
-            if self.progress is not None:
-                self.progress((index + 1) * total, len(wanted) * total)
-        return missed
-
-    def _store_hits(self, capacity: int, keys: Int64s, starts: Int64s) -> NDArray[np.bool_]:
-        policy: Any = self.policy
-        cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
-        held_rows = int(capacity * HELD_SHARE)
-        return cache.access(keys, starts, depth=self.prefetch_depth, held_rows=held_rows)
-
-
 class CurveOptions(TypedDict, total=False):
     """How a curve is made.
 
@@ -257,24 +203,50 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     depth, skip = options.get("prefetch_depth", 0), options.get("skip", 0)
     require_int(depth, "prefetch_depth", 0, _DEEPEST)
     require_int(skip, "skip", 0, accesses.num_batches - 1)
-    rows, rate = numbered(accesses.keys), accesses.sampling_rate
+    rows, rate, progress = numbered(accesses.keys), accesses.sampling_rate, options.get("progress")
     asked = _sizes(options.get("sizes"), policy, accesses, rows.num_rows)
-    counted = _counted(accesses, skip)
-    missed = Replay(policy, accesses, rows, skip, depth, options.get("progress")).misses(
-        _sampled_sizes(policy, asked, rate)
-    )
+    counted, first = _counted(accesses, skip), int(accesses.starts[skip])
+    sizes = np.minimum(_sampled_sizes(policy, asked, rate), rows.num_rows)
+    # Between two whole sizes misses lie on a straight line.
+    low, high = np.floor(sizes).astype(np.int64), np.ceil(sizes).astype(np.int64)
+    wanted = np.unique(np.concatenate([low, high]))
+    if policy == "lru":
+        nearer = np.append(0, np.cumsum(distances(rows, skip=first, progress=progress)))
+        missed = len(accesses.keys) - first - nearer[wanted]
+    else:
+        missed = _store_misses(policy, accesses, rows, wanted, first=first, depth=depth, progress=progress)
+    at_low, at_high = (missed[np.searchsorted(wanted, ends)] for ends in (low, high))
     return MissRatioCurve(
         policy=policy,
         sizes=asked,
         # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
         # SHARDS-adj does: the rows that make the difference are those that any cache has. The estimate of a sample may
         # be a little more than all.
-        miss_ratios=np.minimum(missed / counted, 1.0),
+        miss_ratios=np.minimum((at_low + (at_high - at_low) * (sizes - low)) / counted, 1.0),
         num_accesses=round(counted / rate),
         num_rows=round(rows.num_rows / rate),
         sampling_rate=rate,
         warning=_warning(rows.num_rows, rate),
     )
+
+
+def _store_misses(
+    policy: Any, accesses: Accesses, rows: Numbered, sizes: Int64s, *, first: int, depth: int, progress: Progress | None
+) -> Int64s:
+    """int64 [k]: accesses from the ``first`` on that miss the DDR tier's cache, replayed for each size."""
+    is_first = first_uses(rows, accesses.starts)
+    keys, starts = accesses.keys[is_first], np.append(0, np.cumsum(is_first))[accesses.starts]
+    missed, total = np.empty(len(sizes), np.int64), len(accesses.keys)
+    for index, capacity in enumerate(sizes.tolist()):
+        is_hit = np.ones(total, np.bool_)  # a row that its own batch has used is there
+        is_hit[is_first] = False
+        if capacity:
+            cache = DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
+            is_hit[is_first] = cache.access(keys, starts, depth=depth, held_rows=int(capacity * HELD_SHARE))
+        missed[index] = np.count_nonzero(~is_hit[first:])
+        if progress is not None:
+            progress((index + 1) * total, len(sizes) * total)
+    return missed
 
 
 def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
@@ -319,7 +291,8 @@ def _sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
     """
     newest = 0.5 if policy == "lru" else 1.0
     found: Float64s = sizes.astype(np.float64) * rate + newest * (1 - rate)
-    return found
+    # Policies that are replayed for each size take the nearest whole one, but of small caches.
+    return found if policy == "lru" else np.where(found < _INTERPOLATED, found, np.rint(found))
 
 
 def _warning(num_rows: int, rate: float) -> str:

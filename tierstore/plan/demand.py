@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -78,21 +79,16 @@ class Demand:
         if formula not in POLICIES:
             raise ValueError(f"policy={excerpt(policy)} has no formula; expected one of {', '.join(POLICIES)}")
 
-        def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
-            lookups = [workload.batch_samples * table.pooling_factor for table in tables]
-            found = _popularity(tables, workload.batch_samples)
-            return PoolDemand(
-                layout=layout,
-                tables=tuple(table.name for table in tables),
-                num_rows=_rows(tables),
-                lookups=sum(lookups),
-                unique=found.unique,
-                curve=lru_curve(found) if formula == "lru" else frequency_curve(found, formula),
-                rows_of=lru_cache(lambda parts: _popularity(tables, workload.batch_samples / parts).unique),
-            )
+        def found(tables: list[TableShape]) -> dict[str, Any]:
+            rows, samples = _popularity(tables, workload.batch_samples), workload.batch_samples
+            return {
+                "lookups": sum(samples * table.pooling_factor for table in tables),
+                "unique": rows.unique,
+                "curve": lru_curve(rows) if formula == "lru" else frequency_curve(rows, formula),
+                "rows_of": lru_cache(lambda parts: _popularity(tables, samples / parts).unique),
+            }
 
-        pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
-        return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
+        return cls._of(workload, policy, found)
 
     @classmethod
     def from_accesses(
@@ -116,21 +112,26 @@ class Demand:
         """
         _check(workload, accesses)
 
-        def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
+        def found(tables: list[TableShape]) -> dict[str, Any]:
             names = {table.name for table in tables}
             own = of_tables(accesses, [index for index, name in enumerate(accesses.tables) if name in names])
             distinct, lookups = once_a_batch(own), _lookups_a_batch(own)
-            return PoolDemand(
-                layout=layout,
-                tables=tuple(table.name for table in tables),
-                num_rows=_rows(tables),
-                lookups=lookups,
-                unique=min(lookups, _a_batch(distinct)),
-                curve=make_curve(distinct, policy) if len(distinct.keys) else _unused(resolve_policy(policy)),
-                rows_of=lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
-            )
+            return {
+                "lookups": lookups,
+                "unique": min(lookups, _a_batch(distinct)),
+                "curve": make_curve(distinct, policy) if len(distinct.keys) else _unused(resolve_policy(policy)),
+                "rows_of": lru_cache(lambda parts: _a_batch(once_a_batch(split(own, parts))) if parts else 0.0),
+            }
 
-        pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
+        return cls._of(workload, policy, found)
+
+    @classmethod
+    def _of(cls, workload: Workload, policy: str, found: Callable[[list[TableShape]], dict[str, Any]]) -> "Demand":
+        """``found``: the other fields of a pool of these tables."""
+        pools = tuple(
+            PoolDemand(layout=layout, tables=_names(tables), num_rows=_rows(tables), **found(tables))
+            for layout, tables in _by_layout(workload).items()
+        )
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
@@ -142,9 +143,8 @@ class Demand:
                 f"{workload.batch_samples:,}; find the demand of that workload"
             )
         layouts = _by_layout(workload)
-        shapes = {layout: (tuple(each.name for each in tables), _rows(tables)) for layout, tables in layouts.items()}
-        own = [(pool.tables, pool.num_rows) for pool in self.pools]
-        if own != list(shapes.values()):
+        shapes = [(_names(tables), _rows(tables)) for tables in layouts.values()]
+        if [(pool.tables, pool.num_rows) for pool in self.pools] != shapes:
             raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
         pools = tuple(replace(pool, layout=layout) for pool, layout in zip(self.pools, layouts, strict=True))
         return replace(self, pools=pools)
@@ -156,6 +156,10 @@ def _by_layout(workload: Workload) -> Mapping[RowLayout, list[TableShape]]:
     for table in workload.tables:
         found.setdefault(workload.layout(table), []).append(table)
     return found
+
+
+def _names(tables: list[TableShape]) -> tuple[str, ...]:
+    return tuple(table.name for table in tables)
 
 
 def _rows(tables: list[TableShape]) -> int:

@@ -20,6 +20,10 @@ ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own. Other
 work of a dense model is counted so too."""
+_AHEAD_BATCHES: Final = 12
+"""Of fixed work of a batch: what fetching one ahead takes; 10 to 13 in measured runs."""
+_VALUE_BYTES: Final = 6
+"""Of a row, that are read and written in the time of a value of a dense model; 5 to 6.4 in measured runs."""
 
 
 class Checked:
@@ -93,21 +97,31 @@ class Accelerator(Checked):
 class SoftwareCosts(Checked):
     """What tierstore's own work takes on one core of the host, beyond what the parts are limited to.
 
-    ``tierstore plan measure`` finds each by a loop of its own; docs/planning/model.md says how a step adds them up.
+    ``tierstore plan measure`` finds them by loops of their own; docs/planning/model.md says how a step adds them up.
     """
 
-    batch_us: float = option(0.0, "a batch or a query, whatever its ids; a training step takes three times this", low=0)
-    ahead_us: float = option(0.0, "a batch that is fetched ahead, on the thread that fetches", low=0)
+    batch_us: float = option(
+        0.0,
+        "a batch or a query, whatever its ids; a training step takes three times this, fetching ahead twelve",
+        low=0,
+    )
     id_ns: float = option(0.0, "an id, and again a distinct row: found in a cache, or updated", low=0)
-    byte_ns: float = option(0.0, "a byte of a row or a bag that is read or written in memory", low=0)
+    byte_ns: float = option(0.0, "a byte of a row or a bag in memory; a value of a dense model counts as six", low=0)
     miss_ns: float = option(0.0, "a row fetched from a page that the system has in memory", low=0)
     read_ns: float = option(0.0, "a page read from the device, without the device's own time", low=0)
     append_ns: float = option(0.0, "a row appended to the log and synced", low=0)
     append_ns_per_byte: float = option(0.0, "a byte of such a row", low=0)
     transaction_us: float = option(0.0, "a transaction in which rows are appended, however many", low=0)
-    dense_product_us: float = option(0.0, "a matrix product of a dense model on the cores, whatever its size", low=0)
-    wake_us: float = option(0.0, "sharing a product between threads; a pool's lookups or updates take two", low=0)
-    dense_value_ns: float = option(0.0, "a value that a dense model reads or writes, on one core", low=0)
+    wake_us: float = option(
+        0.0,
+        "sharing a matrix product between threads, and starting it; a pool's lookups or updates take 1.7 of it",
+        low=0,
+    )
+
+    @property
+    def ahead_us(self) -> float:
+        """A batch that is fetched ahead, on the thread that fetches."""
+        return _AHEAD_BATCHES * self.batch_us
 
     def lookup_ns(self, *, ids: float, rows: float, bags: float, layout: RowLayout) -> float:
         """Pooling rows that are in memory; ``rows``: distinct ones."""
@@ -134,36 +148,35 @@ class SoftwareCosts(Checked):
         """A dense model's step or query beyond its flops: of starting its products, and of its values over all
         threads."""
         times = TRAINING_FLOPS if is_training else 1
-        product_us = self.dense_product_us + (self.wake_us if threads > 1 else 0.0)
-        starts = 1e3 * times * dense.dense_products * product_us
-        return starts, times * samples / threads * dense.dense_values * self.dense_value_ns
+        starts = 1e3 * times * dense.dense_products * self.wake_us if threads > 1 else 0.0
+        return starts, times * samples / threads * dense.dense_values * _VALUE_BYTES * self.byte_ns
 
 
 _FOLDED: Final[Mapping[str, tuple[float, tuple[str, ...]]]] = {
     "batch_us": (1 / 3, ("batch_us", "step_us")),
-    "ahead_us": (1.0, ("ahead_us", "hand_over_us")),
     "id_ns": (1 / 4, ("admit_ns", "admit_row_ns", "update_ns", "update_row_ns")),
     "byte_ns": (
         1 / 6,
         ("pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"),
     ),
-    "wake_us": (1.0, ("dense_wake_us",)),
+    "wake_us": (1.0, ("wake_us", "dense_wake_us", "dense_product_us")),
 }
 """Costs that stand for several of files of earlier versions: a factor, and those that it multiplies the sum of."""
 
 
 def folded_costs(costs: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs of a host's file as this version has them.
-
-    A file of an earlier version has thirty: those that this version does not know are folded into others, or left out,
-    with a warning.
-    """
-    if "step_us" not in costs or not all(isinstance(value, int | float) for value in costs.values()):
+    """The costs of a host's file as this version has them: of the thirty or twelve of an earlier version those that
+    this one does not know are folded into others, or left out, with a warning."""
+    if "dense_product_us" not in costs or not all(isinstance(value, int | float) for value in costs.values()):
         return dict(costs)
-    kept = {each.name: costs[each.name] for each in fields(SoftwareCosts) if each.name in costs}
-    folded = {name: factor * sum(costs.get(each, 0.0) for each in olds) for name, (factor, olds) in _FOLDED.items()}
+    known = {each.name for each in fields(SoftwareCosts)}
+    folded = {
+        name: factor * sum(costs.get(each, 0.0) for each in olds)
+        for name, (factor, olds) in _FOLDED.items()
+        if not known.issuperset(costs.keys() & olds)
+    }
     _LOG.warning("a host's costs are of an earlier version and were converted; tierstore plan measure finds exact ones")
-    return kept | folded
+    return {name: value for name, value in costs.items() if name in known} | folded
 
 
 @dataclass(frozen=True, kw_only=True)

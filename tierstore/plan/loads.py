@@ -29,6 +29,8 @@ _TOGETHER: Final = 3
 """Exchanges of a group of tables with every batch: of forward and backward, and as many before them, of ids."""
 _MOVED_AS: Final = 3
 """Rows appended: a row that cleaning moves is read and checked, too. Measured, of rows of 72 bytes to 1 KiB: 1 to 5."""
+_WAKES: Final = 1.7
+"""Times that lookups, or updates, of a pool wake other threads; a product is started, too."""
 _FLOPS_PER_WEIGHT: Final = 2
 """Of a dense layer, forward, a sample: by which its weights are told from its work."""
 
@@ -115,7 +117,7 @@ class _Work(NamedTuple):
     def _sharing_s(self) -> float:
         """Of lookups, and of updates, between threads; one of them is busy then."""
         is_shared = self.threads > 1 and not self.setup.hbm_bytes
-        return 2e-6 * self.setup.host.costs.wake_us * self.directions * len(self.pools) if is_shared else 0.0
+        return 1e-6 * _WAKES * self.setup.host.costs.wake_us * self.directions * len(self.pools) if is_shared else 0.0
 
     def _shares_of(self, pool: PoolLoad) -> Iterator[dict[str, Any]]:
         """Ids, rows and bags that a host works on. Where distinct rows cross, it pools what owners send and merges what
@@ -151,11 +153,9 @@ class _Work(NamedTuple):
         return ResourceLoad("model", flops / host.processor.flops + 1e-9 * sum(self._dense_ns()), flops, "flops")
 
     def _dense_ns(self) -> tuple[float, float]:
-        setup = self.setup
-        samples, cores = setup.workload.batch_samples / setup.hosts, setup.host.processor.cores
-        return setup.host.costs.dense_ns(
-            setup.workload.dense, samples=samples, threads=cores, is_training=self.is_training
-        )
+        workload, host = self.setup.workload, self.setup.host
+        samples, threads = workload.batch_samples / self.setup.hosts, host.processor.cores
+        return host.costs.dense_ns(workload.dense, samples=samples, threads=threads, is_training=self.is_training)
 
     # Between hosts
 
@@ -163,8 +163,6 @@ class _Work(NamedTuple):
         """What a host sends while it computes: rows, or bags, that others asked it for, in training their gradients,
         and the dense weights' in a ring. In serving it sends the ids before, too."""
         hosts = self.setup.hosts
-        if hosts == 1:
-            return ResourceLoad("network", 0.0, 0.0, "bytes")
         others = (hosts - 1) / hosts
         sent = others * self.directions * self._sum(self._values_bytes)
         if self.is_training:
@@ -261,15 +259,16 @@ class _Work(NamedTuple):
         drives, written = self.setup.host.storage, written_bytes(self.pools)
         writes_s = written / sum(drive.write_bytes_per_s for drive in drives) if written else 0.0
         writes = ResourceLoad("ssd writes", writes_s, written, "bytes")
-        reads = self._sum(lambda pool: pool.pages_read + pool.segments_cleaned)
-        if not reads:
+        pages, segments = self._sum(lambda pool: pool.pages_read), self._sum(lambda pool: pool.segments_cleaned)
+        if not pages + segments:
             return ResourceLoad("ssd reads", 0.0, 0.0, "reads"), writes
         size = self._sum(
             lambda pool: pool.pages_read * pool.layout.page_bytes + pool.segments_cleaned * segment_bytes(pool.layout)
         )
-        by_count = reads / sum(drive.reads_per_s for drive in drives)
+        by_count = (pages + segments) / sum(drive.reads_per_s for drive in drives)
         by_bytes = size / sum(drive.read_bytes_per_s for drive in drives)
-        return ResourceLoad("ssd reads", max(by_count, by_bytes) + self.read_latency_s(), reads, "reads"), writes
+        seconds = max(by_count, by_bytes) + self.read_latency_s()
+        return ResourceLoad("ssd reads", seconds, pages + segments, "reads"), writes
 
     def read_latency_s(self) -> float:
         """Of the last page, which nothing hides, if there is one."""
@@ -325,14 +324,10 @@ class _RankWork(_Work):
         setup, seconds, over_all = self.setup, 0.0, Sharding("row_wise", tuple(range(self.setup.hosts)))
         assert setup.rank_costs is not None
         for pool in self.pools:
-            group, demand = (
-                group_of(over_all, pool.layout.dim),
-                (pool.lookups, pool.sent_rows, setup.hosts * pool.unique),
-            )
+            dim, demand = pool.layout.dim, TableDemand(pool.lookups, pool.sent_rows, setup.hosts * pool.unique)
             tables = pool.bags / (setup.workload.batch_samples / setup.hosts)
-            amounts = amounts_of(
-                over_all, pool.layout.dim, TableDemand(*demand), bags=pool.bags, ranks=setup.hosts, tables=tables
-            )
+            amounts = amounts_of(over_all, dim, demand, bags=pool.bags, ranks=setup.hosts, tables=tables)
+            group = group_of(over_all, dim)
             seconds += setup.rank_costs.group_s(group, setup.rank_costs.work_s(group, amounts))
         return seconds
 
@@ -341,7 +336,7 @@ class _RankWork(_Work):
         there."""
         costs = self.setup.rank_costs
         assert costs is not None
-        if not self.setup.workload.dense_flops:
+        if self.setup.hosts == 1 or not self.setup.workload.dense_flops:
             return 0.0
         ahead = seconds["cold rows"] + seconds["write-back"] if self.is_ahead else 0.0
         share = ahead / (ahead + seconds["lookups"] + seconds["model"])

@@ -8,13 +8,13 @@ from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
 from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads_of, written_bytes
-from .prediction import Latency, Prediction, Setup, TierLoad
+from .prediction import Prediction, Setup, TierLoad
 from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
 from .tiers import PoolLoad, file_of, pool_loads
 
 SEGMENT_BYTES: Final = 50
-"""The same, for each segment."""
+"""Of the map of rows, for each segment."""
 
 
 def predict(
@@ -28,10 +28,9 @@ def predict(
     """What one host's parts, or one rank's share of them, do in a step or query, and what follows for all hosts.
 
     Args:
-        demand: of the setup's workload; layouts are taken from there, so that another dtype needs no other demand.
+        demand: of the workload; layouts are taken from the setup, so that another dtype needs no other demand.
         query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
         queries_per_s: of serving, to all replicas: for the latency.
-        pricing: default: ``Pricing()``.
 
     Raises:
         ValueError: the setup does not fit its host, or the demand is not of its policy and tables; says why.
@@ -40,24 +39,39 @@ def predict(
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     own = demand.laid_out(setup.workload)
     rank = setup.of_a_rank
-    reason = misfit(rank, own)
-    if reason:
+    if reason := misfit(rank, own):
         raise ValueError(reason)
     pools = pool_loads(rank, own)
-    is_ahead = _is_ahead(setup, pools)
+    # Rows of later batches come in meanwhile only if they can stay pinned until they are used.
+    is_training = setup.workload.is_training
+    is_ahead = is_training and setup.prefetch_depth > 0 and all(pool.keeps_two for pool in pools)
     loads = loads_of(rank, pools, is_ahead=is_ahead)
     seconds = {load.resource: load.seconds for load in loads}
     lanes = lanes_of(seconds, is_ahead=is_ahead)
-    step_s = lanes[0].seconds
+    step_s, samples = lanes[0].seconds, setup.workload.batch_samples
     if not step_s:
         raise ValueError(f"nothing takes time on host {excerpt(setup.host.name)}: its costs are 0; measure them")
-    queue = None if setup.workload.is_training else _queue(setup, pools, seconds, step_s, query_sizes)
-    batches_per_s = 1 / step_s if queue is None else setup.replicas * setup.workers / _busy_s(setup, seconds, step_s)
+    queue, batches_per_s = None, 1 / step_s
+    if not is_training:
+        # A query keeps its worker busy while all workers are, and wait for drives and cores that they share.
+        shared = (sum(seconds[name] for name in DRIVES), *(seconds[name] for name in SHARED))
+        busy_s, fixed = max(step_s, setup.workers * max(shared)), fixed_seconds(setup, pools)
+        queue = Queue(
+            base_s=fixed,
+            sample_s=(busy_s - fixed) / samples,
+            sizes=tuple(query_sizes) if query_sizes is not None else (float(samples),),
+            executors=setup.workers,
+            batch_samples=float(setup.batch_samples_max),
+        )
+        batches_per_s = setup.replicas * setup.workers / busy_s
+    latency = None
+    if queue is not None and queries_per_s is not None:
+        latency = latency_at(queue, queries_per_s / setup.replicas)._replace(queries_per_s=queries_per_s)
     prices = pricing or Pricing()
     return Prediction(
         setup=setup,
         step_s=step_s,
-        samples_per_s=batches_per_s * setup.workload.batch_samples,
+        samples_per_s=batches_per_s * samples,
         tiers=_tiers(rank, pools),
         loads=loads,
         lanes=lanes,
@@ -65,18 +79,9 @@ def predict(
         drive_writes_a_day=drive_writes_a_day(rank.host, written_bytes(pools) / step_s, prices),
         price=price_of(setup.host, setup.num_hosts, prices),
         is_in_memory=all(pool.is_in_memory for pool in pools),
-        latency=_latency(setup, queue, queries_per_s),
+        latency=latency,
+        queue=queue,
     )
-
-
-def queue_of(prediction: Prediction, demand: Demand, query_sizes: Sequence[float] | None = None) -> Queue:
-    """The queue of one replica of a serving setup. ValueError: it trains."""
-    setup = prediction.setup
-    if setup.workload.is_training:
-        raise ValueError("a setup that trains answers no queries")
-    pools = pool_loads(setup, demand.laid_out(setup.workload))
-    seconds = {load.resource: load.seconds for load in prediction.loads}
-    return _queue(setup, pools, seconds, prediction.step_s, query_sizes)
 
 
 def misfit(setup: Setup, demand: Demand) -> str:
@@ -121,44 +126,6 @@ def _unsupported(setup: Setup) -> str:
 
 def _too_little(what: str, wanted: float, found: float) -> str:
     return f"{what}: {format_size(int(wanted))} of a host are wanted, {format_size(int(found))} are there"
-
-
-def _is_ahead(setup: Setup, pools: Sequence[PoolLoad]) -> bool:
-    """Whether rows of later batches come in meanwhile: only those that can stay pinned until they are used do."""
-    return setup.workload.is_training and setup.prefetch_depth > 0 and all(pool.keeps_two for pool in pools)
-
-
-def _queue(
-    setup: Setup,
-    pools: Sequence[PoolLoad],
-    seconds: dict[str, float],
-    step_s: float,
-    query_sizes: Sequence[float] | None,
-) -> Queue:
-    """Of one replica: what a query of the workload's size takes, in a part that is fixed and one for each sample."""
-    fixed = fixed_seconds(setup, pools)
-    samples = setup.workload.batch_samples
-    return Queue(
-        base_s=fixed,
-        sample_s=(_busy_s(setup, seconds, step_s) - fixed) / samples,
-        sizes=tuple(query_sizes) if query_sizes is not None else (float(samples),),
-        executors=setup.workers,
-        batch_samples=float(setup.batch_samples_max),
-    )
-
-
-def _busy_s(setup: Setup, seconds: dict[str, float], step_s: float) -> float:
-    """For which a query keeps its worker busy while all workers are, and wait for drives and cores that they share."""
-    drives = sum(seconds[name] for name in DRIVES)
-    shared = [drives, *(seconds[name] for name in SHARED)]
-    return max(step_s, setup.workers * max(shared))
-
-
-def _latency(setup: Setup, queue: Queue | None, queries_per_s: float | None) -> Latency | None:
-    if queue is None or queries_per_s is None:
-        return None
-    own = latency_at(queue, queries_per_s / setup.replicas)
-    return own._replace(queries_per_s=queries_per_s)
 
 
 def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:

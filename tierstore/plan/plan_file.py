@@ -5,18 +5,24 @@ Each section is a dataclass; the help beside a field is what ``tierstore plan ru
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, option
 from ..system.excerpt import excerpt
-from ..system.sizes import parse_size
-from .host import Checked
+from ..system.sizes import format_size, parse_size
+from .host import Checked, Host, with_accelerators
+from .parts import host_names, load_host
+from .prediction import Setup
+from .presets import PRESETS, load_workload, preset, scaled
 from .price import Pricing
-from .search import SearchSpace, Target
-from .workload import TableSpec
+from .queueing import parse_query_sizes
+from .search import SearchSpace, Target, with_memory
+from .workload import TableSpec, Workload, specified
+
+_Part = TypeVar("_Part")
 
 _MAX_SCALE: Final = 1e6
 _MAX_HOSTS: Final = 1 << 16
@@ -156,3 +162,106 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
         ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
     """
     return sections.load_sections(PlanFile, path, overrides, what="plan file")
+
+
+# What the file names
+
+
+def workload_of(asked: PlanFile) -> Workload:
+    """ValueError: it names none, or one that there is not, or a value that cannot be."""
+    section = asked.workload
+    if section.preset:
+        found = preset(section.preset)
+    elif section.file:
+        found = load_workload(Path(section.file))
+    elif section.tables:
+        found = specified(section.tables, name=section.name or "workload")
+    else:
+        raise ConfigError(
+            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
+        )
+    found = scaled(found, section.scale) if section.scale != 1 else found
+    given = {
+        name: getattr(section, name)
+        for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
+        if getattr(section, name)
+    }
+    if section.dense_flops:  # the layers are not those of the file then
+        found = replace(found, dense_products=0.0, dense_values=0.0)
+        given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
+    try:
+        return replace(found, **given)
+    except ValueError as error:
+        raise ConfigError(f"workload: {error}") from None
+
+
+def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
+    """The host, with the counts that the section says, and after it those that the search compares it with.
+    ValueError: it names none, or one that there is not, or counts parts that the host has none of."""
+    section = asked.host
+    if not section.name and not section.file:
+        raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
+    own = load_host(section.name) if section.name else load_host(Path(section.file))
+    if section.ssds >= 0:
+        own = replace(own, storage=_repeated(own.storage, section.ssds, "ssds", own.name))
+    if section.accelerators >= 0:
+        own = with_accelerators(own, _repeated(own.accelerators, section.accelerators, "accelerators", own.name))
+    if section.memory != "":
+        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
+        if not size_bytes or not own.ddr.capacity_bytes:
+            raise ConfigError(
+                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(own.name)} has "
+                f'{format_size(int(own.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
+            )
+        own = with_memory(own, size_bytes)
+    return own, *map(load_host, section.others)
+
+
+def _repeated(parts: tuple[_Part, ...], count: int, key: str, name: str) -> tuple[_Part, ...]:
+    if count and not parts:
+        raise ConfigError(f"host.{key} = {count}: host {excerpt(name)} has none to have more of")
+    return parts[:1] * count
+
+
+def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
+    """The setup that the file gives; what it leaves open is the least: one host, no memory of GPUs. ValueError: a
+    size cannot be read."""
+    from ..dist.placement import RankCosts
+
+    section = asked.setup
+    memory = int(host.ddr.capacity_bytes)
+    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
+
+    def size(value: int | str, key: str, of_bytes: int) -> int:
+        given = 0 if value == "" else value
+        return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
+
+    return Setup(
+        workload=workload,
+        host=host,
+        ddr_bytes=size(section.ddr, "ddr", memory),
+        hbm_bytes=size(section.hbm, "hbm", hbm),
+        page_cache_bytes=size(section.page_cache, "page_cache", memory),
+        hosts=max(1, section.hosts),
+        policy=section.policy,
+        prefetch_depth=section.prefetch_depth,
+        threads=section.threads or host.processor.cores,
+        rows_per_read=section.rows_per_read,
+        workers=section.workers,
+        replicas=max(1, section.replicas),
+        batch_samples_max=section.batch_samples_max,
+        wire=section.wire,
+        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
+    )
+
+
+def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
+    """Samples of queries, each as likely; None where the file names none. ValueError: the file cannot be read, or
+    has something else in it."""
+    path = asked.target.query_sizes
+    if not path:
+        return None
+    try:
+        return parse_query_sizes(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error}") from None

@@ -1,34 +1,86 @@
-"""``plan``: from a plan file to what it names, to its answer, and to all that a report shows of it."""
+"""``plan``: from a plan file to its answer, and to all that a report shows of it."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
+from ..cache import resolve_policy
 from ..settings.sections import ConfigError
-from ..system.excerpt import excerpt
-from ..system.sizes import format_size, parse_size
+from ..system.sizes import format_size
 from .accesses import Accesses, read_accesses
-from .assumptions import Assumption, Instead, assumed_words, assumptions_of
-from .curves import curve
+from .curves import MissRatioCurve, curve
 from .demand import Demand
-from .host import Host, with_accelerators
-from .marginal import marginal_values
+from .host import Host, parts_of
+from .json_file import plain
 from .model import predict
-from .parts import host_names, load_host
-from .plan_file import PlanFile, SetupSection
-from .prediction import Prediction, Setup
-from .presets import PRESETS, load_workload, preset, scaled
-from .queueing import parse_query_sizes
-from .result import PlanResult, ShownCurve, marks_of, sources_of, warnings_of
-from .search import Attempt, SearchResult, search, with_memory
+from .plan_file import PlanFile, SetupSection, hosts_of, query_sizes_of, setup_of, workload_of
+from .prediction import Prediction, Setup, describe_setup, rate
+from .price import years_of_life
+from .search import Attempt, SearchResult, lacks, search
 from .tiers import pool_loads
-from .workload import Workload, specified
+from .what_if import Assumption, Instead, Marginal, assumed_words, assumptions_of, marginal_values
+from .workload import Workload
 
-_Part = TypeVar("_Part")
-_SEARCHED = ("ddr", "hosts", "policy")
+_SEARCHED: Final = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
+_FULL: Final = 0.9
+"""Of a memory: more, and the system has little left."""
+_LONG_TRACE: Final = 20
+"""Batches: with fewer, most of what a trace has are first uses."""
+
+
+class ShownCurve(NamedTuple):
+    """A miss-ratio curve of tables that share a cache; ``chosen_rows``: of it that the plan's memory holds, of all
+    hosts."""
+
+    name: str
+    curve: MissRatioCurve
+    chosen_rows: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """The answer to a plan file.
+
+    Attributes:
+        hosts: names of those that were asked about.
+        searched: whether the setup was chosen among others, rather than given.
+        num_setups: looked at, hosts counted once.
+        in_memory: the cheapest that has every row in DDR or HBM and meets the target; None where the setup is given, no
+            rate is asked for, or rows are in memory by the file's wish.
+        in_memory_if_off: what that becomes if an assumption is off; in the order of ``assumptions``.
+        curves: of the pools that the prediction is made of.
+        marginals: the best first.
+        alternatives: the next best first, then those that fail.
+        marks: clauses that belong to the answer: what wears out, and what tierstore has no server for.
+        warnings: sentences.
+        assumptions: what nobody gave, and what the answer becomes if it is off.
+        sources: sentences that say where figures come from.
+    """
+
+    assumptions: tuple[Assumption, ...] = ()
+    asked: PlanFile
+    prediction: Prediction
+    hosts: tuple[str, ...]
+    searched: bool
+    num_setups: int = 1
+    in_memory: Instead | None = None
+    in_memory_if_off: tuple[Assumption, ...] = ()
+    curves: tuple[ShownCurve, ...] = ()
+    marginals: tuple[Marginal, ...] = ()
+    alternatives: tuple[Attempt, ...] = ()
+    marks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; what is unbounded is None. Setups that were not chosen are a line each."""
+        found: dict[str, Any] = plain(self)
+        for own, each in zip(found["alternatives"], self.alternatives, strict=True):
+            own["setup"] = describe_setup(each.setup)
+        return found
 
 
 def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = None) -> PlanResult:
@@ -160,104 +212,64 @@ def _curves(setup: Setup, demand: Demand) -> tuple[ShownCurve, ...]:
     return tuple(shown)
 
 
-# What the file names
+# What is said beside the figures
 
 
-def workload_of(asked: PlanFile) -> Workload:
-    """ValueError: it names none, or one that there is not, or a value that cannot be."""
-    section = asked.workload
-    if section.preset:
-        found = preset(section.preset)
-    elif section.file:
-        found = load_workload(Path(section.file))
-    elif section.tables:
-        found = specified(section.tables, name=section.name or "workload")
-    else:
-        raise ConfigError(
-            f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
+def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
+    setup, latency, target = prediction.setup, prediction.latency, asked.target
+    found = [f"the target is missed: {lack.text}" for lack in lacks(target, prediction)]
+    if latency is not None and math.isinf(latency.p99_s):
+        found.append(
+            f"the target is missed: {rate(latency.queries_per_s)} queries/s come faster than they are answered"
         )
-    found = scaled(found, section.scale) if section.scale != 1 else found
-    given = {
-        name: getattr(section, name)
-        for name in ("name", "batch_samples", "optimizer", "dtype", "dense_flops")
-        if getattr(section, name)
-    }
-    if section.dense_flops:  # the layers are not those of the file then
-        found = replace(found, dense_products=0.0, dense_values=0.0)
-        given["assumed"] = tuple(each for each in found.assumed if each.figure != "dense_flops")
-    try:
-        return replace(found, **given)
-    except ValueError as error:
-        raise ConfigError(f"workload: {error}") from None
+    memory, used = setup.host.ddr.capacity_bytes, setup.ddr_bytes + setup.page_cache_bytes
+    if used > _FULL * memory:
+        found.append(
+            f"{format_size(used)} of {format_size(memory)} memory are for rows and page cache; little is left for the "
+            "system, the model and batches"
+        )
+    ddr = next(tier for tier in prediction.tiers if tier.tier == "ddr")
+    if setup.workload.is_training and ddr.rows < ddr.lookups:
+        found.append(
+            f"memory holds {ddr.rows:,.0f} rows and a batch needs {ddr.lookups:,.0f}: rows leave and come back within "
+            "a batch, and none are fetched ahead"
+        )
+    if setup.host.accelerators and not setup.hbm_bytes:
+        found.append("the host's GPUs are not used: set host.accelerators = 0, or 1 and setup.hbm to train on it")
+    if prediction.price.usd == 0:
+        found.append("no part has a price, so nothing is said of money")
+    if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
+        found.append("no latency is given: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
+    return tuple(found)
 
 
-def hosts_of(asked: PlanFile) -> tuple[Host, ...]:
-    """The host, with the counts that the section says, and after it those that the search compares it with.
-    ValueError: it names none, or one that there is not, or counts parts that the host has none of."""
-    section = asked.host
-    if not section.name and not section.file:
-        raise ConfigError(f"host.name = '': give one of {', '.join(host_names())}; or host.file")
-    own = load_host(section.name) if section.name else load_host(Path(section.file))
-    if section.ssds >= 0:
-        own = replace(own, storage=_repeated(own.storage, section.ssds, "ssds", own.name))
-    if section.accelerators >= 0:
-        own = with_accelerators(own, _repeated(own.accelerators, section.accelerators, "accelerators", own.name))
-    if section.memory != "":
-        size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(own.ddr.capacity_bytes))
-        if not size_bytes or not own.ddr.capacity_bytes:
-            raise ConfigError(
-                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(own.name)} has "
-                f'{format_size(int(own.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
-            )
-        own = with_memory(own, size_bytes)
-    return own, *map(load_host, section.others)
+def marks_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
+    setup, written, found = prediction.setup, prediction.drive_writes_a_day, []
+    if setup.hosts > 1 and not setup.workload.is_training:
+        found.append("served by a program of yours over ranks, as tierstore serve reads all tables on each host")
+    if setup.host.storage and written > (rated := min(drive.drive_writes_a_day for drive in setup.host.storage)):
+        life = years_of_life(prediction, asked.pricing)
+        found.append(
+            f"its drives are written {written:.3g} times a day, rated for {rated:.3g}, and last {12 * life:.3g} months"
+        )
+    return tuple(found)
 
 
-def _repeated(parts: tuple[_Part, ...], count: int, key: str, name: str) -> tuple[_Part, ...]:
-    if count and not parts:
-        raise ConfigError(f"host.{key} = {count}: host {excerpt(name)} has none to have more of")
-    return parts[:1] * count
-
-
-def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
-    """The setup that the file gives; what it leaves open is the least: one host, no memory of GPUs. ValueError: a
-    size cannot be read."""
-    from ..dist.placement import RankCosts
-
-    section = asked.setup
-    memory = int(host.ddr.capacity_bytes)
-    hbm = int(min((gpu.hbm.capacity_bytes for gpu in host.accelerators), default=0))
-
-    def size(value: int | str, key: str, of_bytes: int) -> int:
-        given = 0 if value == "" else value
-        return parse_size(given, name=f"setup.{key}", table_bytes=workload.table_bytes, memory_bytes=of_bytes)
-
-    return Setup(
-        workload=workload,
-        host=host,
-        ddr_bytes=size(section.ddr, "ddr", memory),
-        hbm_bytes=size(section.hbm, "hbm", hbm),
-        page_cache_bytes=size(section.page_cache, "page_cache", memory),
-        hosts=max(1, section.hosts),
-        policy=section.policy,
-        prefetch_depth=section.prefetch_depth,
-        threads=section.threads or host.processor.cores,
-        rows_per_read=section.rows_per_read,
-        workers=section.workers,
-        replicas=max(1, section.replicas),
-        batch_samples_max=section.batch_samples_max,
-        wire=section.wire,
-        rank_costs=RankCosts.load(section.rank_costs) if section.rank_costs else None,
+def sources_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
+    policy, parts = resolve_policy(setup.policy), parts_of(setup.host)
+    host = f"host: {f'parts: {parts}' if parts else setup.host.source or setup.host.name}"
+    if accesses is None:
+        exponents = sorted({table.exponent for table in setup.workload.tables})
+        span = f"{exponents[0]:g}" if len(exponents) == 1 else f"{exponents[0]:g} to {exponents[-1]:g}"
+        law = f"accesses: Zipf's law of exponent {span}, ids drawn independently; a trace of yours says more"
+        counting = f"{policy} without a trace: as if memory held the rows that are used most"
+        return (law, host) if policy == "lru" else (law, host, counting)
+    sampled = accesses.sampling_rate
+    sample = "" if sampled == 1 else f", curves by a sample of {100 * sampled:g} % of the rows"
+    counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
+    trace = (
+        f"accesses: {asked.trace.path}, {len(accesses.keys):,}{counted} in {accesses.all_batches:,} batches{sample}; "
+        "its batches are taken for those of the workload"
     )
-
-
-def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
-    """Samples of queries, each as likely; None where the file names none. ValueError: the file cannot be read, or
-    has something else in it."""
-    path = asked.target.query_sizes
-    if not path:
-        return None
-    try:
-        return parse_query_sizes(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"target.query_sizes = {excerpt(path)}: {error}") from None
+    short = f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
+    return (trace, host) if accesses.all_batches >= _LONG_TRACE else (trace, short, host)

@@ -7,7 +7,9 @@ from ..cache import POLICIES
 from ..config import require_choice
 from ..dist.ranks import Precision
 from ..settings.sections import option
+from ..system.sizes import format_size
 from .host import Accelerator, Checked, Host, shared_by, times
+from .queueing import Latency, Queue
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -121,6 +123,25 @@ class Setup(Checked):
         return self.hosts * self.replicas
 
 
+def machines_of(setup: Setup) -> str:
+    host = setup.host
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR", some(len(host.storage), "SSD")]
+    parts += ["1 GPU"] if setup.hbm_bytes else []
+    return f"{setup.num_hosts} x {host.name} ({', '.join(parts)})"
+
+
+def describe_setup(setup: Setup) -> str:
+    """Its machines and budgets, in one line."""
+    host = setup.host
+    of_it = [f"{format_size(setup.ddr_bytes)} of it for {setup.workload.dtype} rows"]
+    of_it += [f"{format_size(setup.page_cache_bytes)} page cache"] if setup.page_cache_bytes else []
+    parts = [f"{format_size(host.ddr.capacity_bytes)} DDR, {', '.join(of_it)}"]
+    parts += [f"1 GPU, {format_size(setup.hbm_bytes)} of its HBM for rows"] if setup.hbm_bytes else []
+    parts += [some(len(host.storage), "SSD")] if host.storage else []
+    parts += [f"{setup.workers} workers"] if setup.workers > 1 else []
+    return f"{setup.num_hosts:,} x {host.name} ({'; '.join(parts)})"
+
+
 class TierLoad(NamedTuple):
     """One tier of one host, in one step or query; of all of its workers or drives together.
 
@@ -166,15 +187,6 @@ class Lane(NamedTuple):
     resources: tuple[str, ...]
 
 
-class Latency(NamedTuple):
-    """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
-
-    queries_per_s: float
-    p50_s: float
-    p95_s: float
-    p99_s: float
-
-
 class Price(NamedTuple):
     """Of all hosts."""
 
@@ -195,7 +207,8 @@ class Prediction:
         lanes: the longest first; a step takes as long as that.
         bottleneck: the resource that takes longest in the longest lane.
         is_in_memory: every row has a place in DDR or HBM, and the drives are not read.
-        latency: None for training.
+        latency: None for training, and where no rate is asked for.
+        queue: of one replica that serves; None for training.
         drive_writes_a_day: of the most worn drive; its rating is in the setup's host.
     """
 
@@ -210,4 +223,5 @@ class Prediction:
     price: Price
     is_in_memory: bool = False
     latency: Latency | None = None
+    queue: Queue | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED

@@ -6,18 +6,26 @@ that each take what waits, as far as a batch may hold it, in a time that grows w
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
 from ..system.excerpt import excerpt
-from .prediction import Latency
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1
 """Of the queries, the first, which meet an emptier queue; they do not count."""
+
+
+class Latency(NamedTuple):
+    """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
+
+    queries_per_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,19 +5,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..cache import POLICIES as STORE_POLICIES
 from ..layout import DtypeName
 from ..settings.sections import option
 from ..system.sizes import format_size
-from .assumptions import describe_setup
 from .demand import Demand
 from .host import Checked, Host, times, with_accelerators
-from .model import predict, queue_of
-from .prediction import Latency, Prediction, Setup, in_words, rate
+from .model import predict
+from .prediction import Prediction, Setup, describe_setup, in_words, rate
 from .price import Pricing, years_of_life
-from .queueing import Queue, latency_alone
+from .queueing import Latency, latency_alone
 from .workload import Workload
 
 _MAX_RATE: Final = 1e12
@@ -187,14 +188,8 @@ def search(
             met = _undominated(sorted([*met, found.prediction], key=finder.rank))
     failed.sort(key=lambda each: (each.shortfall, -each.setup.num_hosts * each.setup.ddr_bytes))
     if not met:
-        raise ValueError(_impossible(failed))
+        raise ValueError(_impossible(failed[0]))
     return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
-
-
-def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: int) -> Host:
-    """The host with so much memory (``with_memory``), and the first of its drives and accelerators."""
-    less = with_accelerators(replace(host, storage=host.storage[:drives]), host.accelerators[:accelerators])
-    return with_memory(less, memory_bytes)
 
 
 def with_memory(host: Host, memory_bytes: float) -> Host:
@@ -223,7 +218,8 @@ class _Finder(NamedTuple):
         dtypes = space.dtypes or (_TRAINED_DTYPES if workload.is_training else _SERVED_DTYPES)
         for dtype, ssds, accelerators, share in product(dtypes, drives, gpus, space.memory_shares or _MEMORY_SHARES):
             memory = share * host.ddr.capacity_bytes
-            parts = with_parts(host, memory_bytes=memory, drives=ssds, accelerators=accelerators)
+            parts = with_accelerators(replace(host, storage=host.storage[:ssds]), host.accelerators[:accelerators])
+            parts = with_memory(parts, memory)
             for rows, count in product(space.row_shares or _ROW_SHARES, workers):
                 yield Setup(
                     workload=replace(workload, dtype=dtype),
@@ -314,13 +310,9 @@ class _Finder(NamedTuple):
 
     def _fewest(self, group: Prediction) -> int:
         """Replicas without which the rate cannot be carried, however long queries may wait."""
-        target = self.target
-        if target.queries_per_s:
-            return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
-        return max(1, math.ceil(target.samples_per_s / group.samples_per_s))
-
-    def _queue(self, prediction: Prediction) -> Queue:
-        return queue_of(prediction, self.demand, self.query_sizes)
+        if group.queue is not None and self.target.queries_per_s:
+            return max(1, math.ceil(self.target.queries_per_s / group.queue.rate_max))
+        return max(1, math.ceil(self.target.samples_per_s / group.samples_per_s))
 
     def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
         found = predict(
@@ -338,8 +330,8 @@ class _Finder(NamedTuple):
     def _try(self, setup: Setup) -> Attempt:
         try:
             found, lacking = self._predicted(setup), list[Lack]()
-            if self.target.queries_per_s:
-                alone = latency_alone(self._queue(found))
+            if self.target.queries_per_s and found.queue is not None:
+                alone = latency_alone(found.queue)
                 lacking = list(_over_bound(self.target, alone, "queries that never wait", is_rate=False))
                 found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
@@ -353,8 +345,8 @@ class _Finder(NamedTuple):
     def _lacks(self, found: Prediction) -> Iterator["Lack"]:
         """What ``lacks`` finds, how many queries are answered at most, and the life of drives."""
         latency = found.latency
-        if latency is not None and math.isinf(latency.p99_s):
-            most = found.setup.replicas * self._queue(found).rate_max
+        if latency is not None and math.isinf(latency.p99_s) and found.queue is not None:
+            most = found.setup.replicas * found.queue.rate_max
             text = f"{rate(most)} of {rate(latency.queries_per_s)} queries/s"
             yield Lack(latency.queries_per_s / most * _OVERLOAD, text, is_rate=True)
         yield from lacks(self.target, found)
@@ -408,25 +400,25 @@ def _counts(most: int) -> list[int]:
 
 
 def _undominated(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Of those built of the same parts the first, without those that one before is better than or as good as in price,
-    power and speed; as many as are shown."""
+    """Of those built of the same parts the first, without those that one before of their dtype is better than or as
+    good as in price, power and speed; as many as are shown."""
     chosen: list[Prediction] = []
     for each in ranked:
-        if not any(_parts(other) == _parts(each) or _is_no_worse(other, each) for other in chosen):
+        is_worse = any(
+            _parts(other) == _parts(each)
+            or (other.setup.workload.dtype == each.setup.workload.dtype and (_merits(other) <= _merits(each)).all())
+            for other in chosen
+        )
+        if not is_worse:
             chosen.append(each)
     return chosen[: _RUNNERS_UP + 1]
 
 
-def _is_no_worse(one: Prediction, other: Prediction) -> bool:
-    """Of the same dtype, and less of everything is better."""
-    is_alike = one.setup.workload.dtype == other.setup.workload.dtype
-    return is_alike and all(own <= its for own, its in zip(_merits(one), _merits(other), strict=True))
-
-
-def _merits(found: Prediction) -> tuple[float, ...]:
+def _merits(found: Prediction) -> Any:
+    """Less of each is better."""
     price, latency = found.price, found.latency
     slowness = -found.samples_per_s if latency is None else latency.p99_s
-    return price.usd_a_month, price.usd, price.watts, slowness
+    return np.array([price.usd_a_month, price.usd, price.watts, slowness])
 
 
 def _parts(found: Prediction) -> tuple[object, ...]:
@@ -434,9 +426,7 @@ def _parts(found: Prediction) -> tuple[object, ...]:
     return host.name, host.ddr.capacity_bytes, len(host.storage), len(host.accelerators), found.setup.workload.dtype
 
 
-def _impossible(failed: Sequence[Attempt]) -> str:
-    nearest = failed[0]
+def _impossible(nearest: Attempt) -> str:
     text = f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}"
-    if nearest.prediction is None:
-        return text
-    return f"{text}; what stops it is: {in_words(nearest.prediction.bottleneck)}"
+    stops = "" if nearest.prediction is None else f"; what stops it is: {in_words(nearest.prediction.bottleneck)}"
+    return text + stops

@@ -25,7 +25,8 @@ from .prediction import Setup
 from .workload import Workload
 
 _BY_COUNT: Final = ("lfu", "tinylfu")
-"""Policies whose next victim is mostly a row of the batch before, which is newer than on disk."""
+"""Policies whose next victim is mostly a row of the batch before, which is newer than on disk. Some of those are used
+once more before they leave and written twice, which is left out."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
@@ -104,9 +105,8 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     loads = []
     for pool, (layout, count) in zip(demand.pools, rows, strict=True):
         size, hbm_rows = division.pools[layout], min(hot[layout].cached_rows, count) if hot else 0
-        transaction_rows = rows_a_write(layout, division.transaction_bytes, size.cached_rows)
-        share = _Share(pool, setup, count, hbm_rows, size.cached_rows, size.is_full, cached_share, transaction_rows)
-        loads.append(_load(share))
+        together = rows_a_write(layout, division.transaction_bytes, size.cached_rows)
+        loads.append(_load(setup, pool, count, hbm_rows, size.cached_rows, size.is_full, cached_share, together))
     return tuple(loads)
 
 
@@ -135,96 +135,81 @@ class StoreFile(NamedTuple):
 
 
 def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
-    """Of so many rows.
-
-    In training all rows may be written again between two commits: then both versions are there, with their slack.
-    """
+    """In training all rows may be written again between two commits: then both versions are there, with their slack."""
     segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
     width = place_type(geometry(layout, 0), [math.ceil(segments)], NARROW).itemsize
     return StoreFile(num_rows, math.ceil(segments), width, _FILE_SHARE * segments * segment_bytes(layout))
 
 
-class _Share(NamedTuple):
-    pool: PoolDemand
-    setup: Setup
-    num_rows: int
-    hbm_rows: int
-    ddr_rows: int
-    is_full: bool
-    cached_share: float
-    transaction_rows: int
-    """At most."""
+def _load(
+    setup: Setup,
+    pool: PoolDemand,
+    num_rows: int,
+    hbm_rows: int,
+    ddr_rows: int,
+    is_full: bool,
+    cached_share: float,
+    transaction_rows: int,
+) -> PoolLoad:
+    """``transaction_rows``: of one transaction, at most."""
+    layout, hosts, is_training = pool.layout, setup.hosts, setup.workload.is_training
+    unique, top = pool.unique / hosts, hbm_rows or ddr_rows
 
-    @property
-    def num_pages(self) -> float:
-        layout = self.pool.layout
-        return self.num_rows / layout.rows_per_block * layout.pages_per_block
-
-    def missed(self, rows: float) -> float:
+    def missed(rows: float) -> float:
         """Of a batch's distinct rows, those that a cache of so many has not; all hosts' caches together are as one."""
-        hosts = self.setup.hosts
-        return self.pool.unique / hosts * self.pool.curve.miss_ratio(rows * hosts)
+        return unique * pool.curve.miss_ratio(rows * hosts)
 
-
-def _load(own: _Share) -> PoolLoad:
-    setup, layout, is_training = own.setup, own.pool.layout, own.setup.workload.is_training
-    unique, top = own.pool.unique / setup.hosts, own.hbm_rows or own.ddr_rows
-    stays = own.hbm_rows >= own.num_rows if own.hbm_rows else own.is_full
+    stays = hbm_rows >= num_rows if hbm_rows else is_full
     again = unique if is_training and not stays and unique > top else 0.0
-    both = rows_together(own.hbm_rows, own.ddr_rows, is_training=is_training)
-    cached_pages = own.cached_share * own.num_pages
-    misses = 0.0 if own.is_full or stays else own.missed(both)
-    from_device = min(misses, own.missed(rows_together(both, cached_pages, is_training=is_training)))
-    if own.hbm_rows:
-        hbm_misses = again + (0.0 if stays else own.missed(own.hbm_rows))
+    both = rows_together(hbm_rows, ddr_rows, is_training=is_training)
+    num_pages = num_rows / layout.rows_per_block * layout.pages_per_block
+    cached_pages = cached_share * num_pages
+    misses = 0.0 if is_full or stays else missed(both)
+    from_device = min(misses, missed(rows_together(both, cached_pages, is_training=is_training)))
+    if hbm_rows:
+        hbm_misses = again + (0.0 if stays else missed(hbm_rows))
     else:
         hbm_misses = unique + again
         read_again = max(0.0, again - top)  # backward begins with the rows that are in still
         misses += read_again
         from_device += read_again if cached_pages < unique else 0.0
-    written, transactions = _written(own, both, misses, unique) if misses and is_training else (0.0, 0.0)
-    live = _live_in_victims(min(both / own.num_rows, _MOST_CACHED)) if written else 0.0
-    cleaned = written * setup.cleaning
+    written, transactions, live = 0.0, 0.0, 0.0
+    if misses and is_training:
+        live = _live_in_victims(min(both / num_rows, _MOST_CACHED))
+        if resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
+            # Each batch has the rows of the one before written, and behind these victims are clean ones.
+            written, transactions = min(misses, unique), max(1.0, misses / transaction_rows)
+        else:
+            # The next victims are written together, half a transaction before they leave on average: some change once
+            # more meanwhile. A row that is fetched twice has changed once.
+            written = min(misses + missed(both - transaction_rows / 2) - missed(both), unique)
+            transactions = written / transaction_rows
     # Other rows of a page may have brought it into the page cache.
     others = max(0.0, 1 - layout.pages_per_block / layout.rows_per_block)
-    from_device *= 0.0 if own.cached_share >= 1 else (1 - own.cached_share) ** others
+    from_device *= 0.0 if cached_share >= 1 else (1 - cached_share) ** others
+    cleaned = written * setup.cleaning
     return PoolLoad(
         layout=layout,
-        num_rows=own.num_rows,
-        lookups=own.pool.lookups / setup.hosts,
-        bags=len(own.pool.tables) * setup.workload.batch_samples / setup.hosts,
+        num_rows=num_rows,
+        lookups=pool.lookups / hosts,
+        bags=len(pool.tables) * setup.workload.batch_samples / hosts,
         unique=unique,
-        sent_rows=own.pool.rows_of_a_part(setup.hosts),
+        sent_rows=pool.rows_of_a_part(hosts),
         asked=unique + again,
-        hbm_rows=own.hbm_rows,
-        ddr_rows=own.ddr_rows,
+        hbm_rows=hbm_rows,
+        ddr_rows=ddr_rows,
         hbm_misses=hbm_misses,
         misses=misses,
         device_misses=from_device,
-        is_full=own.is_full,
-        is_in_memory=own.is_full or stays,
+        is_full=is_full,
+        is_in_memory=is_full or stays,
         keeps_two=stays or 2 * unique <= HELD_SHARE * top,
-        pages_read=_pages_read(own, from_device),
+        pages_read=_pages_read(layout, from_device, num_pages, setup.rows_per_read),
         rows_written=written,
         rows_moved=cleaned * live / (1 - live),
-        segments_cleaned=cleaned / (1 - live) / layout.rows_per_segment * (1 - own.cached_share),
+        segments_cleaned=cleaned / (1 - live) / layout.rows_per_segment * (1 - cached_share),
         transactions=transactions,
     )
-
-
-def _written(own: _Share, rows: float, misses: float, unique: float) -> tuple[float, float]:
-    """Rows written, and transactions: rows that leave, and those that change once more after they were written, as the
-    next victims are written together, half a transaction before they leave on average. By count each batch has those of
-    the one before written, and behind these are clean ones. A row that is fetched twice has changed once.
-
-    Args:
-        rows: that all tiers in memory hold.
-    """
-    together = own.transaction_rows
-    if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
-        return min(misses, unique), max(1.0, misses / together)
-    written = min(misses + own.missed(rows - together / 2) - own.missed(rows), unique)
-    return written, written / together
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
@@ -247,12 +232,12 @@ def row_pages(layout: RowLayout) -> float:
     return float(np.mean((at + length - 1) // geo.page_words - at // geo.page_words + 1))
 
 
-def _pages_read(own: _Share, read: float) -> float:
+def _pages_read(layout: RowLayout, read: float, num_pages: float, rows_per_read: float) -> float:
     """For so many rows that a batch reads from the device, which lie anywhere: some of them on one page."""
-    pages = row_pages(own.pool.layout)
-    crowding = read * pages / own.num_pages
+    pages = row_pages(layout)
+    crowding = read * pages / num_pages
     shared = -math.expm1(-crowding) / crowding if crowding else 1.0
-    return read * min(pages * shared, pages / own.setup.rows_per_read)
+    return read * min(pages * shared, pages / rows_per_read)
 
 
 @lru_cache(maxsize=4096)

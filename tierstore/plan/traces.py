@@ -4,7 +4,6 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import require_int
 from ..kernels.arrays import Int64s
@@ -93,26 +92,26 @@ def describe(trace: Trace) -> TraceSummary:
     accesses, counted = accesses_of(trace), trace.all_lookups
     keys, uses = np.unique(accesses.keys, return_counts=True)
     ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS)).tolist()
+
+    def summary(name: str, used: Int64s, of_all: int | None) -> TableSummary:
+        """``of_all``: accesses to all rows, where they are known apart."""
+        total = int(used.sum())
+        return TableSummary(
+            name=name,
+            accesses=total,
+            all_accesses=total if of_all is None and trace.sampling_rate == 1 else of_all,
+            rows=len(used),
+            ids_a_sample=total / max(1, trace.num_samples),
+            top_share=int(np.sort(used)[::-1][: -(-len(used) // _TOP_SHARE)].sum()) / max(1, total),
+            used_once=int(np.count_nonzero(used == 1)),
+        )
+
     tables = tuple(
-        _summary(trace, name, uses[begin:end], None if counted is None else counted[index])
+        summary(name, uses[begin:end], None if counted is None else counted[index])
         for index, (name, (begin, end)) in enumerate(zip(accesses.tables, pairwise(ends), strict=True))
     )
-    total = _summary(trace, "all", uses, None if counted is None else sum(counted))
+    total = summary("all", uses, None if counted is None else sum(counted))
     return TraceSummary(total, tables, accesses.all_batches, trace.num_samples, trace.sampling_rate)
-
-
-def _summary(trace: Trace, name: str, uses: Int64s, counted: int | None) -> TableSummary:
-    """``counted``: accesses to all rows, where they are known apart."""
-    accesses = int(uses.sum())
-    return TableSummary(
-        name=name,
-        accesses=accesses,
-        all_accesses=accesses if counted is None and trace.sampling_rate == 1 else counted,
-        rows=len(uses),
-        ids_a_sample=accesses / max(1, trace.num_samples),
-        top_share=int(np.sort(uses)[::-1][: -(-len(uses) // _TOP_SHARE)].sum()) / max(1, accesses),
-        used_once=int(np.count_nonzero(uses == 1)),
-    )
 
 
 def scattered(numbers: Int64s, rows: int, seed: int) -> Int64s:
@@ -180,17 +179,11 @@ def generate(workload: Workload, *, samples: int, seed: int) -> Trace:
 
 
 def _table(table: TableShape, index: int, samples: int, seed: int) -> TableTrace:
-    generator = np.random.default_rng((index, seed & _WORD))
-    offsets = np.zeros(samples + 1, np.int64)
-    np.cumsum(_lengths(generator, table.pooling_factor, samples), out=offsets[1:])
+    generator, whole = np.random.default_rng((index, seed & _WORD)), int(table.pooling_factor)
+    lengths = np.full(samples, whole, np.int64)
+    if table.pooling_factor > whole:
+        lengths += generator.random(samples) < table.pooling_factor - whole
+    offsets = np.append(0, np.cumsum(lengths))
     drawn = int(generator.integers(1 << 63))
     ids = draw_zipf(table.num_embeddings, table.exponent, int(offsets[-1]), seed=drawn, scatter_seed=index)
     return TableTrace(ids, offsets)
-
-
-def _lengths(generator: np.random.Generator, mean: float, samples: int) -> NDArray[np.int64]:
-    whole = int(mean)
-    lengths = np.full(samples, whole, np.int64)
-    if mean > whole:
-        lengths += generator.random(samples) < mean - whole
-    return lengths

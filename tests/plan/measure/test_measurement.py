@@ -84,21 +84,25 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
     assert taken.read_text() == "precious"
 
 
-OLD = ["batch_us", "step_us", "hand_over_us", "ahead_us", "admit_ns", "admit_row_ns", "update_ns", "update_row_ns"]
-OLD += ["pool_ns", "pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"]
-OLD += ["miss_ns", "read_ns", "append_ns", "append_ns_per_byte", "move_ns", "transaction_us", "share_us"]
-OLD += ["dense_product_us", "dense_wake_us", "dense_value_ns"]
-"""Some of thirty."""
+THIRTY = ["batch_us", "step_us", "hand_over_us", "ahead_us", "admit_ns", "admit_row_ns", "update_ns", "update_row_ns"]
+THIRTY += ["pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"]
+THIRTY += ["miss_ns", "read_ns", "append_ns", "append_ns_per_byte", "move_ns", "transaction_us", "share_us"]
+THIRTY += ["dense_product_us", "dense_wake_us", "dense_value_ns"]
+TWELVE = [each.name for each in fields(SoftwareCosts)] + ["ahead_us", "dense_product_us", "dense_value_ns"]
 
 
-def test_files_of_earlier_versions_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("names", "batch_us"), [(THIRTY, 8.0), (TWELVE, 12.0)])
+def test_files_of_earlier_versions_are_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], batch_us: float
+) -> None:
     document: dict[str, Any] = plain(SHOP_HOST)
-    document["costs"] = dict.fromkeys(OLD, 12.0)
+    document["costs"] = dict.fromkeys(names, 12.0)
     (tmp_path / "old.json").write_text(json.dumps(document))
     found: Host = read_host(tmp_path / "old.json")
     assert found == replace(SHOP_HOST, costs=found.costs)
-    assert found.costs.id_ns == 12
+    assert (found.costs.id_ns, found.costs.wake_us, found.costs.append_ns) == (12, 24, 12)
+    assert found.costs.batch_us == pytest.approx(batch_us)
     assert "tierstore plan measure" in caplog.text
-    (tmp_path / "wrong.json").write_text(json.dumps(document | {"costs": document["costs"] | {"step_us": "x"}}))
+    (tmp_path / "wrong.json").write_text(json.dumps(document | {"costs": document["costs"] | {"batch_us": "x"}}))
     with pytest.raises(ValueError, match="unknown key"):
         read_host(tmp_path / "wrong.json")

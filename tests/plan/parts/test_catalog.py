@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tests.plan.commands import run
-from tierstore.plan.parts import Part, describe_parts, host_names, parts
+from tierstore.plan.parts import Part, host_names, parts
 from tierstore.plan.parts.catalog import DATA, FIGURES
 
 EVERY = parts()
@@ -34,18 +34,14 @@ def test_data_files_hold_no_other_keys() -> None:
                 assert {"value"} < set(entries[figure]) <= {"value", "source", "assumption"}, (name, figure)
 
 
-def test_the_list_names_every_part_and_host() -> None:
-    short, long = describe_parts(), describe_parts(sources=True)
+def test_the_list_names_every_part_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("parts") == 0
+    short = capsys.readouterr().out
+    assert run("parts", "--sources") == 0
+    long = capsys.readouterr().out
     for name in [*(part.name for part in EVERY), *host_names()]:
         assert re.search(rf"^  {re.escape(name)} ", short, re.MULTILINE)
-    for part in EVERY:
-        for figure in part.figures.values():
-            assert figure.source in long
-            assert figure.assumption in long
+    for figure in (figure for part in EVERY for figure in part.figures.values()):
+        assert figure.source in long
+        assert figure.assumption in long
     assert "All prices are assumptions" in short
-
-
-def test_the_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, sources in (([], False), (["--sources"], True)):
-        assert run("parts", *words) == 0
-        assert capsys.readouterr().out == describe_parts(sources=sources) + "\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 from tests.plan.hosts import SHOP_HOST
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import HostSection, PlanFile, SearchSpace, SetupSection, TargetSection, WorkloadSection
-from tierstore.plan.planning import plan
-from tierstore.plan.result import PlanResult
+from tierstore.plan.planning import PlanResult, plan
 from tierstore.plan.workload import TableSpec
 
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[2J\x07"

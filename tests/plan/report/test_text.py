@@ -1,15 +1,16 @@
-"""The summary in a terminal, compared with the figures of the answer."""
+"""The summary in a terminal, compared with the figures of the answer; and figures as people read them."""
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
 from tests.plan.report.results import HOSTILE, planned, served
-from tierstore.plan.assumptions import Instead, describe_setup
-from tierstore.plan.prediction import in_words
-from tierstore.plan.report import describe
+from tierstore.plan.prediction import describe_setup, in_words
+from tierstore.plan.report import describe, sections
 from tierstore.plan.report.sections import duration, money, watts
+from tierstore.plan.what_if import Instead
 
 
 def section(text: str, title: str) -> list[str]:
@@ -84,3 +85,20 @@ def test_lines_have_100_columns_and_no_colours_unless_asked_for() -> None:
     assert "\x1b" not in plain
     assert "\x07" not in plain
     assert describe(planned(HOSTILE), colours=True).replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
+
+
+WORDS: dict[str, list[tuple[float, str]]] = {
+    "significant": [(0, "0"), (1234.5, "1,230"), (0.012345, "0.0123"), (math.inf, "unbounded"), (math.nan, "unknown")],
+    "count": [(7, "7.00"), (123.4, "123"), (56_143.2, "56,143"), (12_345_678, "12.3 M"), (math.inf, "unbounded")],
+    "duration": [(0, "0 s"), (1.5, "1.50 s"), (0.00123, "1.23 ms"), (3e-9, "3.00 ns"), (math.inf, "unbounded")],
+    "share": [(0.1234, "12.3 %")],
+    "money": [(1234.5, "$1,234"), (3.5, "$3.50")],
+    "watts": [(560, "560 W"), (56_000, "56.0 kW")],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_figures_as_people_read_them(name: str) -> None:
+    assert [(value, getattr(sections, name)(value)) for value, _ in WORDS[name]] == WORDS[name]
+    assert (sections.quantity(3 * 2**20, "bytes"), sections.quantity(12_000, "reads")) == ("3.0 MiB", "12,000 reads")
+    assert sections.resource("ssd reads") == "SSD reads"

@@ -73,21 +73,17 @@ def measure_host(*, seconds: float, threads: int, sizes: Sizes) -> tuple[Memory,
 def measure_accelerators(device: str, *, seconds: float) -> tuple[Accelerator, ...]:
     """One for each GPU of ``device``: none for "cpu", all for "cuda", one for "cuda:1". ValueError: torch sees no
     such device."""
-    devices = _devices(device)
-    return tuple(measure_accelerator(each, seconds=seconds / len(devices)) for each in devices)
-
-
-def _devices(device: str) -> list[torch.device]:
     try:
         asked = torch.device(device)
     except RuntimeError:
         raise ValueError(f'device={device[:100]!r}: expected "cpu", "cuda" or "cuda:1"') from None
     if asked.type == "cpu":
-        return []
+        return ()
     count = torch.cuda.device_count() if asked.type == "cuda" else 0
     if not count or (asked.index or 0) >= count:
         raise ValueError(f'device={device!r}: torch sees {count} CUDA devices here; give "cpu", or see to the driver')
-    return [torch.device("cuda", number) for number in range(count) if asked.index in (None, number)]
+    numbers = range(count) if asked.index is None else [asked.index]
+    return tuple(measure_accelerator(torch.device("cuda", each), seconds=seconds / len(numbers)) for each in numbers)
 
 
 def measure_accelerator(device: torch.device, *, seconds: float, sizes: Sizes = GPU_SIZES) -> Accelerator:

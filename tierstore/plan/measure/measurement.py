@@ -1,6 +1,7 @@
 """All measurements of one machine, in order, as a ``Host``; and for people, each figure and what it means."""
 
 import platform
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields
@@ -18,11 +19,8 @@ from .storage import measure_storage, require_device
 Progress = Callable[[str, float], None]
 """Called with what is being measured, and the share of all that is done, from 0 to 1."""
 
-_DEFAULT_SECONDS: Final = 50.0
-_LEAST_SECONDS: Final = 1.0
-_MOST_SECONDS: Final = 3600.0
-_FILE_BYTES: Final = 1 << 30
-_LEAST_FILE_BYTES: Final = 32 << 20
+_LEAST_SECONDS, _DEFAULT_SECONDS, _MOST_SECONDS = 1.0, 50.0, 3600.0
+_LEAST_FILE_BYTES, _FILE_BYTES = 32 << 20, 1 << 30
 _NETWORK: Final = Link(bytes_per_s=1.12e9, latency_us=30.0)
 _COLD_SECONDS: Final = 0.25
 """That a batch of cold reads may take; fewer are read of a slow device."""
@@ -36,8 +34,7 @@ def measure(
     """Time this machine: memory, cores, the SSD under ``folder``, GPUs, and tierstore's own work on a core.
 
     Prices, watts, the network and what a drive may be written are not measured: prices and watts are 0, the others
-    what ``Host.source`` says. A file of up to 1 GiB and small stores are made in ``folder`` and removed. Kernels that
-    were never used here are compiled first, which takes up to half a minute more.
+    what ``Host.source`` says. A file of up to 1 GiB and small stores are made in ``folder`` and removed.
 
     Args:
         folder: on the SSD that stores will be on.
@@ -87,12 +84,8 @@ def measure(
 
 
 def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or "an unknown processor")
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or "an unknown processor"
 
 
 def describe(host: Host) -> str:

@@ -37,12 +37,9 @@ def zap_maps(path: Path) -> int:
 def drop(path: Path) -> None:
     """Put the file out of the page cache; needs no privilege, but no other process may have it mapped."""
     zap_maps(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with path.open("rb", buffering=0) as file:
+        os.fdatasync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def warm(path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import psutil
 
 from ...kernels.arrays import Int64s
 from ...kernels.jit import JIT_ENABLED, kernel
@@ -23,8 +24,7 @@ from .machine import rate_of
 
 READ_BYTES: Final = 4096
 _DEPTHS: Final = (1, 4, 16, 64)
-_LARGE_BYTES: Final = 1 << 20
-_LARGE_DEPTH: Final = 8
+_LARGE_BYTES, _LARGE_DEPTH = 1 << 20, 8
 _FILE_PARTS: Final = 8
 _FILE_SHARE: Final = 0.1
 """Of what is free; the file of which blocks are read takes no more."""
@@ -36,11 +36,9 @@ if JIT_ENABLED:
 
     _pread: Any = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 else:
-    _prototype = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64)
-    _libc_pread = _prototype(("pread", ctypes.CDLL(None)))
 
-    def _pread(*arguments: Any) -> Any:
-        return _libc_pread(*map(int, arguments))
+    def _pread(descriptor: Any, address: Any, size_bytes: Any, offset: Any) -> Any:
+        return os.preadv(int(descriptor), [(ctypes.c_char * int(size_bytes)).from_address(int(address))], int(offset))
 
 
 @kernel
@@ -79,14 +77,8 @@ class DirectReader(NamedTuple):
 
 @contextmanager
 def direct_reader(path: Path, depth: int, *, block_bytes: int = READ_BYTES) -> Iterator[DirectReader]:
-    """A reader of blocks, closed at the end.
-
-    Args:
-        depth: reads in flight.
-        block_bytes: of each read; a multiple of 4,096.
-
-    OSError: the file system has no direct reads.
-    """
+    """A reader of blocks of a multiple of 4,096 bytes, ``depth`` in flight; closed at the end. OSError: the file system
+    has no direct reads."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -108,12 +100,8 @@ def require_device(folder: Path) -> None:
     """ValueError if ``folder`` is none, or is on a file system that lives in memory."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; make it first, on the disk to be measured")
-    number = folder.stat().st_dev
-    device, kind = f"{os.major(number)}:{os.minor(number)}", ""
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == device:
-            kind = rest.split()[0]
+    mounts = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]
+    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype
     if kind in _IN_MEMORY:
         raise ValueError(f"{folder} is on {kind}, which lives in memory; use --dir on the disk to be measured")
 

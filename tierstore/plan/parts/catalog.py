@@ -48,20 +48,15 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part.
-
-    Attributes:
-        kind: "processors", "memory", "accelerators", "links", "storage", "networks", or "costs" for what tierstore's
-            own work takes on a processor.
-        figures: by name; see ``FIGURES``.
-        link: of an accelerator, the name of the PCIe link that it is made for.
-    """
+    """One part."""
 
     kind: str
+    """Of ``FIGURES``; "costs": what tierstore's own work takes on a processor."""
     name: str
     title: str
     figures: Mapping[str, Figure]
     link: str = ""
+    """Of an accelerator: the name of the PCIe link that it is made for."""
 
     def values(self) -> dict[str, float]:
         return {name: figure.value for name, figure in self.figures.items()}
@@ -134,20 +129,14 @@ def describe_parts(*, sources: bool = False) -> str:
         lines.append(kind)
         for part in named.values():
             lines.append(f"  {part.name:24} {part.title}")
-            each = {
-                f"{name} {shown(name, figure.value)}{'*' if figure.assumption else ''}": figure
-                for name, figure in part.figures.items()
-            }
-            if sources:
-                lines += [f"      {text}: {_why(figure)}" for text, figure in each.items()]
-            else:
-                lines += textwrap.wrap(", ".join(each), 100, initial_indent=indent, subsequent_indent=indent)
+            texts = []
+            for name, (value, source, assumption) in part.figures.items():
+                texts.append(f"{name} {shown(name, value)}{'*' if assumption else ''}")
+                assumed = f"assumed: {assumption}" if assumption else ""
+                lines += [f"      {texts[-1]}: {'; '.join(filter(None, (source, assumed)))}"] if sources else []
+            if not sources:
+                lines += textwrap.wrap(", ".join(texts), 100, initial_indent=indent, subsequent_indent=indent)
         lines.append("")
     lines += ["hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
-    return "\n".join(
-        [*lines, "* something is assumed in it. All prices are assumptions: put yours in a file of your own."]
-    )
-
-
-def _why(figure: Figure) -> str:
-    return "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
+    lines.append("* something is assumed in it. All prices are assumptions: put yours in a file of your own.")
+    return "\n".join(lines)

@@ -68,9 +68,8 @@ _TABLE: Final = make_dataclass(
 
 
 def read_host(path: str | os.PathLike[str]) -> Host:
-    """The host that a file describes, in JSON or TOML by the end of its name.
-
-    A file has either every figure of a ``Host`` under its field's name, or one table ``host`` of parts.
+    """The host of a file, JSON or TOML by the end of its name: every figure of a ``Host`` under its field's name, or
+    one table ``host`` of parts.
 
     Raises:
         ValueError: there is no such file, it is not JSON or TOML, or a key is unknown, missing or out of range; names
@@ -85,12 +84,8 @@ def read_host(path: str | os.PathLike[str]) -> Host:
 
 
 def load_host(name_or_path: str | os.PathLike[str]) -> Host:
-    """A host that ships, by its name, or that of a file (``read_host``): what has a slash in it or ends in .toml or
-    .json is a file.
-
-    Raises:
-        ValueError: no such host, or no such file, or it does not describe a host; names the key or the nearest name.
-    """
+    """A host that ships, by its name, or that of a file: what has a slash in it or ends in .toml or .json. ValueError
+    as of ``read_host``, or there is no such host; says the nearest."""
     name = os.fspath(name_or_path)
     if os.sep in name or Path(name).suffix in (".toml", ".json") or not isinstance(name_or_path, str):
         return read_host(name)
@@ -115,36 +110,25 @@ def _composed(table: Any, folder: Path) -> Host:
         table = {**table}
         costs = table.pop("costs", costs)
     own = converted(table, _TABLE, "host")
+    listed = (own.processor, own.memory, *own.storage, *own.accelerators, own.network)
     with _naming("host"):
-        processor = _figures(own.processor, "processors")
-        cores = processor["cores"] * own.processor.count
-        memory, channels = _figures(own.memory, "memory"), own.memory.channels or own.memory.count
-        network = _figures(own.network, "networks")
-        listed = (own.processor, own.memory, *own.storage, *own.accelerators, own.network)
+        channels = own.memory.channels or own.memory.count
+        processor = _figures(own.processor, "processors", own.processor.count)
+        memory, network = _figures(own.memory, "memory", own.memory.count), _figures(own.network, "networks")
+        memory |= {name: channels * _figures(own.memory, "memory")[name] for name in ("bytes_per_s", "row_bytes_per_s")}
+        if processor["cores"] == int(processor["cores"]):
+            processor["cores"] = int(processor["cores"])
+        network["bytes_per_s"] *= own.network.count
+        drives = [(Storage(part=each.part, **_figures(each, "storage")), each.count) for each in own.storage]
+        gpus = [(_accelerator(each), each.count) for each in own.accelerators]
         return Host(
             name=own.name,
-            processor=Processor(
-                part=_counted(own.processor),
-                cores=int(cores) if cores == int(cores) else cores,
-                **{name: processor[name] * own.processor.count for name in ("flops", "watts", "usd")},
-            ),
-            ddr=Memory(
-                part=own.memory.part,
-                **{name: memory[name] * own.memory.count for name in ("capacity_bytes", "watts", "usd")},
-                **{name: memory[name] * channels for name in ("bytes_per_s", "row_bytes_per_s")},
-            ),
-            network=Link(
-                part=_counted(own.network),
-                bytes_per_s=network["bytes_per_s"] * own.network.count,
-                latency_us=network["latency_us"],
-            ),
+            processor=Processor(part=_counted(own.processor), **processor),
+            ddr=Memory(part=own.memory.part, **memory),
+            network=Link(part=_counted(own.network), **network),
             costs=_costs(costs, folder),
-            storage=tuple(
-                each
-                for some in own.storage
-                for each in [Storage(part=some.part, **_figures(some, "storage"))] * some.count
-            ),
-            accelerators=tuple(each for some in own.accelerators for each in [_accelerator(some)] * some.count),
+            storage=tuple(drive for drive, count in drives for _ in range(count)),
+            accelerators=tuple(gpu for gpu, count in gpus for _ in range(count)),
             watts=own.watts,
             usd=own.usd,
             source="parts: " + ", ".join(map(_counted, listed)),
@@ -155,9 +139,10 @@ def _counted(entry: Any) -> str:
     return f"{entry.count} x {entry.part}"
 
 
-def _figures(entry: Any, kind: str) -> dict[str, Any]:
-    given = {name: getattr(entry, name) for name in FIGURES[kind]}
-    return load_part(kind, entry.part).values() | {name: value for name, value in given.items() if value is not None}
+def _figures(entry: Any, kind: str, count: int = 1) -> dict[str, Any]:
+    """Of so many parts together; what the entry sets stands in place of the part's own."""
+    figures = load_part(kind, entry.part).values()
+    return {name: count * (figures[name] if (own := getattr(entry, name)) is None else own) for name in FIGURES[kind]}
 
 
 def _accelerator(entry: Any) -> Accelerator:
@@ -228,11 +213,8 @@ def _document(path: Path) -> Any:
 
 
 def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write all figures of a host as JSON; the file is there whole or not at all.
-
-    Raises:
-        ValueError: the name does not end in .json. FileExistsError: there is such a file, and ``force`` is not given.
-    """
+    """Write all figures of a host as JSON; the file is there whole or not at all. ValueError: the name does not end in
+    .json. FileExistsError: there is such a file, and ``force`` is not given."""
     require_writable(Path(path), force=force)
     write_json(host, path, force=force)
 

@@ -6,11 +6,9 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from ...system.sizes import format_size
-from ..assumptions import FACTORS, Instead, describe_setup, machines_of
-from ..plan_file import PlanFile
-from ..prediction import Prediction, in_words, some
-from ..result import PlanResult
-from ..workload import Workload
+from ..planning import PlanResult
+from ..prediction import Prediction, describe_setup, in_words, machines_of, some
+from ..what_if import FACTORS, Instead
 
 _SCALES: Final = ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"))
 _DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -99,20 +97,19 @@ class Section(NamedTuple):
 
 
 def sections_of(result: PlanResult) -> list[Section]:
-    setup, target = result.prediction.setup, _targets(result.asked)
-    step = "step" if setup.workload.is_training else "query"
+    step = "step" if result.prediction.setup.workload.is_training else "query"
     found = [
-        Section("Asked", [_asked(setup.workload, ", ".join(result.hosts)), *([f"target: {target}"] if target else [])]),
+        Section("Asked", list(_asked(result, step))),
         Section("Assumed, as nobody said it", list(_assumed(result))),
         Section("Answer", [_answer(result)]),
         Section("Warnings", [f"! {text}" for text in result.warnings]),
         Section(f"Tiers of a host, in one {step}", (), _tiers(result)),
-        Section(f"Time of a {step}", [_RULE], _loads(result), is_text_last=True),
-        Section("Compared with all rows in memory", _in_memory(result)),
+        Section(f"Time of a {step}", [_RULE], _loads(result.prediction), is_text_last=True),
+        Section("Compared with all rows in memory", list(_in_memory(result))),
         _marginals(result),
         Section("Next best, and what fails", list(_alternatives(result))),
         _price(result),
-        Section("Drives", _wear(result)),
+        Section("Drives", list(_wear(result.prediction))),
         Section("Figures come from", [f"- {text}" for text in result.sources]),
         Section("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
     ]
@@ -126,35 +123,34 @@ def sections_of(result: PlanResult) -> list[Section]:
 # Asked, assumed, answered
 
 
-def _asked(workload: Workload, hosts: str) -> str:
+def _asked(result: PlanResult, step: str) -> Iterator[str]:
+    workload, target = result.prediction.setup.workload, result.asked.target
     rows = sum(table.num_embeddings for table in workload.tables)
     use = f"training with {workload.optimizer}" if workload.is_training else "serving"
     tables = f"{some(len(workload.tables), 'table')}, {count(rows)} rows, {format_size(workload.table_bytes)}"
-    unit = "step" if workload.is_training else "query"
-    return (
-        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {unit}; on {hosts}"
+    yield (
+        f"{workload.name}: {tables} as {workload.dtype}; {use}, {workload.batch_samples:,} samples a {step}; on "
+        f"{', '.join(result.hosts)}"
     )
-
-
-def _targets(asked: PlanFile) -> str:
-    target = asked.target
-    parts = [f"{count(target.samples_per_s)} samples/s"] if target.samples_per_s else []
-    parts += [f"{count(target.queries_per_s)} queries/s"] if target.queries_per_s else []
-    bounds = (("99 %", target.p99_ms), ("95 %", target.p95_ms))
-    parts += [f"{part} of queries within {significant(value)} ms" for part, value in bounds if value]
-    parts += [f"at most {money(target.usd)}"] if target.usd else []
-    parts += [f"at most {money(target.usd_a_month)} a month"] if target.usd_a_month else []
-    parts += [f"at most {watts(target.watts)}"] if target.watts else []
-    return ", ".join(parts)
+    wanted = (
+        (target.samples_per_s, "{} samples/s", count),
+        (target.queries_per_s, "{} queries/s", count),
+        (target.p99_ms, "99 % of queries within {} ms", significant),
+        (target.p95_ms, "95 % of queries within {} ms", significant),
+        (target.usd, "at most {}", money),
+        (target.usd_a_month, "at most {} a month", money),
+        (target.watts, "at most {}", watts),
+    )
+    parts = [text.format(shown(value)) for value, text, shown in wanted if value]
+    if parts:
+        yield f"target: {', '.join(parts)}"
 
 
 def _assumed(result: PlanResult) -> Iterator[str]:
     """Each with what the answer becomes if it is off, and how to say it."""
     for each in result.assumptions:
-        instead = (
-            "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace"
-        )
-        yield f"- {each.text}; or give {instead}"
+        key = "workload.dense_flops, or a run file" if each.figure == "dense_flops" else f"{each.figure}, or a trace"
+        yield f"- {each.text}; or give {key}"
         for factor, found in zip(FACTORS, each.what_if, strict=True):
             yield f"  - if it is {factor:g} times that, {_if_off(result, found)}"
 
@@ -163,12 +159,12 @@ def _if_off(result: PlanResult, found: Instead) -> str:
     other = found.prediction
     if other is None:
         return found.reason
-    latency, machines, price = other.latency, machines_of(other.setup), other.price
+    machines, latency = machines_of(other.setup), other.latency
     speed = f"{count(other.samples_per_s)} samples/s" if latency is None else f"99 % within {duration(latency.p99_s)}"
-    bound = f"bound by {in_words(other.bottleneck)}"
+    bound = f"{speed}; bound by {in_words(other.bottleneck)}"
     if machines == machines_of(result.prediction.setup):
-        return f"the same machines: {speed}; {bound}"
-    return f"{machines}: {speed}; {bound}; {money(price.usd)} to buy, {money(price.usd_a_month)} a month"
+        return f"the same machines: {bound}"
+    return f"{machines}: {bound}; {money(other.price.usd)} to buy, {money(other.price.usd_a_month)} a month"
 
 
 def _speed(prediction: Prediction) -> str:
@@ -176,21 +172,17 @@ def _speed(prediction: Prediction) -> str:
     latency = prediction.latency
     if latency is None:
         return f"{count(prediction.samples_per_s)} samples/s, {duration(prediction.step_s)} a step"
+    queries = f"{count(latency.queries_per_s)} queries/s"
     if math.isinf(latency.p99_s):
-        return f"{count(latency.queries_per_s)} queries/s come faster than they are answered"
-    return (
-        f"{count(latency.queries_per_s)} queries/s, half of them within {duration(latency.p50_s)}, "
-        f"99 % within {duration(latency.p99_s)}"
-    )
+        return f"{queries} come faster than they are answered"
+    return f"{queries}, half of them within {duration(latency.p50_s)}, 99 % within {duration(latency.p99_s)}"
 
 
 def _answer(result: PlanResult) -> str:
-    found = result.prediction
-    return (
-        f"{describe_setup(found.setup)}: {_speed(found)}; bound by {in_words(found.bottleneck)}; "
-        f"{money(found.price.usd)} to buy, {money(found.price.usd_a_month)} a month, {watts(found.price.watts)}"
-        + "".join(f"; {text}" for text in result.marks)
-    )
+    found, price = result.prediction, result.prediction.price
+    parts = [f"{describe_setup(found.setup)}: {_speed(found)}", f"bound by {in_words(found.bottleneck)}"]
+    parts += [f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month, {watts(price.watts)}", *result.marks]
+    return "; ".join(parts)
 
 
 # What supports it
@@ -212,65 +204,54 @@ def _tiers(result: PlanResult) -> list[tuple[str, ...]]:
     return rows
 
 
-def _loads(result: PlanResult) -> list[tuple[str, ...]]:
+def _loads(found: Prediction) -> list[tuple[str, ...]]:
     """Lanes that take time, the longest first, each with its resources, the longest first; and bars."""
-    loads = {load.resource: load for load in result.prediction.loads}
+    loads = {load.resource: load for load in found.loads if load.seconds}
     rows: list[tuple[str, ...]] = [("resource", "time", "work", "")]
-    longest = result.prediction.lanes[0].seconds if result.prediction.lanes else 0.0
 
     def bar(seconds: float, mark: str) -> str:
-        return mark * round(_BAR * seconds / longest)
+        return mark * round(_BAR * seconds / found.lanes[0].seconds)
 
-    for index, lane in enumerate(result.prediction.lanes):
-        busy = [loads[name] for name in lane.resources if name in loads and loads[name].seconds]
-        busy.sort(key=lambda load: -load.seconds)
-        is_sum = len(busy) > 1
-        if is_sum:
+    for index, lane in enumerate(found.lanes):
+        busy = sorted((loads[name] for name in lane.resources if name in loads), key=lambda load: -load.seconds)
+        indent, mark = ("  ", "-") if len(busy) > 1 else ("", "#")
+        if len(busy) > 1:
             rows.append((in_words(lane.name), duration(lane.seconds), "", bar(lane.seconds, "#")))
         for rank, load in enumerate(busy):
             work = "" if load.unit == "seconds" else quantity(load.amount, load.unit)  # of waits there is none
-            name = ("  " if is_sum else "") + in_words(load.resource)
-            drawn = bar(load.seconds, "-" if is_sum else "#")
-            is_bottleneck = index == rank == 0
-            rows.append((name, duration(load.seconds), work, drawn + (" <- bottleneck" if is_bottleneck else "")))
-    return rows if len(rows) > 1 else []
+            drawn = bar(load.seconds, mark) + (" <- bottleneck" if index == rank == 0 else "")
+            rows.append((indent + in_words(load.resource), duration(load.seconds), work, drawn))
+    return rows
 
 
-def _in_memory(result: PlanResult) -> list[str]:
-    """What the answer saves compared with the cheapest fleet that has every row in memory; none where that is not
-    asked."""
+def _in_memory(result: PlanResult) -> Iterator[str]:
+    """What the answer saves compared with the cheapest fleet that has every row in memory, and the least and the most
+    of it with one assumption off, of those that both fleets can meet."""
     own, found = result.prediction.price, result.in_memory
     if found is None:
-        return []
+        return
     if found.prediction is None:
-        return [f"all rows in DDR or HBM: {found.reason}"]
+        yield f"all rows in DDR or HBM: {found.reason}"
+        return
     memory, price = found.prediction, found.prediction.price
     fleet = f"{machines_of(memory.setup)}: {money(price.usd_a_month)} a month, {watts(price.watts)}"
     month, power = price.usd_a_month - own.usd_a_month, price.watts - own.watts
     shares = share(month / (price.usd_a_month or 1.0), 0), share(power / (price.watts or 1.0), 0)
-    return [
-        f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}",
-        f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})",
-        *_saved_if_off(result),
-    ]
-
-
-def _saved_if_off(result: PlanResult) -> list[str]:
-    """The least and the most that is saved with one assumption off, of those that both fleets can meet."""
-    pairs = [
-        (memory.prediction.price, tiers.prediction.price)
-        for assumed, own in zip(result.in_memory_if_off, result.assumptions, strict=True)
-        for memory, tiers in zip(assumed.what_if, own.what_if, strict=True)
-        if memory.prediction and tiers.prediction
-    ]
-    if not pairs:
-        return []
-    month = [memory.usd_a_month - tiers.usd_a_month for memory, tiers in pairs]
-    power = [memory.watts - tiers.watts for memory, tiers in pairs]
-    return [
-        f"if an assumption is off by two: {money(min(month))} to {money(max(month))} a month, {watts(min(power))} to "
-        f"{watts(max(power))}"
-    ]
+    yield f"all rows in DDR or HBM: {fleet}; bound by {in_words(memory.bottleneck)}"
+    yield f"this plan saves {money(month)} a month ({shares[0]}) and {watts(power)} ({shares[1]})"
+    saved = [
+        (other.prediction.price.usd_a_month - tiers.prediction.price.usd_a_month,
+         other.prediction.price.watts - tiers.prediction.price.watts)
+        for assumed, alone in zip(result.in_memory_if_off, result.assumptions, strict=True)
+        for other, tiers in zip(assumed.what_if, alone.what_if, strict=True)
+        if other.prediction and tiers.prediction
+    ]  # fmt: skip
+    if saved:
+        months, powers = zip(*saved, strict=True)
+        yield (
+            f"if an assumption is off by two: {money(min(months))} to {money(max(months))} a month, "
+            f"{watts(min(powers))} to {watts(max(powers))}"
+        )
 
 
 def _marginals(result: PlanResult) -> Section:
@@ -309,9 +290,7 @@ def _price(result: PlanResult) -> Section:
     return Section("Price", [f"{money(price.usd_a_month)} a month, {terms}"], rows)
 
 
-def _wear(result: PlanResult) -> list[str]:
-    drives, written = result.prediction.setup.host.storage, result.prediction.drive_writes_a_day
-    if not drives or not written:
-        return []
-    rated = min(drive.drive_writes_a_day for drive in drives)
-    return [f"each is written {significant(written)} times a day; it is rated for {significant(rated)}"]
+def _wear(found: Prediction) -> Iterator[str]:
+    if written := found.drive_writes_a_day:
+        rated = min(drive.drive_writes_a_day for drive in found.setup.host.storage)
+        yield f"each is written {significant(written)} times a day; it is rated for {significant(rated)}"

@@ -1,15 +1,78 @@
-"""What a prediction would be with a tenth more of one resource, all else staying."""
+"""What the answer becomes if something is other than it is: what was assumed by half and twice, each resource by a
+tenth."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from . import host as hosts
 from .demand import Demand
-from .host import times
 from .model import predict
-from .prediction import Setup
+from .prediction import Prediction, Setup, some
+from .workload import Assumed, Figure, Workload, times
 
+FACTORS: Final = (0.5, 2.0)
+"""Of what was assumed."""
 _STEP: Final = 0.1
+
+
+class Instead(NamedTuple):
+    """Another answer: ``prediction``, or the reason why there is none."""
+
+    prediction: Prediction | None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, answer: Callable[[], Prediction]) -> "Instead":
+        """A ValueError says why there is none."""
+        try:
+            return cls(answer())
+        except ValueError as error:
+            return cls(None, str(error))
+
+
+class Assumption(NamedTuple):
+    """Attributes:
+    figure: a key of workloads and tables.
+    value: what was taken; of tables of different values the first's.
+    text: what was assumed, in words.
+    what_if: the answer if the figure is ``factor`` times that, for each of ``FACTORS``.
+    """
+
+    figure: Figure
+    value: float
+    text: str
+    what_if: tuple[Instead, ...]
+
+
+def assumptions_of(workload: Workload, answer: Callable[[Workload], Prediction]) -> tuple[Assumption, ...]:
+    """Of all that the workload assumes; ``answer``: of another workload, a ValueError says why there is none."""
+
+    def off(assumed: Assumed, factor: float) -> Instead:
+        return Instead.of(lambda: answer(replace(times(workload, assumed, factor), assumed=())))
+
+    return tuple(
+        Assumption(each.figure, *_told(workload, each), tuple(off(each, factor) for factor in FACTORS))
+        for each in workload.assumed
+    )
+
+
+def assumed_words(workload: Workload) -> str:
+    """All of it, for a sentence."""
+    return "; ".join(_told(workload, each)[1] for each in workload.assumed)
+
+
+def _told(workload: Workload, assumed: Assumed) -> tuple[float, str]:
+    """The value, and what it is."""
+    if assumed.figure == "dense_flops":
+        flops, layers = workload.dense_flops, "the layers of MLPerf's DLRM-DCNv2 over these tables"
+        return flops, f"dense model: {flops / 1e6:.3g} Mflop a sample, forward: {layers}"
+    value = next(float(getattr(each, assumed.figure)) for each in workload.tables if each.name == assumed.tables[0])
+    every = some(len(workload.tables), "table")
+    of = every if len(assumed.tables) == len(workload.tables) else f"{len(assumed.tables):,} of {every}"
+    if assumed.figure == "pooling_factor":
+        return value, f"pooling factor: {value:g} id a sample, in {of}"
+    return value, f"skew: Zipf's law of exponent {value:g}, in {of}"
 
 
 class Marginal(NamedTuple):
@@ -27,7 +90,7 @@ class Marginal(NamedTuple):
 
 
 def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
-    """Of a tenth more of each resource, and of a core more; the best first.
+    """Of a tenth more of each resource, and of a core more, all else staying; the best first.
 
     Memory that is more is used, by rows or as page cache; the host then has so much more of it. A tenth of the drives'
     reads or writes costs a tenth of the drives, as if there were such drives.
@@ -45,18 +108,17 @@ def marginal_values(setup: Setup, demand: Demand) -> tuple[Marginal, ...]:
 def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
     """(resource, setup with more of it, US dollars a host or 0)."""
     host, ddr, processor = setup.host, setup.host.ddr, setup.host.processor
+    hbm, drives_usd = "host.accelerators.hbm", _STEP * sum(drive.usd for drive in host.storage)
     for resource, field in (("ddr", "ddr_bytes"), ("page cache", "page_cache_bytes")):
         if size := _STEP * getattr(setup, field):
             larger = replace(host, ddr=replace(ddr, capacity_bytes=ddr.capacity_bytes + size))
             yield resource, replace(_more(setup, field), host=larger), ddr.usd * size / ddr.capacity_bytes
-    drives_usd = _STEP * sum(drive.usd for drive in host.storage)
     yield "ssd reads", _more(setup, "host.storage.reads_per_s", "host.storage.read_bytes_per_s"), drives_usd
     yield "ssd writes", _more(setup, "host.storage.write_bytes_per_s"), drives_usd
     yield "ddr bandwidth", _more(setup, "host.ddr.bytes_per_s", "host.ddr.row_bytes_per_s"), 0.0
     if setup.hosts > 1:
         yield "network", _more(setup, "host.network.bytes_per_s"), 0.0
     if setup.hbm_bytes:
-        hbm = "host.accelerators.hbm"
         yield "hbm", _more(setup, "hbm_bytes", f"{hbm}.capacity_bytes"), 0.0
         yield "hbm bandwidth", _more(setup, f"{hbm}.bytes_per_s", f"{hbm}.row_bytes_per_s"), 0.0
         yield "pcie", _more(setup, "host.accelerators.pcie.bytes_per_s"), 0.0
@@ -70,5 +132,5 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup, float]]:
 
 def _more(setup: Setup, *paths: str) -> Setup:
     """With a tenth more of some fields of fields."""
-    found: Setup = times(setup, 1 + _STEP, *paths)
+    found: Setup = hosts.times(setup, 1 + _STEP, *paths)
     return found

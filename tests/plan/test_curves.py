@@ -1,0 +1,334 @@
+"""Curves: stack distances against a list that is searched, batches against the reference cache in plain Python and a
+real store's own counters, and samples beside all."""
+
+import bisect
+import contextlib
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tierstore
+from bench.workload import ids_of
+from tests.plan import commands
+from tierstore.cache import Admission
+from tierstore.cache.reference import ReferenceCache
+from tierstore.errors import BudgetError
+from tierstore.layout import KEY_ROW_BITS
+from tierstore.plan import Accesses, accesses_of, once_a_batch
+from tierstore.plan.accesses import numbered, read_accesses
+from tierstore.plan.curves import POLICIES, by_table, curve, distances
+from tierstore.plan.json_file import plain
+from tierstore.pool import HELD_SHARE
+from tierstore.store.budget import divide
+from tierstore.trace import TableTrace, Trace, write_trace
+from tierstore.trace.recorded import Recorded
+from tierstore.trace.sampling import is_sampled
+
+
+def of_batches(batches: Sequence[Any]) -> Accesses:
+    keys = np.array([key for batch in batches for key in batch], np.int64)
+    return Accesses(keys, np.cumsum([0, *map(len, batches)]), ("all",))
+
+
+def random_accesses(seed: int, num: int = 4000) -> Accesses:
+    """One a batch, of two of three tables, the second with few rows."""
+    rng = np.random.default_rng(seed)
+    second = rng.random(num) < 0.3
+    keys = np.where(second, 2 << KEY_ROW_BITS | rng.integers(0, 20, num), rng.zipf(1.2, num) % 1000)
+    return Accesses(keys.astype(np.int64), np.arange(num + 1), ("a", "b", "c"))
+
+
+# Stack distances
+
+
+def searched(keys: list[int]) -> dict[int, int]:
+    """Accesses by distance; a row's first access has none."""
+    counts: Counter[int] = Counter()
+    stack: list[int] = []
+    for key in keys:
+        if key in stack:
+            counts[stack.index(key)] += 1
+            stack.remove(key)
+        stack.insert(0, key)
+    return dict(counts)
+
+
+def found_in(keys: np.ndarray, skip: int = 0) -> dict[int, int]:
+    histogram = distances(numbered(keys), skip=skip)
+    return {int(distance): int(histogram[distance]) for distance in np.flatnonzero(histogram)}
+
+
+@pytest.mark.kernel
+@given(keys=st.lists(st.integers(0, 90), max_size=400), skip=st.integers(0, 400), shift=st.integers(0, 40))
+def test_distances_of_any_accesses_behind_any_that_are_skipped(keys: list[int], skip: int, shift: int) -> None:
+    before = Counter(searched(keys[:skip]))
+    found = found_in(np.array(keys, np.int64) << shift, min(skip, len(keys)))
+    assert found == {key: n - before[key] for key, n in searched(keys).items() if n > before[key]}
+
+
+@pytest.mark.parametrize("num_rows", [1, 65, 2000])
+def test_distances_of_many_accesses(num_rows: int) -> None:
+    """Rows come from all over the map, and from beside each other."""
+    rng = np.random.default_rng(num_rows)
+    popular = np.minimum(rng.geometric(20 / (num_rows + 20), 40_000), num_rows) - 1
+    keys = np.where(rng.random(40_000) < 0.2, rng.integers(0, num_rows, 40_000), popular)
+    assert found_in(keys) == searched(keys.tolist())
+
+
+# Stores
+
+
+class Slow:
+    """What a store does with its cache, in plain Python; rows are in place as soon as they are admitted."""
+
+    def __init__(self, policy: str, capacity: int, depth: int) -> None:
+        self.cache: Any = ReferenceCache(capacity, weight_words=0, state_words=0, policy=f"reference-{policy}")  # type: ignore[arg-type]
+        self.depth = depth
+        self.held: deque[Any] = deque()
+        self.misses = 0
+
+    def _release(self) -> None:
+        self.cache.unpin(self.held.popleft())
+
+    def _in_the_way(self, num_rows: int) -> bool:
+        """Whether the oldest pinned batch has to go before the next one, of so many rows, comes."""
+        pinned = sum(map(len, self.held)) + num_rows
+        return len(self.held) > self.depth or (len(self.held) > 0 and pinned > self.cache.capacity * HELD_SHARE)
+
+    def look_up(self, keys: list[int]) -> None:
+        while self._in_the_way(len(keys)):
+            self._release()
+        left = np.array(keys, np.int64)
+        while len(left):
+            admission = Admission(left)
+            self.cache.admit(admission)
+            self.cache.filled(admission.missing_slots)
+            self.misses += admission.num_missing
+            left = left[admission.consumed :]
+            self.held.append(admission.slots)
+            while len(left) and self.held:
+                self._release()
+
+
+def slow_misses(accesses: Accesses, policy: str, capacity: int, depth: int) -> int:
+    slow = Slow(policy, capacity, depth)
+    for begin, end in zip(accesses.starts[:-1], accesses.starts[1:], strict=True):
+        slow.look_up(accesses.keys[begin:end].tolist())
+    return slow.misses
+
+
+def misses(accesses: Accesses, policy: str, capacity: int, depth: int = 0) -> int:
+    made = curve(accesses, policy, sizes=[capacity], prefetch_depth=depth)
+    return round(float(made.miss_ratios[0]) * made.num_accesses)
+
+
+BATCHES = st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=25).filter(any)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", POLICIES)
+@given(batches=BATCHES, spare=st.integers(0, 25), depth=st.integers(0, 3))
+def test_any_batches_at_any_size(policy: str, batches: list[list[int]], spare: int, depth: int) -> None:
+    """One that holds those in flight; of lru and lfu also one so small that a batch is looked up part by part."""
+    accesses = once_a_batch(of_batches(batches))
+    fitting, small = (1 + depth) * int(np.diff(accesses.starts).max()) + spare, 1 + spare % 12
+    for capacity in (fitting,) if policy == "tinylfu" else (fitting, small):
+        assert misses(accesses, policy, capacity, depth) == slow_misses(accesses, policy, capacity, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_store_misses_as_its_curve_says(policy: Any, depth: int) -> None:
+    """From the largest batch's rows on; each lookup waits until the batches behind it are in. No id is twice in a
+    batch: TinyLFU's window shrinks by the number of ids, which a trace of distinct rows has lost."""
+    generator = np.random.default_rng(4)
+    batches = [generator.permutation(np.unique(generator.zipf(1.2, n) % 5000)) for n in generator.integers(1, 200, 60)]
+    accesses, left = once_a_batch(of_batches(batches)), iter(range(len(batches), 0, -1))
+    rows = 2 * int(max(ids.max() for ids in batches)) + 2
+    table = tierstore.TableConfig(name="t0", num_embeddings=rows, embedding_dim=4, optimizer=tierstore.optim.SGD(lr=1))
+    with tierstore.open(cold="memory", ddr="64MiB") as store:
+        layout = store.create_table(table).layout
+
+    def rows_of(budget: int) -> int:
+        with contextlib.suppress(BudgetError):
+            shares = divide(budget, {layout: rows}, num_tables=1, policy=policy, given=budget)
+            return shares.pools[layout].cached_rows
+        return 0
+
+    budget = bisect.bisect_left(range(2**32), 900 if depth else 300, key=rows_of)
+    jagged = [
+        tierstore.KeyedJaggedTensor(["t0"], torch.from_numpy(ids), lengths=torch.tensor([len(ids)])) for ids in batches
+    ]
+    with tierstore.open(cold="memory", ddr=budget, policy=policy, threads=1) as store:
+        pins = store.create_table(table).pool.pins
+        module = tierstore.TieredEmbeddingBagCollection(store)
+        with torch.no_grad(), contextlib.closing(tierstore.prefetch(jagged, module, depth=depth)) as ahead:
+            for batch in ahead:
+                expected = min(1 + depth, next(left))
+                while depth and pins.num_held < expected:
+                    time.sleep(0.001)
+                module(batch)
+        found = store.stats().ddr
+    assert found.unique == len(accesses.keys)
+    assert found.misses == misses(accesses, policy, found.capacity_rows, depth)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "tinylfu"])
+def test_the_sizes_of_a_curve_are_enough_and_the_largest_batch_is_one(policy: str) -> None:
+    """Below it a batch is looked up in parts, and fewer rows of the batch before are left."""
+    generator = np.random.default_rng(6)
+    ends = np.cumsum(generator.integers(1, 500, 50))
+    accesses = once_a_batch(Accesses(generator.zipf(1.3, int(ends[-1])) % 3000, np.append(0, ends), ("all",)))
+    largest, made = int(np.diff(accesses.starts).max()), curve(accesses, policy)
+    assert (made.num_accesses, made.num_rows) == (len(accesses.keys), len(np.unique(accesses.keys)))
+    assert {1, largest, made.num_rows} <= set(made.sizes.tolist())
+    sizes = np.unique(np.geomspace(largest, made.num_rows, 12).astype(np.int64))
+    off = [100 * (made.hit_rate(size) - curve(accesses, policy, sizes=[size]).hit_rate(size)) for size in sizes]
+    assert np.abs(off).max() < 2
+    assert np.abs(off).mean() < 0.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("skip", [1, 1700, 3999])
+def test_skipped_batches_fill_the_cache_and_do_not_count(policy: str, skip: int) -> None:
+    accesses, sizes = random_accesses(3), [1, 10, 100, 500]
+    before = accesses._replace(keys=accesses.keys[:skip], starts=accesses.starts[: skip + 1])
+    made = curve(before, policy, sizes=sizes), curve(accesses, policy, sizes=sizes, skip=skip)
+    first, rest, whole = (
+        each.miss_ratios * each.num_accesses for each in (*made, curve(accesses, policy, sizes=sizes))
+    )
+    np.testing.assert_allclose(first + rest, whole, rtol=1e-12)
+
+
+# Samples
+
+
+def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
+    keys = np.random.default_rng(7).integers(0, 400, 20_000)
+    whole = Accesses(keys, np.arange(20_001), ("a",))
+    made, all_of_it = curve(whole._replace(sampling_rate=0.5), "lru", sizes=[2, 200, 400, 800]), curve(whole, "lru")
+    assert (made.num_accesses, made.num_rows, made.sampling_rate) == (40_000, 800, 0.5)
+    # 0.25 rows more than half of the size: half a row for the newest, of which half is in its share.
+    between = [0.75 * all_of_it.miss_ratio(size) + 0.25 * all_of_it.miss_ratio(size + 1) for size in (1, 100, 200)]
+    np.testing.assert_allclose(made.miss_ratios, [*between, 400 / 20_000], rtol=1e-12)
+    assert made.warning.endswith("record every row")
+    assert not all_of_it.warning
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookups_of_all_rows_say_what_misses_are_a_share_of(policy: str) -> None:
+    """The sampled rows have more accesses than their share, then fewer; the misses stay theirs."""
+    half, sizes = random_accesses(11)._replace(sampling_rate=0.5), [1, 40, 400, 2000]
+    for counts in ((4500, 0, 2500), (6000, 0, 4000)):
+        made = curve(half._replace(all_lookups=counts), policy, sizes=sizes)
+        assert made.num_accesses == sum(counts)
+        expected = np.minimum(curve(half, policy, sizes=sizes).miss_ratios * 8000 / sum(counts), 1)
+        np.testing.assert_allclose(made.miss_ratios, expected, rtol=1e-12)
+
+
+def recorded(batches: Sequence[Any], rate: float) -> Accesses:
+    """What a recording holds of batches of keys of two tables."""
+    found = Recorded(["t0", "t1"], rate=rate, max_bytes=1 << 40)
+    for keys in batches:
+        own = keys if rate == 1 else keys[is_sampled(keys, rate)]
+        found.add(own, np.zeros(len(own), np.int32), 1, found.last, np.bincount(keys >> KEY_ROW_BITS, minlength=2))
+    return accesses_of(found.contents().trace())
+
+
+def points_off(sampled: Accesses, whole: Accesses) -> float:
+    """Of the hit rate, on average over 20 sizes from 0.1 % of the rows, if that is ten sampled ones."""
+    num_rows = len(np.unique(whole.keys))
+    smallest = max(0.001 * num_rows, 10 / sampled.sampling_rate)
+    sizes = np.unique(np.rint(np.geomspace(smallest, num_rows, 20)).astype(np.int64))
+    exact, estimate = curve(whole, "lru", sizes=sizes), curve(sampled, "lru", sizes=sizes)
+    return float(100 * np.abs(estimate.miss_ratios - exact.miss_ratios).mean())
+
+
+def test_each_lookup_is_as_near_as_once_a_batch() -> None:
+    """Half of the lookups are of popular rows that are not in the sample."""
+    batches = list(ids_of(np.random.default_rng(0), 50_000, 400_000, 1.05).reshape(-1, 2000))
+    whole, sampled = recorded(batches, 1.0), recorded(batches, 0.05)
+    lookups = points_off(sampled, whole)
+    assert lookups < min(2, points_off(once_a_batch(sampled), once_a_batch(whole)))
+    assert points_off(sampled._replace(all_lookups=None), whole) > 10 * lookups
+
+
+def test_first_uses_are_all_that_a_cache_of_all_rows_misses() -> None:
+    """By table too: one has few rows, of which a popular one is in the sample."""
+    generator = np.random.default_rng(3)
+    few, many = 1 << KEY_ROW_BITS | generator.integers(0, 100, 100_000), ids_of(generator, 40_000, 100_000, 1.0)
+    keys = np.where(generator.random(100_000) < 0.3, few, many)
+    whole, sampled = (recorded(list(keys.reshape(-1, 1000)), rate) for rate in (1.0, 0.1))
+    num_rows = len(np.unique(keys))
+    for found in (curve(sampled, "lru"), curve(sampled, "tinylfu")):
+        assert found.num_accesses == 100_000
+        assert found.miss_ratio(2 * num_rows) == pytest.approx(num_rows / 100_000, rel=0.05)
+    for name, exact in by_table(whole, "lru").items():
+        assert by_table(sampled, "lru")[name].num_accesses == exact.num_accesses
+
+
+# The command
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    rng, offsets = np.random.default_rng(1), np.arange(0, 1001, 2)
+    ids = {"item": rng.zipf(1.3, 1000) % 300, "user": rng.integers(0, 50, 1000)}
+    tables = {name: TableTrace(own, offsets) for name, own in ids.items()}
+    write_trace(Trace(tables=tables, batch_samples=5), tmp_path / "run.npz")
+    return tmp_path / "run.npz"
+
+
+def test_the_command_writes_the_curves_that_were_asked_for(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: object) -> Any:
+        assert commands.run("curve", path, *words, "--json", tmp_path / "out", "--force") == 0
+        return json.loads((tmp_path / "out").read_text())
+
+    accesses = read_accesses(path)
+    sizes = sorted([10, 100, round(len(np.unique(accesses.keys)) / 10)])
+    made = {policy: {"all": curve(accesses, policy, sizes=sizes)} for policy in ("lru", "lfu")}
+    assert run("--policy", "lru,lfu", "--sizes", "10,100,10%") == plain(made)
+    said = capsys.readouterr().out
+    assert f"{path}: 2,000 lookups of 2 tables\n" in said
+    assert all(f"{each['all'].hit_rate(100):.4f}" in said for each in made.values())
+    assert run("--by-table", "--policy", "lfu") == {"lfu": plain(by_table(accesses, "lfu"))}
+    assert "lfu item" in capsys.readouterr().out
+    ahead, plainly = (curve(once_a_batch(accesses), "lfu", prefetch_depth=depth) for depth in (2, 0))
+    assert run("--once-a-batch", "--policy", "lfu", "--prefetch-depth", 2) == {"lfu": {"all": plain(ahead)}}
+    assert plain(ahead) != plain(plainly)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "lru,belady"], r"policy='belady': there are lru, lfu"),
+        (["--sizes", "10,ten"], r"--sizes ten: write rows, or a share"),
+        (["--prefetch-depth=-1"], "prefetch_depth=-1"),
+    ],
+)
+def test_mistakes_are_named_with_the_way_out(path: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        commands.run("curve", path, *words, "--json", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_is_said() -> None:
+    accesses = random_accesses(9)
+    with pytest.raises(ValueError, match="there is no access"):
+        curve(accesses._replace(keys=accesses.keys[:0]), "lru")
+    for sizes in ([0, 3], [], [1.5]):
+        with pytest.raises(ValueError, match=r"sizes=\[.*whole numbers of rows"):
+            curve(accesses, "lru", sizes=sizes)
+    with pytest.raises(ValueError, match=r"skip=4000"):
+        curve(accesses, "lru", skip=4000)
