@@ -5,11 +5,9 @@ import functools
 import gc
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests import children
-from tierstore import errors
 from tierstore.nn.function import PreparedLookups
 from tierstore.pool import Pool
 
@@ -165,33 +162,6 @@ def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: boo
         assert max(ahead) <= most * plain
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-def test_batches_that_stay_in_use_stop_nobody(share: float) -> None:
-    """All outputs wait for one backward pass, and an evaluation looks up in between."""
-    with tierstore.open(cold="memory", ddr="440KiB", policy="lru") as store:
-        collection = make_collection(store, rows=MANY)
-        rows = int(share * store["a"].pool.cache.capacity)
-        batches = [batch(*range(i * rows, (i + 1) * rows)) for i in range(12)]
-        outs = []
-        for item in tierstore.prefetch(batches, collection, depth=3):
-            outs.append(collection(item).values().sum())
-            with torch.no_grad():
-                for other in tierstore.prefetch(batches[:3], collection, depth=2):
-                    collection(other)
-        assert store.stats().ddr.split_batches > 0 or share < 1
-        torch.stack(outs).sum().backward()  # type: ignore[no-untyped-call]
-        assert pinned(store) == 0
-
-
-def test_ids_changed_after_preparation_are_looked_up_anew(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for item in tierstore.prefetch([batch(1)], collection, depth=1):
-            item.values()[0] = 7
-            assert torch.equal(collection(item)["a"], store["a"].read(torch.tensor([7])))
-        assert pinned(store) == 0
-
-
 def test_wrong_arguments(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
@@ -202,16 +172,6 @@ def test_wrong_arguments(store_dir: Path) -> None:
                 tierstore.prefetch([], collection, lookahead=lookahead)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="pass features="):
             next(iter(tierstore.prefetch([object()], collection, depth=1)))
-
-
-def test_closing_the_store_under_a_pipeline_is_a_clear_error(store_dir: Path) -> None:
-    store = tierstore.open(store_dir, ddr="1MiB")
-    collection = make_collection(store)
-    pipeline = tierstore.prefetch((batch(i) for i in range(100)), collection, depth=1)
-    next(pipeline)
-    store.close()
-    with pytest.raises(errors.ClosedError):
-        list(pipeline)
 
 
 def in_eviction_order(store: tierstore.Store) -> list[int]:
@@ -446,23 +406,6 @@ class Counted:
 
     def is_current(self, _: object) -> bool:
         return not self.is_stale
-
-
-def test_a_batch_is_taken_or_dropped_by_one_thread() -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            for _ in range(1500):
-                waiting: Any = PreparedLookups()
-                objects, batches = [object() for _ in range(3)], [Counted() for _ in range(3)]
-                for each, prepared in zip(objects, batches, strict=True):
-                    waiting.put(each, prepared)
-                taken = thread.submit(waiting.take, objects[2], [])
-                waiting.drop(batches[2])
-                assert batches[2].num_released == (taken.result() is None)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_an_object_that_comes_again_has_a_batch_of_its_own() -> None:

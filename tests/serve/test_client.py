@@ -24,9 +24,6 @@ from tests.serve.requests import plain_tensors
 from tierstore.serve import client as clients
 from tierstore.serve.client import Answer, Client, decode_answer
 from tierstore.serve.limits import Limits
-from tierstore.serve.messages import Status
-
-HEADER = "Inference-Header-Content-Length"
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +98,6 @@ def test_what_the_server_says_of_itself() -> None:
         served.engine.is_ready = False
         assert client.ready() is False
         assert served.server.num_connections == 1, "it is kept"
-
-
-def test_the_servers_errors() -> None:
-    odd = {405: Status.INVALID, 502: Status.INTERNAL, 503: Status.UNAVAILABLE}
-    usual = {each.http: each for each in Status if each.http not in (408, 431, 503)}
-    for code, status in (usual | odd).items():
-        for body, says in ((b'{"error": "input \'x\': no"}', "input 'x': no"), (b"<html>", "<html>")):
-            error = clients._error(clients._Reply(code, None, body))
-            assert (error.status, str(error)) == (status, f"{says} (HTTP {code})")
 
 
 def test_what_does_not_answer_is_told_with_its_address(served: Fronted, client: Client) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.serve.loops import wait_for
 from tests.serve.whole import ADMIN, InThread, serving
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.serve.client import Client
-from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.messages import ServeError
 
 ROWS, DIM = 500, 8
 
@@ -94,40 +93,10 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
         yield made
 
 
-def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, model = threading.Lock(), server.engine._served["rows.t"].model
-    parse = model.parse
-
-    def counted(inputs: Any) -> Any:
-        assert alone.acquire(blocking=False)
-        time.sleep(0.1)  # for another to come
-        alone.release()
-        return parse(inputs)
-
-    def ask(_: int) -> int:
-        with Client(server.url) as client:
-            return len(client.rows(np.zeros(40_000, np.int64), table="t"))
-
-    monkeypatch.setattr(model, "parse", counted)
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(ask, range(3))) == [40_000] * 3
-
-
 def bags_of(ids: list[int], lengths: list[int] | None = None) -> list[Any]:
     given = {"ids": np.array(ids, np.int64)} | ({} if lengths is None else {"lengths": np.array(lengths, np.int32)})
     made = [tritonclient.grpc.InferInput(name, [len(each)], f"INT{each.itemsize * 8}") for name, each in given.items()]
     return [tensor.set_data_from_numpy(each) for tensor, each in zip(made, given.values(), strict=True)]
-
-
-def test_what_is_not_there_is_named(server: InThread) -> None:
-    inputs = {"ids": np.array([1])}
-    with Client(server.url) as client:
-        for model, version, says in (("rows.u", "", "did you mean 'rows.t'?"), ("rows.t", "7", "1 is")):
-            with pytest.raises(ServeError, match=says) as caught:
-                client.infer(model, inputs, version=version)
-            assert caught.value.status is Status.NOT_FOUND
-    refused = ask_rows(server, [1], outputs=[{"name": "row"}])
-    assert (refused.status_code, "did you mean 'rows'?" in refused.json()["error"]) == (400, True)
 
 
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
@@ -195,19 +164,6 @@ def test_answers_are_of_one_version_while_another_process_commits(
     assert server.metric("tierstore_version") == 11
 
 
-def test_a_server_whose_thread_takes_no_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
-    with monkeypatch.context() as broken:
-        broken.setattr(server.engine._executor, "submit", refuse)
-        assert ask_rows(server, [1]).status_code == 503
-    for path in ("live", "ready"):
-        assert httpx.get(f"{server.url}/v2/health/{path}").status_code == 503
-    assert not server.status()["server"]["live"]
-
-
 def test_a_server_that_cannot_follow_any_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise BaseException("beyond what is expected to go wrong")
@@ -270,16 +226,6 @@ def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -
     refused = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN)
     assert refused.status_code == 400
     assert "tierstore rollback" in refused.json()["error"]
-
-
-def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
-    name = "a/b %2F?é/infer"
-    writer("create", name, ROWS, DIM)
-    number(writer, 2, "t", name)
-    with serving(store_dir) as server, Client(server.url) as client:
-        assert (client.rows([7], table=name) == 2.0).all()
-        assert (client.pooled([7, 8], [2], table=name) == 4.0).all()
-        assert client.metadata(f"rows.{name}", version="2")["name"] == f"rows.{name}"
 
 
 def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:

@@ -1,7 +1,6 @@
 """The demonstration, small."""
 
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -48,28 +47,6 @@ def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(t
         assert run["history"][-1]["bytes_read"] == run["tiers"]["ssd"]["bytes_read"]
     lfu = json.loads((folder / "lfu.json").read_text())
     assert lfu["bits"] == tiered["bits"]
-
-
-@pytest.mark.slow
-def test_ranks_share_the_tables_and_end_in_equal_bits(tmp_path, capfd, monkeypatch):
-    folder = tmp_path / "demo"
-    monkeypatch.setattr(demo, "_BUDGET_SHARE", 0.5)  # of few rows a tenth is no budget
-    assert demo.run_demo(folder, rows=8_000, ranks=2)
-    output = capfd.readouterr().out
-    assert "divided among 2 ranks." in output
-    assert (
-        len(re.findall(r"^\$ .*(torchrun|torch.distributed.run) --nproc-per-node 2 -m tierstore train", output, re.M))
-        == 2
-    )
-    assert "Both ended in the same bits" in output
-    tiered = json.loads((folder / "tiered.json").read_text())
-    assert [each["store"] for each in tiered["ranks"]] == [str(folder / "tiered" / f"{rank}-of-2") for rank in (0, 1)]
-    assert all(each["tiers"]["ddr"]["evictions"] > 0 for each in tiered["ranks"])
-    assert main(["verify", str(folder / "tiered")]) == 0
-    with pytest.raises(ValueError, match="several train on the CPU for now"):
-        demo.run_demo(tmp_path / "other", device="cuda", ranks=2)
-    with pytest.raises(ValueError, match="ranks=0"):
-        demo.run_demo(tmp_path / "other", ranks=0)
 
 
 def summary_of(hbm_hits):
@@ -131,12 +108,3 @@ def test_a_folder_of_another_kind_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is no demonstration"):
         demo.run_demo(tmp_path / "file")
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_an_earlier_demonstration_is_overwritten_with_notice(tmp_path, capsys):
-    for _ in range(2):
-        demo._empty(tmp_path / "demo")
-        assert not (tmp_path / "demo" / "old").exists()
-        (tmp_path / "demo" / "old").write_text("")
-    assert "Overwriting the demonstration" in capsys.readouterr().out
-    assert "DIFFERENT bits" in demo._verdict(False, {}, None)

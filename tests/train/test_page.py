@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import math
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -125,13 +123,6 @@ def test_a_run_with_device_memory_tells_its_hits_and_one_that_resumed_where():
     assert Parsed(page_of("None", {"run": as_read(run)})).lines == []
 
 
-def test_a_loss_that_diverged_ends_its_line_and_nothing_else():
-    run = made_run()
-    history = tuple(point._replace(loss_sum=math.nan) if point.step > 20 else point for point in run.history)
-    page = Parsed(page_of("One", {"run": as_read(dataclasses.replace(run, loss=math.inf, history=history))}))
-    assert [len(points) for _, points in page.lines] == [5, 10, 10, 10]
-
-
 @given(st.floats(-1e6, 1e12), st.floats(0, 1e12))
 def test_ticks_are_few_and_around_the_values(low, span):
     found = ticks(low, low + span)
@@ -146,28 +137,6 @@ def test_train_writes_it_and_says_so(tmp_path, capsys):
     assert cli.main(["train", str(run_file), "--html", str(page)]) == 0
     assert f"page     {page}" in capsys.readouterr().out.splitlines()
     assert Parsed(page.read_text(encoding="utf-8")).rows[0] == ["run.toml"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "error"),
-    [
-        (["--html", "no/page.html"], 1, "no is not a directory; make it first"),
-        (["--json", "no/run.json"], 1, "no is not a directory; make it first"),
-        (["--json", "run.toml"], 1, "run.toml exists; choose another name, or overwrite it with --force"),
-        (["--html", "run.toml"], 1, "run.toml exists; choose another name, or overwrite it with --force"),
-        (["--html", "."], 1, ". is a directory; choose the name of a file"),
-        (["--html", "a", "--json", "a"], 2, "--html and --json are both a; give each a name of its own"),
-    ],
-)
-def test_what_cannot_be_written_is_told_before_training(flags, status, error, tmp_path, capsys, monkeypatch):
-    (tmp_path / "run.toml").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tierstore.train.train", lambda *_, **__: pytest.fail("it trained"))
-    assert cli.main(["train", "run.toml", *flags]) == status
-    assert capsys.readouterr().err == f"tierstore: {error}\n"
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != Path())
-    assert cli.main(["train", "run.toml", "--html", "page.html"]) == 1
-    assert "this user lacks the permission" in capsys.readouterr().err
 
 
 def test_a_browser_shows_it_without_error_or_sideways_scroll(tmp_path):

@@ -10,7 +10,6 @@ from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
 from tierstore.train import train
 from tierstore.train.build import trace_run
-from tierstore.train.config import ConfigError
 
 EPOCHS = 2
 
@@ -34,14 +33,3 @@ def test_a_run_is_recorded_and_the_same(tmp_path: Path, rate: float, ddr: str) -
     assert summary.recorded is not None
     assert f"{found.num_lookups:,} lookups of {100 * rate:g} % of the rows" in summary.recorded
     assert summary.recorded in summary.describe()
-
-
-def test_where_a_run_cannot_be_recorded_it_does_not_begin(tmp_path: Path) -> None:
-    path = tmp_path / "there.npz"
-    path.write_bytes(b"kept")
-    with pytest.raises(FileExistsError, match="record to another name"):
-        train(config_of(tmp_path, "none", store__record=str(path)))
-    assert not (tmp_path / "none").exists()
-    assert path.read_bytes() == b"kept"
-    with pytest.raises(ConfigError, match=r"store.record_rate = 1.5: expected a number above 0, and at most 1"):
-        config_of(tmp_path, "none", store__record_rate=1.5)

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
-from tierstore.serve.batching import Batcher, OneThread
+from tierstore.serve.batching import Batcher
 from tierstore.serve.batching.batcher import FAILED_SECONDS
 from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
@@ -244,55 +242,4 @@ def test_whatever_run_does_its_queries_are_answered(
     assert good.result() == 1
 
 
-def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
-    heard: list[tuple[Any, ...]] = []
-
-    bench = make_bench()
-    batcher = bench.another("n", observer=lambda *what: heard.append(what))
-    bench.submit(Ask(0, 2), to=batcher)
-    bench.loop.advance(0.5)
-    bench.submit(Ask(1, 3), to=batcher)
-    bench.run = lambda queries: (bench.loop.advance(0.25), answer(queries))[1]
-    bench.work()
-    assert heard == [("n", 2, 5, [0.5, 0.0], 0.25)]
-
-
-@pytest.mark.parametrize("cancel_jobs", [False, True])
-def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
-    make_bench: Callable[..., Bench], cancel_jobs: bool
-) -> None:
-    bench = make_bench()
-    tasks = [bench.submit(Ask(0))] if cancel_jobs else []
-    bench.executor.shutdown(cancel_futures=cancel_jobs)
-    bench.loop.settle()
-    tasks.append(bench.submit(Ask(1)))
-    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
-    bench.loop.run_until_complete(bench.batcher.drain(0))
-
-
 # With a real thread.
-
-
-def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
-    let_go = threading.Event()
-
-    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
-        assert let_go.wait(30)
-        return answer(queries)
-
-    async def main() -> None:
-        batcher = Batcher("m", run, executor, ServeConfig(store="x"))
-        waiting = [asyncio.ensure_future(batcher.submit(Ask(number), math.inf)) for number in range(2)]
-        await asyncio.sleep(0)
-        await batcher.drain(0.01)
-        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
-        assert [each.status for each in ended] == [Status.UNAVAILABLE] * 2
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        batcher.check_integrity()
-
-    with OneThread("test") as executor:
-        try:
-            asyncio.run(main())
-        finally:
-            # The answer comes when the loop is closed: it must not fail in the thread either.
-            let_go.set()

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
 from tierstore.serve.grpc import codec
-from tierstore.serve.grpc.codec import join_fields, split_field
+from tierstore.serve.grpc.codec import split_field
 from tierstore.serve.messages import ServeError, Status
 
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
@@ -68,15 +68,6 @@ def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(split_field(b"\x3a\0" * 4, 7)[1]) == 4
     with pytest.raises(ServeError, match="more than 4 fields"):
         split_field(b"\x3a\0" * 5, 7)
-
-
-@given(st.lists(st.binary(max_size=200), max_size=5), st.sampled_from([1, 7, 15, 16, 3000]))
-def test_joined_fields_can_be_split(values: list[bytes], number: int) -> None:
-    joined = join_fields(b"\x0a\x01m", number, values)
-    rest, found = split_field(joined, number)
-    kept = [b"m"] if number == 1 else []
-    assert [bytes(each) for each in found] == kept + values
-    assert rest == (b"" if number == 1 else b"\x0a\x01m")
 
 
 @given(st.binary(max_size=60) | valid().map(lambda drawn: grpc_message(drawn, raw=True).SerializeToString()))

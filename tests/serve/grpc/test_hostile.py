@@ -78,28 +78,6 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(
         assert len(client.wait_end(slow)) == window_bytes
 
 
-def test_a_client_that_reads_nothing_at_all_does_not_keep_its_call(resources: ExitStack) -> None:
-    """Its socket takes no more, so that gRPC cannot even tell it that the call is over."""
-    with serving("grpc", Limits(send_seconds=0.2)) as served:
-        client = raw_client(served, resources, window_bytes=(1 << 31) - 1)
-        message = request_of(30 * MEBIBYTE).SerializeToString()
-        for _ in range(3):
-            client.begin(INFER, message)
-        served.wait_until(lambda: len(served.engine.seen) == 3, "them to be asked")
-        served.wait_sent()
-        assert answers_of(resources.enter_context(served.stub())) == 1
-        client.close()
-
-
-def test_unread_answers_hold_no_place_of_inference(resources: ExitStack) -> None:
-    with serving("grpc", Limits(calls=1)) as served:
-        client, stub = raw_client(served, resources), resources.enter_context(served.stub())
-        for count in range(1, 4):
-            client.begin(INFER, LARGE)
-            served.wait_until(lambda count=count: served.front.unsent.held > 4 * count * MEBIBYTE, "it to be answered")
-        assert answers_of(stub) == 1
-
-
 # Requests that do not come.
 
 

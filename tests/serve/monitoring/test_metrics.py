@@ -2,8 +2,6 @@
 
 import math
 import random
-import sys
-import threading
 import time
 from collections import Counter, defaultdict
 
@@ -184,30 +182,6 @@ def test_every_series_tells_its_worker_and_registries_are_apart() -> None:
     assert b"tierstore" not in prometheus_client.generate_latest()
 
 
-def test_no_count_is_lost_between_threads() -> None:
-    metrics = Metrics(["dlrm"])
-    per_thread, interval = 3000, sys.getswitchinterval()
-
-    def work() -> None:
-        for _ in range(per_thread):
-            metrics.answered("dlrm", "http", None, 0.5)
-            metrics.batched("dlrm", 1, 2, [0.5], 0.5)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    found = series(metrics)
-    assert value(found, "tierstore_request_seconds_sum", model="dlrm", protocol="http", status="ok") == 2 * per_thread
-    assert value(found, "tierstore_batch_samples_sum", model="dlrm") == 8 * per_thread
-    assert value(found, "tierstore_queue_seconds_count", model="dlrm") == 4 * per_thread
-
-
 # The last minute
 
 
@@ -231,23 +205,3 @@ def test_only_the_last_minute_counts_and_its_quantiles_are_exact(clock: Clock) -
             assert found == (np.quantile(latencies, fraction, method="inverted_cdf") if latencies else None)
         assert not sum(map(len, of_model(window, "items")))
         assert len(window._told) <= 62
-
-
-def test_rates_are_of_whole_seconds(clock: Clock) -> None:
-    window = Window(clock)
-    assert summarize(of_model(window)) == (0, 0, None, None, None)
-    for failed in (True, False, False):
-        window.add("dlrm", 0.01, failed=failed)
-    assert len(window.seconds()) == 0
-    clock.now += 2
-    assert summarize(of_model(window))[:3] == (1.5, 0.5, 0.01)
-    assert [summarize([each]) for each in of_model(window)] == [(3, 1, 0.01, 0.01, 0.01), (0, 0, None, None, None)]
-
-
-def test_a_model_may_be_named_other() -> None:
-    metrics, source = Metrics(["other"]), FakeSource()
-    source.queued = {"other": 0}
-    metrics.answered("other", "http", None, 0.1)
-    metrics.answered("made up", "http", None, 0.1)
-    (model,) = snapshot(metrics, source)["models"]
-    assert model["total"] == 2

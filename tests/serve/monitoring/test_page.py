@@ -73,9 +73,9 @@ class Watched(WatchedPage):
         return {field.get_attribute("data-field") or "": field.text_content() or "" for field in fields.all()}
 
 
-@pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])
-def watched(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Watched]:
-    found = Watched(browser, request.param)
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    found = Watched(browser, PHONE)
     yield found
     found.context.close()
 
@@ -111,22 +111,6 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
         "Ids out of range": "6", "Failed: deadline": "15", "Refused, http: too_large": "1",
     }  # fmt: skip
     assert not watched.wrong
-
-
-def test_models_are_by_use_and_those_never_asked_for_are_folded_away(watched: Watched, monitored: Monitored) -> None:
-    names = [f"rows.C{number}" for number in range(60)]
-    monitored.metrics.know([*names, HOSTILE])
-    watched.open(monitored.served.url)
-    assert watched.texts("#models th") == ["dlrm", "items"]
-    assert watched.texts("#unused-names") == [", ".join([*names, HOSTILE])]
-    assert not watched.page.locator("#unused-names").is_visible()
-    watched.page.locator("summary").click()
-    for name in [names[7]] * 1000 + [HOSTILE]:
-        monitored.metrics.answered(name, "http", None, 0.001)
-    monitored.clock.now += 2
-    watched.until("#unused-count", "59 models")
-    assert watched.texts("#models th") == [names[7], "dlrm", "items", HOSTILE]
-    assert watched.page.locator("#unused-names").is_visible(), "it stays open"
 
 
 def test_numbers_follow_the_source(watched: Watched, monitored: Monitored) -> None:
