@@ -91,8 +91,11 @@ before = set(sys.modules)
 import tierstore.cli
 tierstore.cli.build_parser()
 print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
+import tierstore.serve.client
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "orjson", "starlette", "prometheus_client"}))
 """
-    package, command_line = run_python(code).splitlines()
+    package, command_line, of_client = run_python(code).splitlines()
+    assert of_client == "", "a client needs none of what a server does"
     assert "tierstore" in package.split()
     assert not set(package.split()) & HEAVY
     light = ("", ".bearer_token", ".command", ".config", ".messages")

@@ -1,15 +1,12 @@
 """The serving benchmark: whether its load, its checks and its search tell the truth, and that each part runs."""
 
 import asyncio
-import json
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import serve
-from bench.common import program
 from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
@@ -108,48 +105,6 @@ def test_calls_over_sockets_are_grpcs() -> None:
         assert len(bodies[index]) == pytest.approx(len(request), abs=20)
     assert load.num_failed == 1
     assert "the queue is full" in load.errors[0]
-
-
-def test_redis_replies_are_cut_into_rows() -> None:
-    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    client = redis_rows.RedisClient(0, 0, commands=2, dim=4)
-    bulks = [b"$16\r\n" + row.tobytes() + b"\r\n" for row in rows]
-    reply = b"*2\r\n" + bulks[0] + bulks[1] + b"*1\r\n" + bulks[2]
-    assert [client.whole(bytearray(reply[:size])) for size in range(len(reply))] == [None] * len(reply)
-    assert client.whole(bytearray(reply)) == Answer(reply)
-    assert redis_rows.rows_of(reply, 4) == rows.tobytes()
-    refused = client.whole(bytearray(b"-ERR no\r\n"))
-    assert refused is not None
-    assert "ERR" in refused.error
-    assert redis_rows.encoded_mget(np.array([1, 2, 3]), 2) == (
-        b"*3\r\n$4\r\nMGET\r\n$4\r\n\1\0\0\0\r\n$4\r\n\2\0\0\0\r\n*2\r\n$4\r\nMGET\r\n$4\r\n\3\0\0\0\r\n"
-    )
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", ["fresh", "load", "peers", "restart"])
-def test_quick_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
-    target = tmp_path / "serve.json"
-    given = ["--quick", "--dir", str(tmp_path), "--json", str(target), "--only", part]
-    program("serve", serve.run, given, parts=tuple(serve.PARTS))
-    found = json.loads(target.read_text())
-    assert found["tables"]
-    assert found["notes"]
-    figures = found["figures"][part]
-    if part == "fresh":
-        assert (len(figures["seconds"]), len(figures["first_seconds"]), figures["failures"]) == (5, 2, 0)
-    elif part == "load":
-        assert all(step["requests"] and not step["failed"] for step in figures["steps"])
-    elif part == "peers":
-        (measured,) = figures["lookups"]
-        assert [each["failed"] for each in measured["highest"].values()] == [0, 0]
-    else:
-        (way,) = figures["ways"]
-        assert way["lost"]
-        assert way["regained_s"] is not None
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")

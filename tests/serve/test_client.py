@@ -1,11 +1,9 @@
 """The client against the server's REST front, and against answers that are none."""
 
 import json
-import re
 import socket
 import struct
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.data import ROOT
-from tests import children
 from tests.serve.fakes import VERSION
 from tests.serve.fronts import Fronted, serving
 from tests.serve.requests import plain_tensors
@@ -201,22 +197,3 @@ def test_wrong_arguments_are_named_and_nothing_is_sent(served: Fronted, client: 
     with pytest.raises(TypeError, match=r"^dense must be real numbers"):
         client.rank([["1"]], [1], [[1]])
     assert not served.engine.seen
-
-
-def test_the_client_needs_nothing_of_the_server() -> None:
-    code = """
-os.dup2(1, 2)
-assert not set(sys.argv[1:]) & set(sys.modules)
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1:]:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-from tierstore.serve.client import Client
-print(Client("http://localhost:1").address)
-"""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [re.split("[>=;]", each)[0] for each in project["optional-dependencies"]["serve"]]
-    names = [{"grpcio": "grpc", "protobuf": "google"}.get(each, each.replace("-", "_")) for each in extras]
-    assert {"grpc", "orjson", "starlette", "prometheus_client"} <= set(names)
-    assert children.run(code, *names) == "localhost:1\n"

@@ -60,7 +60,7 @@ def note(kernel, types):
     return compile_kernel(kernel, types)
 
 jit._Kernel.compile = note
-with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) as client:
+with serving(Path(sys.argv[1]), ddr="440KiB") as server, Client(server.url) as client:
     for line in sys.stdin:
         version = int(line)
         wait_for(lambda: server.engine.version == version)
@@ -70,10 +70,9 @@ with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) a
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
-@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path, ddr: str) -> None:
+def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path) -> None:
     """Not even rows that came in meanwhile, or did not fit, do."""
-    child = Child(NOTED, str(store_dir), ddr)
+    child = Child(NOTED, str(store_dir))
     try:
         low, high, before, _ = json.loads(child.ask("1"))
         assert (low, high) == (1, 1)
@@ -215,37 +214,6 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
         for gone in "uv":
             with pytest.raises(ServeError, match=f"rows-{gone}|no model|unknown"):
                 client.rows([7], table=gone)
-
-
-def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -> None:
-    number(writer, 2)
-    wait_for(lambda: server.engine.version == 2)
-    assert writer("rollback", 1) == 1
-    wait_for(lambda: server.engine.version == 1)
-    assert ask_rows(server, [1]).json()["outputs"][0]["data"] == [1.0] * DIM
-    refused = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN)
-    assert refused.status_code == 400
-    assert "tierstore rollback" in refused.json()["error"]
-
-
-def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:
-    lengths = {"name": "lengths", "datatype": "INT32", "shape": [1, 1], "data": [1]}
-    values = {"name": "values", "datatype": "INT64", "shape": [1], "data": [7]}
-
-    def ask_all() -> httpx.Response:
-        return httpx.post(f"{server.url}/v2/models/pooled/infer", json={"inputs": [values, lengths]}, timeout=60)
-
-    with ThreadPoolExecutor(2) as pool:
-        with server.held():
-            writer("create", "u", ROWS, DIM)
-            number(writer, 2, "t", "u")
-            wait_for(lambda: server.engine.newest_version == 2)  # its move waits for the executor
-            waiting = [pool.submit(ask_rows, server, [1]), pool.submit(ask_all)]
-            wait_for(lambda: sum(server.engine.state().queued_samples.values()) == 2)
-        kept, changed = (each.result() for each in waiting)
-    assert kept.json()["outputs"][0]["data"] == [2.0] * DIM
-    assert changed.status_code == 400  # there is another feature now
-    assert "'lengths' has shape [1, 1]; the model takes [2, -1]" in changed.json()["error"]
 
 
 def damage(store_dir: Path, version: int) -> None:

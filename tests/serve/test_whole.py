@@ -31,7 +31,6 @@ from tierstore.serve.client import Client
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.tls import Tls
-from tierstore.trace import read_trace
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -255,21 +254,6 @@ def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> No
         assert server.engine.state().tiers.ddr.misses == ddr.misses
     with pytest.raises(ValueError, match=r"run\.toml"):
         InThread(config_with(config.store.path, warm_up=str(run_file)))
-
-
-def test_a_server_records_what_it_looks_up(plain: Path, tmp_path: Path) -> None:
-    """Neither its warm-up nor its rehearsal."""
-    path = tmp_path / "lookups.npz"
-    with serving(plain, record=str(path), record_rate=1.0, warm_up="auto") as server, Client(server.url) as client:
-        client.rows([3, 4], table="item")
-        client.pooled([5, 6, 7], [2, 1], table="user")
-    trace = read_trace(path)
-    assert trace.batch_starts is not None
-    assert trace.batch_starts.tolist() == [0, 2, 4]
-    assert {name: (table.ids.tolist(), table.offsets.tolist()) for name, table in trace.tables.items()} == {
-        "item": ([3, 4], [0, 1, 2, 2, 2]),
-        "user": ([5, 6, 7], [0, 0, 0, 2, 3]),
-    }
 
 
 def config_with(store: Any, **settings: Any) -> ServeConfig:

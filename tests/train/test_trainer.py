@@ -20,9 +20,7 @@ from tierstore.settings.sections import to_toml
 from tierstore.train import steps, train, trainer
 from tierstore.train.build import open_data
 from tierstore.train.metrics import Evaluation, roc_auc
-from tierstore.train.readers import CriteoReader
 
-from .readers.rows import matrix
 from .runs import TEST_ROWS, TRAIN_ROWS, clicks, config_of
 
 STEPS = 2 * math.ceil(TRAIN_ROWS / 32)
@@ -79,7 +77,7 @@ OPTIMIZERS = [
 POLICIES = ["lru", "lfu", "reference-lru", "tinylfu", "lookahead"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(8))
 def test_tiers_threads_commits_and_interruptions_change_no_bit(run, unbroken, monkeypatch, seed):
     """Any of them together: the run ends in the bits, the test figures and the loss of one that had none."""
     draw = random.Random(seed)
@@ -171,21 +169,6 @@ def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbro
     resumed = run(data__path=str(broken), data__check_files=False, train__commit_every=1, resume=True)
     assert 0 < resumed.rows < 2 * TRAIN_ROWS
     assert resumed.bits == unbroken().bits
-
-
-def test_the_format_of_the_data_changes_no_bit(folder, run, unbroken):
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    (rows,) = CriteoReader(folder / "clicks.tsv").read_chunks(0, None, TRAIN_ROWS + TEST_ROWS)
-    (folder / "npy").mkdir()
-    for name, array in (("label", rows.labels), ("dense", rows.dense), ("sparse", matrix(rows.categories))):
-        np.save(folder / "npy" / f"{name}.npy", array)
-    columns = {"label": rows.labels}
-    columns |= {f"I{i + 1}": column for i, column in enumerate(rows.dense.T)}
-    columns |= {f"C{i + 1}": pa.array(column, mask=column < 0) for i, column in enumerate(matrix(rows.categories).T)}
-    parquet.write_table(pa.table(columns), folder / "clicks.parquet", row_group_size=100)
-    assert run("npy", data__path=str(folder / "npy")).bits == unbroken().bits
-    assert run("parquet", data__path=str(folder / "clicks.parquet")).bits == unbroken().bits
 
 
 def _short(folder):

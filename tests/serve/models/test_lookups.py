@@ -241,19 +241,6 @@ def test_rows_of_all_features_where_tables_are_of_one_width(store: tierstore.Sto
     assert model.parse(query).num_samples == 1
 
 
-def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
-    models: Any = models_of(store).by_name
-    with pytest.raises(ServeError, match=r"'ids' has 40 at position 2: ids are in \[0, 40\)") as caught:
-        models["pooled.sums"].parse({"ids": tensor("INT64", [1, 2, 40]), "lengths": tensor("INT32", [3])})
-    assert caught.value.status is Status.INVALID
-    with pytest.raises(ServeError, match=r"'ids' has -1 at position 0: ids are in \[0, 20\)"):
-        models["rows.peaks"].parse({"ids": tensor("INT64", [-1, 99])})
-    features = models["pooled"].metadata.parameters["features"].split(",")
-    lengths = tensor("INT32", [0] * 5 + [1] + [0] * (len(features) - 6), (len(features), 1))
-    with pytest.raises(ServeError, match=rf"'values' has {2**62} at position 0 of feature '{features[5]}'"):
-        models["pooled"].parse({"values": tensor("INT64", [2**62]), "lengths": lengths})
-
-
 GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}
 WRONG = {
     "is missing: INT32": {"ids": GOOD["ids"]},
@@ -276,17 +263,6 @@ def test_wrong_inputs_are_named(store: tierstore.Store, message: str) -> None:
         model.parse(WRONG[message])
     assert caught.value.status is Status.INVALID
     assert message in str(caught.value)
-
-
-def test_weights_only_for_sums_and_kernels_are_given_copies(store: tierstore.Store) -> None:
-    """For read-only arrays they would be compiled again, while nobody is served."""
-    models: Any = models_of(store).by_name
-    query = models["pooled.sums"].parse({"ids": tensor("INT64", [1, 2]), "lengths": tensor("INT64", [2])})
-    assert query.values.flags.writeable
-    assert query.lengths.flags.writeable
-    for name in ("pooled.means", "pooled.peaks"):
-        with pytest.raises(ServeError, match="there is no input 'weights'"):
-            models[name].parse(GOOD | {"weights": tensor("FP32", [1, 1, 1])})
 
 
 def test_a_request_for_rows_fits_a_training_batch_and_is_bounded_by_bytes(store_dir: Path) -> None:

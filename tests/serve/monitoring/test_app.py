@@ -4,19 +4,13 @@ import asyncio
 import base64
 import hashlib
 import re
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 from starlette.routing import Route
 
-from tests.serve.loops import WAIT_SECONDS
 from tests.serve.monitored import FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
@@ -227,23 +221,3 @@ def test_with_a_token_all_who_show_it_are_answered_and_nobody_else(client: httpx
     for token in ("", " ", "two words", "caf\u00e9", "line\n"):
         with pytest.raises(ValueError, match="token"):
             admin_app([], token=token)
-
-
-def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:
-    made, let_go = threading.Event(), threading.Event()
-
-    class Slow(Collector):
-        def collect(self) -> Iterator[Metric]:
-            made.set()
-            assert let_go.wait(WAIT_SECONDS)
-            yield GaugeMetricFamily("tierstore_slow", "Waits.", value=1.0)
-
-    port.metrics.add(Slow())
-    with ThreadPoolExecutor(1) as pool:
-        scrape = pool.submit(httpx.get, f"{served.url}/metrics", timeout=WAIT_SECONDS)
-        try:
-            assert made.wait(WAIT_SECONDS)
-            assert client.get("/status.json").status_code == 200
-        finally:
-            let_go.set()
-        assert "tierstore_slow" in scrape.result().text

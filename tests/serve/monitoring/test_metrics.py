@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.monitored import Clock, FakeSource
-from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.metrics import Latencies, Metrics, StateCollector, Window, summarize
 from tierstore.serve.monitoring.status import snapshot
@@ -120,29 +119,6 @@ def test_all_that_happens_is_counted(metrics: Metrics, clock: Clock) -> None:
     assert about["version"]["last_update"]["age_seconds"] == about["server"]["uptime_seconds"] == 2
     assert (about["tiers"][0]["hit_rate"], about["tiers"][1]["hit_rate"]) == (None, 0.75)
     assert orjson.loads(orjson.dumps(about)) == about
-
-
-def test_a_source_is_read_at_each_scrape(metrics: Metrics) -> None:
-    source = FakeSource()
-    metrics.add(StateCollector(source))
-    found = series(metrics)
-    for tier, stats in source.tiers._asdict().items():
-        for field in ("lookups", "hits", "misses", "evictions", "bytes_read"):
-            assert value(found, f"tierstore_tier_{field}_total", tier=tier) == getattr(stats, field)
-        for field in ("bytes", "capacity_rows"):
-            assert value(found, f"tierstore_tier_{field}", tier=tier) == getattr(stats, field)
-    assert value(found, "tierstore_version") == 7
-    assert value(found, "tierstore_newest_version") == 9
-    assert value(found, "tierstore_staleness_seconds") == 2.5
-    assert value(found, "tierstore_queued_samples", model="dlrm") == 17
-    assert (value(found, "tierstore_live"), value(found, "tierstore_ready")) == (1, 1)
-
-    source.tiers = Stats(TierStats(hits=5), TierStats(), TierStats())
-    source.version, source.is_ready = 8, False
-    found = series(metrics)
-    assert value(found, "tierstore_tier_hits_total", tier="hbm") == 5
-    assert value(found, "tierstore_version") == 8
-    assert value(found, "tierstore_ready") == 0
 
 
 def test_a_batchs_time_counts_for_each_of_its_requests(metrics: Metrics) -> None:
