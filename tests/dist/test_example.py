@@ -23,7 +23,7 @@ from .ranks import run
 
 def follow(folder: Path, example: str) -> None:
     os.chdir(folder)
-    dist.init_process_group = lambda *_: None
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None  # the group is there, and ends with the rank
     exec(compile(example, "train.py", "exec"), {})
 
 

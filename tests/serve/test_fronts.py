@@ -391,6 +391,10 @@ NO_TOKENS = [None, TOKEN, f"Basic {TOKEN}", "Bearer", "", f"Bearer {TOKEN}x", f"
 
 def test_tokens(protocol: str) -> None:
     with serving(protocol, token=TOKEN) as served, served.client() as client:
+        if protocol == "http":
+            twice = [("authorization", f"Bearer {each}") for each in (TOKEN, "another")]
+            assert httpx.get(f"http://{served.address}/v2", headers=twice, trust_env=False).status_code == 401
+            served.reset()
         for shown in NO_TOKENS:
             headers = {} if shown is None else {"authorization": shown}
             for call in (

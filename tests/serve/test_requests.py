@@ -113,6 +113,9 @@ def test_bounds_of_rest() -> None:
     for wrong in (-1, len(body) + 1, 2**63, length - 1, length + 1, 0):
         refusal(parse, body, wrong)
     refusal(parse, *with_data({**COMPLETE, "id": "i" * 1001}))
+    for size in (True, -1, 4.0, "4", None):
+        x = COMPLETE["inputs"][0] | {"parameters": {"binary_data_size": size}}
+        refusal(parse, *with_data({"inputs": [x]}))
     both = [{**COMPLETE["inputs"][0], "data": [1]}]
     refusal(parse, *with_data({**COMPLETE, "inputs": both}))
 

@@ -34,6 +34,7 @@ from tierstore.serve.tls import Tls
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
+from tierstore.updates import apply_update, write_update
 from tierstore.updates.publish import publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
@@ -172,6 +173,28 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         status = server.status()["version"]
         assert (status["served"], status["update_failures"]) == (int(first), 0)
         assert int(second) > int(first)
+
+
+def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path: Path) -> None:
+    source, ids = tmp_path / "source", torch.arange(3)
+    change(source, 1, names=("item",))
+
+    def put(value: float) -> None:
+        with tierstore.open(source, ddr="4MiB") as store:
+            store["item"].write(ids, torch.full((3, 6), value))
+            store.commit()
+
+    apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
+    with serving(tmp_path / "replica", updates=True, dtype="int8") as server, Client(server.url) as client:
+        before = client.rows(ids, table="item")
+        put(float("nan"))
+        (failed,) = publish(source, [server.admin], token=ADMIN_TOKEN)
+        assert "holds NaN" in failed.error
+        assert np.array_equal(client.rows(ids, table="item"), before)
+        put(2.0)
+        (done,) = publish(source, [server.admin], token=ADMIN_TOKEN)
+        assert (done.error, done.version) == ("", 3)
+        assert (client.rows(ids, table="item") == 2).all()
 
 
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

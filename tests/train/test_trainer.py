@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ import tierstore
 from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DLRM
 from tierstore.settings.sections import to_toml
+from tierstore.trace import read_trace
+from tierstore.trace.sampling import is_sampled
 from tierstore.train import steps, train, trainer
-from tierstore.train.build import open_data
+from tierstore.train.build import open_data, trace_run
 from tierstore.train.metrics import Evaluation, roc_auc
 
 from .runs import TEST_ROWS, TRAIN_ROWS, clicks, config_of
@@ -283,6 +286,23 @@ def test_the_summary_is_json_and_says_what_was_done(run, tmp_path):
     assert undefined.to_dict()["test"]["auc"] is None
 
 
+def test_bits_tell_any_change_of_a_row_or_weight(folder):
+    config = config_of(folder, "bits")
+    with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
+        built = trainer.build_run(config, store)
+        digests = [trainer.digest_bits(built)]
+        row = store["C26"].read(torch.tensor([149]))
+        row[0, 3] = np.nextafter(row[0, 3].item(), 1, dtype=np.float32).item()
+        store["C26"].write(torch.tensor([149]), row)
+        digests.append(trainer.digest_bits(built))
+        with torch.no_grad():
+            built.model.top[-1].bias += 1
+        digests.append(trainer.digest_bits(built))
+        digests.append(trainer.digest_bits(built))
+    assert len(set(digests)) == 3
+    assert digests[2] == digests[3]
+
+
 def test_a_command_that_is_stopped_resumes_to_the_same_bits(folder, unbroken):
     epochs = 30
     config = config_of(folder, "command", train__epochs=epochs, train__commit_every=5)
@@ -359,3 +379,26 @@ def test_a_test_file_is_evaluated_on_after_each_epoch(folder, run, capsys):
         )
     with pytest.raises(ValueError, match=r"test\.tsv ends before row"):
         run("short", data__test_rows=TEST_ROWS + 1, **files)
+
+
+EPOCHS = 2
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.25])
+def test_a_run_is_recorded_and_the_same(tmp_path: Path, rate: float) -> None:
+    """All epochs, then the rows it is tested on; not the digest, which reads every row."""
+    path = tmp_path / "lookups.npz"
+    config = config_of(tmp_path, "recorded", store__record=str(path), store__record_rate=rate, train__epochs=EPOCHS)
+    summary = train(config, bits=True)
+    assert summary.bits == train(config_of(tmp_path, "plain", train__epochs=EPOCHS), bits=True).bits
+    found, read = read_trace(path), trace_run(config, rows=TRAIN_ROWS + TEST_ROWS)
+    assert list(found.tables) == list(read.tables)
+    for index, (name, table) in enumerate(read.tables.items()):
+        trained, tested = np.split(table.ids, table.offsets[[TRAIN_ROWS]])
+        ids = np.concatenate([*[trained] * EPOCHS, tested])
+        assert np.array_equal(found.tables[name].ids, ids[is_sampled(index << 40 | ids, rate)])
+    rows = EPOCHS * TRAIN_ROWS + TEST_ROWS
+    assert (found.num_samples, found.sampling_rate) == (rows, rate)
+    assert summary.recorded is not None
+    assert f"{found.num_lookups:,} lookups of {100 * rate:g} % of the rows" in summary.recorded
+    assert summary.recorded in summary.describe()

@@ -242,4 +242,17 @@ def test_whatever_run_does_its_queries_are_answered(
     assert good.result() == 1
 
 
+@pytest.mark.parametrize("cancel_jobs", [False, True])
+def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
+    make_bench: Callable[..., Bench], cancel_jobs: bool
+) -> None:
+    bench = make_bench()
+    tasks = [bench.submit(Ask(0))] if cancel_jobs else []
+    bench.executor.shutdown(cancel_futures=cancel_jobs)
+    bench.loop.settle()
+    tasks.append(bench.submit(Ask(1)))
+    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
+    bench.loop.run_until_complete(bench.batcher.drain(0))
+
+
 # With a real thread.

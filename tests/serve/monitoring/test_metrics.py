@@ -177,6 +177,7 @@ def test_only_the_last_minute_counts_and_its_quantiles_are_exact(clock: Clock) -
         expected = [told[each] for each in range(max(now - 60, 1000), now)]
         assert [len(each) for each in of_model(window)] == [len(each) for each in expected]
         latencies = [seconds for each in expected for seconds in each]
+        assert summarize(of_model(window))[:2] == (len(latencies) / (len(expected) or 1), 0)
         for fraction, found in zip((0.5, 0.95, 0.99), summarize(of_model(window))[2:], strict=True):
             assert found == (np.quantile(latencies, fraction, method="inverted_cdf") if latencies else None)
         assert not sum(map(len, of_model(window, "items")))
