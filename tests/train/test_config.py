@@ -88,6 +88,23 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         load(write(text), *overrides)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a = " + b"[" * 100_000, "nested too deeply"),
+        (b"a." * 50_000 + b"a = 1", "line 1 has more than 200 dots"),
+        (b"#" * (2**18 + 1), "has more than 262144 bytes"),
+        (b"[train]\nbatch_size = " + b"9" * 400, "expected a whole number from 1"),
+    ],
+    ids=["lists", "dots", "long", "digits"],
+)
+def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
+    (tmp_path / "run.toml").write_bytes(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(tmp_path / "run.toml")
+    assert len(str(raised.value)) < 1000
+
+
 def test_every_field_has_help_and_every_section_is_frozen_and_documented():
     for name, section in get_type_hints(RunConfig).items():
         assert section.__doc__.startswith(f"[{name}]")
