@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tests.oracle import jagged
+from tierstore import errors
 
 ROWS, DIM = 300, 20
 TIERS: list[dict[str, Any]] = [
@@ -163,6 +164,16 @@ def test_modules_work_under_another_default_dtype(store: tierstore.Store) -> Non
         assert weights.grad.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_rollback_names_what_holds_rows(store: tierstore.Store) -> None:
+    bag, optimizer = tierstore.TieredEmbeddingBag(store["t"]), store.optimizer()
+    version = store.commit()
+    bag(IDS[0]).sum().backward()
+    with pytest.raises(errors.TableError, match=r"zero_grad\(\) of store.optimizer\(\) releases"):
+        store.rollback(version)
+    optimizer.zero_grad()
+    store.rollback(version)
 
 
 def test_collections_look_up_each_id(store: tierstore.Store) -> None:

@@ -242,6 +242,19 @@ def test_whatever_run_does_its_queries_are_answered(
     assert good.result() == 1
 
 
+def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
+    heard: list[tuple[Any, ...]] = []
+
+    bench = make_bench()
+    batcher = bench.another("n", observer=lambda *what: heard.append(what))
+    bench.submit(Ask(0, 2), to=batcher)
+    bench.loop.advance(0.5)
+    bench.submit(Ask(1, 3), to=batcher)
+    bench.run = lambda queries: (bench.loop.advance(0.25), answer(queries))[1]
+    bench.work()
+    assert heard == [("n", 2, 5, [0.5, 0.0], 0.25)]
+
+
 @pytest.mark.parametrize("cancel_jobs", [False, True])
 def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
     make_bench: Callable[..., Bench], cancel_jobs: bool

@@ -181,6 +181,14 @@ def test_a_stray_quote_is_an_error_with_its_row(tmp_path, monkeypatch, strays, m
             list(open_reader(path, schema=SCHEMA).read_chunks(0, None, 7))
 
 
+def test_a_row_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_reader, "_BLOCK_BYTES", 50)
+    monkeypatch.setattr(csv_reader, "_MAX_ROW_BYTES", 200)
+    (tmp_path / "x.csv").write_text("y,a,c\n1,2,3\n1,2," + "x" * 300)
+    with pytest.raises(DataError, match="row 1: longer than 200 bytes"):
+        list(open_reader(tmp_path / "x.csv", schema=SCHEMA).read_chunks(0, None, 7))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_floats_are_ids_as_far_as_they_are_exact(tmp_path, dtype):
     bits = {np.float16: 11, np.float32: 24, np.float64: 53}[dtype]
