@@ -1,6 +1,5 @@
 """The figures in the documentation are those of the committed results."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,35 +10,8 @@ import torch
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT, examples
 from docs import reference
-from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
+from docs.generate import load_results, pages, stale_plots
 from docs.headline import headline
-from docs.plots import draw, is_current
-
-MACHINE = {
-    "cpu": "a CPU",
-    "cores": 2,
-    "memory_gib": 1.0,
-    "kernel": "6",
-    "disk": {"device": "vda", "model": "a disk", "filesystem": "ext4"},
-    "python": "3.11",
-    "packages": dict.fromkeys(("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools"), "1"),
-}
-
-
-def result(*, quick: bool = False) -> dict[str, Any]:
-    return {
-        "benchmark": "cold",
-        "question": "How fast?",
-        "quick": quick,
-        "date": "2026-01-01",
-        "commit": "abc",
-        "seconds": 3.2,
-        "machine": MACHINE,
-        "goals": [{"name": "share", "value": 0.95, "wanted": "at least 0.9", "met": True}],
-        "tables": [{"title": "reads", "columns": ["what", "rows/s"], "rows": [["a|b", "12"]]}],
-        "notes": ["A note."],
-        "figures": {},
-    }
 
 
 @pytest.mark.parametrize("path", list(pages()), ids=lambda path: path.name)
@@ -51,58 +23,11 @@ def test_plots_are_of_the_committed_results() -> None:
     assert [path.name for path, _, _ in stale_plots()] == [], "run make docs and commit what it draws"
 
 
-def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    path, figures = tmp_path / "plot.svg", {"sizes": [10, 20, 21], "rows": 10}
-    assert not is_current(path, figures)
-    draw(path, lambda axes, figures: axes.plot(figures["sizes"]), figures)
-    assert "<svg" in path.read_text()
-    assert is_current(path, figures)
-    assert not is_current(path, figures | {"rows": 11})
-
-
 def test_committed_results_name_their_machine_and_configuration() -> None:
     for name, found in load_results().items():
         assert found["benchmark"] == name
         assert found["machine"]["cpu"]
         assert (ROOT / "bench" / f"{name}.toml").is_file()
-
-
-def test_pages_show_tables_goals_notes_and_plots_between_markers_alone() -> None:
-    page = benchmarks_page({"cold": result()})
-    assert "| what | rows/s |\n| --- | ---: |\n| a\\|b | 12 |" in page
-    assert "| [cold](#cold) | How fast? | 1 of 1 |" in page
-    assert "- met: share: 0.95, wanted at least 0.9" in page
-    assert "A note." in page
-    text = "before\n<!-- bench:cold -->\nstale\n<!-- /bench -->\nafter\n"
-    found = renewed(text, {"cold": result()})
-    assert re.fullmatch(r"before\n<!-- bench:cold -->\n.*<!-- /bench -->\nafter\n", found, re.DOTALL)
-    assert "stale" not in found
-    assert renewed(found, {"cold": result()}) == found
-    assert "Not measured yet" in renewed("<!-- bench:cold -->\n<!-- /bench -->", {})
-    assert renewed("<!-- bench:nothing -->\n<!-- /bench -->", {}) == "<!-- bench:nothing -->\n<!-- /bench -->"
-    empty = "a\n<!-- plot:tiers_hits.svg hits -->\n<!-- /plot -->\nb\n"
-    assert renewed(empty, {}) == empty
-    found = renewed(empty, {"tiers": result()})
-    assert found == "a\n<!-- plot:tiers_hits.svg hits -->\n![hits](tiers_hits.svg)\n<!-- /plot -->\nb\n"
-    assert renewed(found, {}) == empty
-
-
-def test_a_page_may_show_some_tables_only() -> None:
-    tables = [{"title": title, "columns": ["what"], "rows": [["12"]]} for title in ("reads, cold", "writes")]
-    results = {"cold": result() | {"tables": tables}}
-    block = "<!-- bench:cold {} -->\n<!-- /bench -->"
-    found = renewed(block.format("writes"), results)
-    assert ("Writes:" in found, "Reads" in found) == (True, False)
-    assert re.search(r"Writes:.*Reads, cold:", renewed(block.format("writes; reads"), results), re.DOTALL)
-    with pytest.raises(ValueError, match="'erases': reads, cold; writes"):
-        renewed(block.format("erases"), results)
-
-
-def test_quick_results_are_no_results(tmp_path: Path) -> None:
-    (tmp_path / "cold.json").write_text(json.dumps(result(quick=True)))
-    with pytest.raises(ValueError, match="quick"):
-        load_results(tmp_path)
 
 
 def test_goals_rates_and_tables() -> None:

@@ -106,29 +106,6 @@ def test_fine_tuning_follows_its_schedule_and_leaves_the_frozen_table_alone(run:
     assert trained > 1000
 
 
-def test_a_second_schedule_begins_at_the_first_rate_and_training_in_a_directory_is_kept(run: Run) -> None:
-    kept = ('cold="memory"', '"kept"')
-    for version in (1, 2):
-        begin = run(
-            "fine_tuning.py",
-            kept,
-            ("DIM, STEPS, MICRO_BATCHES = 5_000, 16, 30, 2", "DIM, STEPS, MICRO_BATCHES = 5_000, 16, 2, 1"),
-        )[0]
-        assert "learning rate 0.1000" in begin
-        with tierstore.open("kept", mode="r") as store:
-            assert store.version == version
-    run(
-        "sequence.py",
-        ('cold="memory"', '"sequence"'),
-        ("range(120)", "range(1)"),
-        ("range(10_000, 10_010)", "range(1)"),
-    )
-    run("from_torchrec.py", ('cold="memory"', '"torchrec"'), ("batch, range(20)", "batch, range(1)"))
-    for directory in ("sequence", "torchrec"):
-        with tierstore.open(directory, mode="r") as store:
-            assert store.version == 1
-
-
 def test_a_server_gives_the_rows_that_were_written_and_follows_a_commit(run: Run) -> None:
     first, second, third, end = map(numbers, run("serving.py"))
     assert first == [1, 3, 9999, *range(12, 16), *range(39_996, 40_000)]

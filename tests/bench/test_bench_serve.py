@@ -1,23 +1,18 @@
 """The serving benchmark: whether its load, its checks and its search tell the truth, and that each part runs."""
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import serve
-from bench.common import Report, Run, program
 from bench.peers import redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.http2 import GrpcClient
 from bench.serving.load import Stream, open_loop
 from bench.serving.queries import Zipf
-from bench.serving.search import by_turns, highest_load, search
 from tests.serve import fronts
 from tierstore.serve.rest.infer_body import parse_infer
 
@@ -65,26 +60,6 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert load.num_failed == 0
 
 
-def _found(
-    limits: dict[str, float], *, first: float, steps: int, scatter: float = 0.0, seed: int = 0
-) -> dict[str, float]:
-    """Highest loads where latency grows with the load, to some power, and scatters."""
-    generator = np.random.default_rng(seed)
-
-    def measure(rates: Mapping[str, float]) -> dict[str, float]:
-        return {name: float((rate / limits[name]) ** 1.2 * np.exp(scatter * generator.normal()))
-                for name, rate in rates.items()}  # fmt: skip
-
-    rates = by_turns({name: search(first, 10_000, steps=steps) for name in limits}, measure)
-    return {name: highest_load(each) for name, each in rates.items()}
-
-
-def test_search_is_steadier_than_what_it_measures() -> None:
-    found = [_found({"": 140.0}, first=115, steps=10, scatter=0.12, seed=seed)[""] for seed in range(200)]
-    assert np.mean(found) == pytest.approx(140, rel=0.02)
-    assert np.std(found) / 140 < 0.05
-
-
 def test_queries_are_what_the_server_reads() -> None:
     law = queries.Ranking([3, 1000], 1.05)
     drawn = law.draw(np.random.default_rng(0), 20)
@@ -130,65 +105,6 @@ def test_calls_over_sockets_are_grpcs() -> None:
         assert len(bodies[index]) == pytest.approx(len(request), abs=20)
     assert load.num_failed == 1
     assert "the queue is full" in load.errors[0]
-
-
-def test_redis_replies_are_cut_into_rows() -> None:
-    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
-    client = redis_rows.RedisClient(0, 0, commands=2, dim=4)
-    bulks = [b"$16\r\n" + row.tobytes() + b"\r\n" for row in rows]
-    reply = b"*2\r\n" + bulks[0] + bulks[1] + b"*1\r\n" + bulks[2]
-    assert [client.whole(bytearray(reply[:size])) for size in range(len(reply))] == [None] * len(reply)
-    assert client.whole(bytearray(reply)) == Answer(reply)
-    assert redis_rows.rows_of(reply, 4) == rows.tobytes()
-    refused = client.whole(bytearray(b"-ERR no\r\n"))
-    assert refused is not None
-    assert "ERR" in refused.error
-    assert redis_rows.encoded_mget(np.array([1, 2, 3]), 2) == (
-        b"*3\r\n$4\r\nMGET\r\n$4\r\n\1\0\0\0\r\n$4\r\n\2\0\0\0\r\n*2\r\n$4\r\nMGET\r\n$4\r\n\3\0\0\0\r\n"
-    )
-
-
-def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
-    def run(request: Run) -> Report:
-        figures = request.earlier | dict.fromkeys(request.parts or ("a", "b"), request.config["size"])
-        return Report(question="", tables=[], figures=figures)
-
-    config, target = tmp_path / "c.toml", tmp_path / "out.json"
-    given = ["--config", str(config), "--dir", str(tmp_path), "--json", str(target)]
-    for size, flags in ((1, []), (2, ["--only", "b"])):
-        config.write_text(f"size = {size}\n[quick]\nsize = 3\n")
-        program("c", run, [*given, *flags], parts=("a", "b"))
-    assert json.loads(target.read_text())["figures"] == {"a": 1, "b": 2}
-    program("c", run, [*given, "--quick", "--only", "b"], parts=("a", "b"))
-    assert json.loads(target.read_text())["figures"] == {"b": 3}
-    with pytest.raises(SystemExit):
-        program("c", run, [*given, "--only", "c"], parts=("a", "b"))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", ["fresh", "load", "peers", "restart"])
-def test_quick_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Torch's threads in servers sleep while they wait: beside other tests, spinning takes the cores they wait for.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
-    target = tmp_path / "serve.json"
-    given = ["--quick", "--dir", str(tmp_path), "--json", str(target), "--only", part]
-    program("serve", serve.run, given, parts=tuple(serve.PARTS))
-    found = json.loads(target.read_text())
-    assert found["tables"]
-    assert found["notes"]
-    figures = found["figures"][part]
-    if part == "fresh":
-        assert (len(figures["seconds"]), len(figures["first_seconds"]), figures["failures"]) == (5, 2, 0)
-    elif part == "load":
-        assert all(step["requests"] and not step["failed"] for step in figures["steps"])
-    elif part == "peers":
-        (measured,) = figures["lookups"]
-        assert [each["failed"] for each in measured["highest"].values()] == [0, 0]
-    else:
-        (way,) = figures["ways"]
-        assert way["lost"]
-        assert way["regained_s"] is not None
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")

@@ -67,20 +67,3 @@ def test_no_store_is_made_within_its_source(command, store_with_rows, capsys):
     with pytest.raises(ValueError, match="shop is the store itself; choose another directory"):
         target.require_outside(Path("shop"), Path("x/../shop"))
     target.require_outside(Path("shop-copy"), Path("shop"))
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (["--token-file", "none"], 2, "tierstore: token_file='none' cannot be read: "),
-        (["--keep-file", "none/x"], 1, "tierstore: none is not a directory; make it first\n"),
-    ],
-)
-def test_publish_tells_of_a_wrong_path_before_it_compares(
-    options, status, message, store_with_rows, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["publish", str(store_with_rows), "--dry-run", *options]) == status
-    said = capsys.readouterr()
-    assert said.err.startswith(message)
-    assert not said.out

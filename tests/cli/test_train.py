@@ -1,7 +1,5 @@
 """train and demo: flags and the keys of a run file."""
 
-import pytest
-
 from tierstore.cli import entry as cli
 from tierstore.settings.sections import to_dict
 from tierstore.train import RunConfig
@@ -36,19 +34,6 @@ def test_flags_become_overrides_and_win_over_set():
         ("store", "hbm", "5% of tables"),
         ("store", "device", "cuda:1"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "device", "hbm"),
-    [([], "cpu", None), (["--device", "cuda", "--hbm", "1MiB"], "cuda", "1MiB"), (["--hbm", "0"], "cpu", "0")],
-)
-def test_demo_hands_over_its_device(arguments, device, hbm, monkeypatch):
-    from tierstore.train import demo
-
-    given = {}
-    monkeypatch.setattr(demo, "run_demo", lambda directory, **rest: given.update(rest) or True)
-    assert cli.main(["demo", *arguments]) == 0
-    assert (given["device"], given["hbm"]) == (device, hbm)
 
 
 def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import tierstore
 from bench.data import ROOT
@@ -63,6 +64,15 @@ def _server() -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+def as_torchrun_starts(port: int) -> int:
+    """Leave the group, with the environment that torchrun gives a rank whose agent's store is at the port; the rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    return rank
+
+
 def _fork(
     path: Path, rank: int, size: int, timeout: timedelta, work: Callable[..., Any], arguments: Sequence[Any]
 ) -> int:
@@ -71,8 +81,6 @@ def _fork(
         return child
     status = 1
     try:
-        import torch.distributed as dist
-
         dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size, timeout=timeout)
         (path / str(rank)).write_bytes(pickle.dumps(work(*arguments)))
         status = 0

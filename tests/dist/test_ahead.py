@@ -1,13 +1,11 @@
 """Prefetch over ranks: the same bits at any depth, and ends that leave nobody waiting."""
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
@@ -81,36 +79,6 @@ def test_each_depth_gives_the_same_bits(ranks: int, tmp_path: Path) -> None:
         for results in ahead:
             assert len(results) == 2 * STEPS
             assert all(torch.equal(one, other) for one, other in zip(results, plain, strict=True))
-
-
-def descriptors() -> list[int]:
-    """Of the process after each pass, in a group of some ranks."""
-    group = dist.new_group([0, 1])
-    if dist.get_rank() > 1:
-        dist.barrier()
-        return []
-    found = []
-    store, module = opened(group)
-    with store:
-        for number in range(6):
-            for batch in itertools.islice(prefetched(module, batches(store.ranks.rank), 2), 2 + number):
-                train(module, batch)
-            dist.barrier(group)
-            found.append(len(os.listdir("/proc/self/fd")))
-    for _ in range(3):
-        store, module = opened(group)
-        with store:
-            for batch in prefetched(module, batches(store.ranks.rank), 2):
-                train(module, batch)
-            dist.barrier(group)
-        found.append(len(os.listdir("/proc/self/fd")))
-    dist.barrier()
-    return found
-
-
-def test_passes_use_a_process_group_again(tmp_path: Path) -> None:
-    for found in run(descriptors, 3, tmp_path)[:2]:
-        assert found[-1] < found[1] + 10, "one more group at most: a pass may begin while one ends"
 
 
 def ended_early() -> list[str]:

@@ -264,8 +264,3 @@ def one_table(kinds: list[tuple[str, str]]) -> None:
 def test_modules_of_one_table_train_as_collections_do(tmp_path: Path) -> None:
     kinds = [("row_wise", "rows"), ("row_wise", "pooled"), ("column_wise", "rows"), ("data_parallel", "rows")]
     run(one_table, 2, tmp_path, kinds)
-
-
-def test_a_sharded_table_is_refused_by_modules_of_one_process_and_they_say_which_takes_it(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"not ShardedTable; tierstore\.dist has modules"):
-        tierstore.TieredEmbeddingBag(ShardedTable.__new__(ShardedTable))  # type: ignore[arg-type]

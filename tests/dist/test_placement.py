@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import tierstore
 from tests.dist.placement.support import costs_of, table
-from tests.dist.ranks import run
+from tests.dist.ranks import as_torchrun_starts, run
 from tierstore.cli import main
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist.placement import RankCosts, demand_of, measure, predict
@@ -69,10 +68,7 @@ def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
 
 def measured_by_command(path: Path, port: int) -> str:
     """What the command says, started as torchrun does."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = f"{port}"
+    as_torchrun_starts(port)
     measure._SHAPES, measure._ROUNDS, measure._BATCHES = measure._SHAPES[:1], 1, 1  # type: ignore[misc]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["shard", "measure", "--out", str(path), "--seconds", "0.1", "--optimizer", "sgd"]) == 0
@@ -111,8 +107,3 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     assert main([*words[:5], str(workload), "--force"]) == 2, "a workload is no costs"
     assert Plan.load(plan) == saved
     assert main(["plan", "place", *words[2:-1], "--room", "20KiB", "--force"]) == 0, "as it was called before"
-
-
-def test_ranks_are_needed_to_measure_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shard", "measure"]) == 2
-    assert "torchrun --nproc-per-node 2 -m tierstore shard measure" in capsys.readouterr().err

@@ -57,20 +57,6 @@ def whole(folder: Path) -> Whole:
         return {name: (each.weights.tobytes(), each.state.tobytes(), store[name].state) for name, each in rows.items()}
 
 
-def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    run(train, 2, tmp_path, folder, 4)
-    for size in (3, 1):
-        before = whole(folder)
-        for _, extra in run(train, size, tmp_path, folder, 0):
-            assert extra == {"rank": 0}
-        assert whole(folder) == before
-        parts = [path.name for path in folder.iterdir() if not path.name.startswith("replaced-at-")]
-        assert sorted(parts) == [f"{rank}-of-{size}" for rank in range(size)]
-        run(train, size, tmp_path, folder, 2)
-        assert whole(folder) != before
-
-
 def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, plain, other, plan = (tmp_path / name for name in ("store", "plain", "other", "plan.json"))
     run(train, 2, tmp_path, folder, 3)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bench.data import ROOT
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
+from tierstore.cli import main
 from tierstore.dist import Plan, Sharding
 from tierstore.pool.stats import total
 from tierstore.settings.sections import to_toml
@@ -26,7 +28,7 @@ from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.metrics import Predictions
 from tierstore.train.summary import digest_bits
 
-from .ranks import run
+from .ranks import DIED, as_torchrun_starts, run
 
 BATCH = 23
 """Of 300 rows: parts of a batch differ in length, and one of the last batch is empty."""
@@ -135,31 +137,57 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_they_resume_to_the_same_
     assert {(each.interrupted, each.step, each.bits) for each in resumed} == {(False, STEPS, expected[0])}
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_killed_ranks_and_they_end_in_the_same_bits(
+def train_as_started(words: list[str], port: int, dies_at: int) -> int:
+    """The command's status; rank 1 ends in a step."""
+    rank = as_torchrun_starts(port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it stays from start to start
+    trainer.warm_up = lambda _: None
+    steps, real = iter(range(1, 1_000_000)), trainer.train_step
+
+    def step(*arguments: Any) -> Any:
+        if next(steps) == dies_at and rank:
+            os._exit(DIED)
+        return real(*arguments)
+
+    trainer.train_step = step
+    with contextlib.redirect_stdout(io.StringIO()):
+        return main(words)
+
+
+def test_ranks_started_again_after_one_died_end_in_the_same_bits(
+    tmp_path: Path, expected: tuple[str, float, float]
+) -> None:
+    """As torchrun does with --max-restarts."""
+    (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
+    agent = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    words = ["train", f"{tmp_path / 'run.toml'}", "--resume", "--digest", "--json", f"{tmp_path / 'summary.json'}"]
+    assert run(train_as_started, 2, tmp_path, words, agent.port, 7, statuses=[0, DIED]) == [1, None]
+    assert run(train_as_started, 2, tmp_path, words, agent.port, 0) == [0, 0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["step"], summary["bits"]) == (STEPS, expected[0])
+    assert summary["rows"] < 2 * TRAIN_ROWS
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_a_killed_rank_and_all_end_in_the_same_bits(
     tmp_path: Path, expected: tuple[str, float, float]
 ) -> None:
     (tmp_path / "run.toml").write_text(to_toml(config(tmp_path, "run", train__commit_every=1)))
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "tierstore"]
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "tierstore"]
     command = [sys.executable, "-m", *words, "train", "run.toml", "--resume", "--json", "summary.json", "--digest"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    killed, told = set[int](), []
+    is_killed, told = False, []
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
         assert torchrun.stderr is not None
         for line in torchrun.stderr:
             told.append(line)
-            if "committed version" in line and len(killed) < 2:
-                ranks = {}
-                for each in psutil.Process(torchrun.pid).children():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        ranks[int(each.environ()["RANK"])] = each.pid
-                rank = len(killed)  # one of each
-                if rank in ranks and killed.isdisjoint(ranks.values()):
-                    os.kill(ranks[rank], signal.SIGKILL)
-                    killed.add(ranks[rank])
+            if "committed version" in line and not is_killed:
+                (rank,) = [each for each in psutil.Process(torchrun.pid).children() if each.environ()["RANK"] == "1"]
+                rank.kill()
+                is_killed = True
     assert torchrun.returncode == 0, "".join(told)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (len(killed), summary["step"], summary["bits"]) == (2, STEPS, expected[0])
+    assert (is_killed, summary["step"], summary["bits"]) == (True, STEPS, expected[0])
     assert summary["rows"] < 2 * TRAIN_ROWS
 
 

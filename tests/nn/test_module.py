@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tests.oracle import jagged
-from tierstore import errors, optim
+from tierstore import errors
 
 ROWS, DIM = 300, 20
 TIERS: list[dict[str, Any]] = [
@@ -392,21 +392,6 @@ def test_objects_made_anew_are_noticed(store: tierstore.Store) -> None:
 FEW, WIDTH = 60, 5
 
 
-def make_table(
-    store: tierstore.Store, optimizer: optim.Optimizer, dim: int = WIDTH, pooling: Any = "sum"
-) -> tierstore.Table:
-    return store.create_table(
-        tierstore.TableConfig(
-            name="items",
-            num_embeddings=FEW,
-            embedding_dim=dim,
-            pooling=pooling,
-            init=tierstore.init.Uniform(-1.0, 1.0, seed=3),
-            optimizer=optimizer,
-        )
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_half_tables_pool_in_float32(store_dir: Path, dtype: Any, mode: Any) -> None:
@@ -422,50 +407,3 @@ def test_half_tables_pool_in_float32(store_dir: Path, dtype: Any, mode: Any) -> 
         pooled = table.pooled(ids, offsets, mode=mode)
         assert pooled.dtype == torch.float32
         torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_tables_round_the_float32_update(store_dir: Path, dtype: Any) -> None:
-    with tierstore.open(store_dir, ddr="2MiB") as store:
-        config = tierstore.TableConfig(
-            name="half", num_embeddings=FEW, embedding_dim=WIDTH, dtype=dtype,
-            init=tierstore.init.Uniform(-1, 1), optimizer=optim.SGD(lr=0.3),
-        )  # fmt: skip
-        table = store.create_table(config)
-        before = table.read(torch.arange(FEW))
-        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-        factor = torch.randn(FEW, WIDTH)
-        (bag(torch.arange(FEW), torch.arange(FEW)) * factor).sum().backward()
-        expected = (before.float() - torch.tensor(0.3) * factor).to(before.dtype)
-        assert torch.equal(table.read(torch.arange(FEW)), expected)
-
-
-def test_a_bag_is_called_as_nn_embedding_bag(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="2MiB") as store:
-        table = make_table(store, optim.SGD(lr=0.1), pooling="mean")
-        twin = torch.nn.EmbeddingBag.from_pretrained(table.read(torch.arange(FEW)))
-        bag = tierstore.TieredEmbeddingBag(table)
-        flat = torch.tensor([4, 4, 9, 0, 59])
-        torch.testing.assert_close(bag(flat, torch.tensor([0, 2, 2])), twin(flat, torch.tensor([0, 2, 2])))
-        torch.testing.assert_close(bag(flat, torch.tensor([0])), twin(flat, torch.tensor([0])))
-        square = torch.tensor([[1, 2, 3], [3, 3, 0]])
-        torch.testing.assert_close(bag(square), twin(square))
-        assert bag(square.to(torch.int32)).requires_grad
-        with torch.no_grad():
-            assert not bag(square).requires_grad
-
-
-def test_a_batch_without_samples_and_a_batch_without_ids(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="2MiB") as store:
-        table = make_table(store, optim.Adam())
-        collection = tierstore.TieredEmbeddingBagCollection(store)
-        before = table.read(torch.arange(FEW))
-        for bags in (0, 3):
-            empty = tierstore.KeyedJaggedTensor(
-                ["items"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(bags, dtype=torch.int64)
-            )
-            out = collection(empty)["items"]
-            assert out.shape == (bags, WIDTH)
-            assert not out.any()
-            out.sum().backward()
-        assert torch.equal(table.read(torch.arange(FEW)), before)

@@ -148,28 +148,6 @@ def test_checkpoints_in_checkpoints_make_one_update(store: tierstore.Store, rule
     torch.testing.assert_close(table.read(ALL), dense.weights)
 
 
-def test_a_pass_within_a_pass_that_fails_trains_nothing(store: tierstore.Store) -> None:
-    table = store.create_table(config())
-    bag, before = tierstore.TieredEmbeddingBag(table), table.read(ALL)
-    failed = []
-
-    def hook(grad: Tensor) -> None:
-        with torch.enable_grad():  # type: ignore[no-untyped-call]
-            bad = fails(torch.ones(1, requires_grad=True) * 1)
-            with pytest.raises(ArithmeticError) as raised:
-                (bad.sum() + bag(IDS).sum()).backward()
-            failed.append(raised)
-
-    start = torch.ones(1, requires_grad=True) * 2
-    start.register_hook(hook)
-    (start.sum() + bag(IDS + 100).sum()).backward()
-    assert len(failed) == 1
-    assert table.state.step == 1
-    assert torch.equal(table.read(IDS.flatten()), before[IDS.flatten()])
-    assert not torch.equal(table.read(IDS.flatten() + 100), before[IDS.flatten() + 100])
-    failed.clear()
-
-
 def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
     store: tierstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,19 +307,6 @@ def test_rows_changed_between_forward_and_backward(store: tierstore.Store, chang
     (plain + weighted + untouched).sum().backward()
     assert torch.equal(table.read(ALL[:20]), before - 1 - 2)
     assert scale.grad is not None
-
-
-def test_rows_of_another_version_are_changed_rows(store_dir: Path) -> None:
-    """A batch too large to be pinned does not keep the store from going back."""
-    ids = ALL.view(2, -1)
-    with tierstore.open(store_dir, ddr="404KiB", policy="lru") as store:
-        table = store.create_table(config())
-        store.commit()
-        scale = torch.ones(ids.shape, requires_grad=True)
-        out = tierstore.TieredEmbeddingBag(table)(ids, None, scale)
-        store.rollback(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
 
 
 @pytest.mark.parametrize("aliased", [False, True])

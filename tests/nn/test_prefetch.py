@@ -5,11 +5,9 @@ import functools
 import gc
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,6 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests import children
-from tierstore import errors
-from tierstore.nn.function import PreparedLookups
-from tierstore.pool import Pool
 
 MANY = 100_000
 """Rows that do not all fit 1 MiB: where they do, none is ever evicted."""
@@ -155,41 +150,12 @@ def misses(policy: str, share: float, *, depth: int, trained: bool) -> int:
         return store.stats().ddr.misses
 
 
-@pytest.mark.parametrize(
-    ("caches", "trained"), [(0.6, True), (1.0, False), (1.2, True), (1.5, False), (2.0, True), (3.0, False)]
-)
+@pytest.mark.parametrize(("caches", "trained"), [(0.6, True), (1.5, False), (3.0, True)])
 def test_prefetching_reads_no_more_than_a_plain_loop(caches: float, trained: bool) -> None:
     """In a cache of so many batches. LFU and TinyLFU evict others where rows of batches ahead are pinned."""
     for policy, most in (("lru", 1.0), ("lfu", 1.03), ("tinylfu", 1.03)):
         plain, *ahead = [misses(policy, 1 / caches, depth=depth, trained=trained) for depth in (0, 1, 8)]
         assert max(ahead) <= most * plain
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-def test_batches_that_stay_in_use_stop_nobody(share: float) -> None:
-    """All outputs wait for one backward pass, and an evaluation looks up in between."""
-    with tierstore.open(cold="memory", ddr="440KiB", policy="lru") as store:
-        collection = make_collection(store, rows=MANY)
-        rows = int(share * store["a"].pool.cache.capacity)
-        batches = [batch(*range(i * rows, (i + 1) * rows)) for i in range(12)]
-        outs = []
-        for item in tierstore.prefetch(batches, collection, depth=3):
-            outs.append(collection(item).values().sum())
-            with torch.no_grad():
-                for other in tierstore.prefetch(batches[:3], collection, depth=2):
-                    collection(other)
-        assert store.stats().ddr.split_batches > 0 or share < 1
-        torch.stack(outs).sum().backward()  # type: ignore[no-untyped-call]
-        assert pinned(store) == 0
-
-
-def test_ids_changed_after_preparation_are_looked_up_anew(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        collection = make_collection(store)
-        for item in tierstore.prefetch([batch(1)], collection, depth=1):
-            item.values()[0] = 7
-            assert torch.equal(collection(item)["a"], store["a"].read(torch.tensor([7])))
-        assert pinned(store) == 0
 
 
 def test_wrong_arguments(store_dir: Path) -> None:
@@ -202,16 +168,6 @@ def test_wrong_arguments(store_dir: Path) -> None:
                 tierstore.prefetch([], collection, lookahead=lookahead)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="pass features="):
             next(iter(tierstore.prefetch([object()], collection, depth=1)))
-
-
-def test_closing_the_store_under_a_pipeline_is_a_clear_error(store_dir: Path) -> None:
-    store = tierstore.open(store_dir, ddr="1MiB")
-    collection = make_collection(store)
-    pipeline = tierstore.prefetch((batch(i) for i in range(100)), collection, depth=1)
-    next(pipeline)
-    store.close()
-    with pytest.raises(errors.ClosedError):
-        list(pipeline)
 
 
 def in_eviction_order(store: tierstore.Store) -> list[int]:
@@ -343,9 +299,8 @@ def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
     goes_on.set()
 
 
-@pytest.mark.parametrize("close", ["pipeline.close()", "pass"])
-def test_an_interpreter_ends_though_a_source_waits(store_dir: Path, close: str) -> None:
-    code = f"""
+def test_an_interpreter_ends_though_a_source_waits(store_dir: Path) -> None:
+    code = """
     def batches():
         yield torch.tensor([1, 2]), torch.tensor([0])
         os.read(os.pipe()[0], 1)
@@ -354,7 +309,6 @@ def test_an_interpreter_ends_though_a_source_waits(store_dir: Path, close: str) 
         bag = tierstore.TieredEmbeddingBag(store.create_table(table_config()), mode="sum")
         pipeline = tierstore.prefetch(batches(), bag, depth=2, features=lambda pair: pair)
         bag(*next(pipeline))
-        {close}
     print("ended")
     """
     assert children.run(code, store_dir, timeout=25) == "ended\n"
@@ -434,47 +388,6 @@ def test_the_position_is_that_of_the_batch_given(store_dir: Path, depth: int, lo
         ahead.close()
 
 
-class Counted:
-    """Stands for ``Prepared``."""
-
-    features: object = None
-    num_released = 0
-    is_stale = False
-
-    def release(self) -> None:
-        self.num_released += 1
-
-    def is_current(self, _: object) -> bool:
-        return not self.is_stale
-
-
-def test_a_batch_is_taken_or_dropped_by_one_thread() -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            for _ in range(1500):
-                waiting: Any = PreparedLookups()
-                objects, batches = [object() for _ in range(3)], [Counted() for _ in range(3)]
-                for each, prepared in zip(objects, batches, strict=True):
-                    waiting.put(each, prepared)
-                taken = thread.submit(waiting.take, objects[2], [])
-                waiting.drop(batches[2])
-                assert batches[2].num_released == (taken.result() is None)
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_an_object_that_comes_again_has_a_batch_of_its_own() -> None:
-    waiting: Any = PreparedLookups()
-    one, batches = object(), [Counted() for _ in range(3)]
-    batches[1].is_stale = True
-    for each in batches:
-        waiting.put(one, each)
-    assert [waiting.take(one, []) for _ in range(3)] == [batches[0], batches[2], None]
-    assert [each.num_released for each in batches] == [0, 1, 0]
-
-
 @pytest.mark.parametrize(("ddr", "hbm"), [("1MiB", 0), ("64MiB", 0), ("64MiB", "256KiB"), ("64MiB", "64MiB")])
 def test_one_object_given_again_holds_no_rows_once_it_was_used(ddr: str, hbm: int | str) -> None:
     """Its graph is alive: that keeps what a lookup holds."""
@@ -499,22 +412,4 @@ def test_a_wrong_id_in_one_of_several_modules_leaves_nothing_announced() -> None
         for _ in range(80):
             with pytest.raises(ValueError, match="is not a row of table 'b'"):
                 next(tierstore.prefetch([[right, wrong]], bags, depth=0, lookahead=2, features=lambda each: each))
-        assert store["a"].pool.can_announce(500)
-
-
-def test_ctrl_c_right_after_an_announcement_leaves_nothing_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    announce = Pool.announce
-
-    def interrupted(pool: Pool, keys: Any) -> int:
-        number = announce(pool, keys)
-        signal.raise_signal(signal.SIGINT)
-        return number
-
-    monkeypatch.setattr(Pool, "announce", interrupted)
-    with tierstore.open(cold="memory", ddr="1MiB", policy="lookahead") as store:
-        config = tierstore.TableConfig(name="a", num_embeddings=100_000, embedding_dim=8)
-        bag = tierstore.TieredEmbeddingBag(store.create_table(config))
-        for _ in range(80):
-            with pytest.raises(KeyboardInterrupt):
-                list(tierstore.prefetch([torch.arange(500).view(-1, 5)], bag, depth=0, lookahead=2))
         assert store["a"].pool.can_announce(500)

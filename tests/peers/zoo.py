@@ -22,33 +22,19 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class Fields(nn.Module):
-    """Base of models of one categorical id a field and some dense features."""
+class WideAndDeep(nn.Module):
+    """One categorical id a field and some dense features."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(ROWS, DIM) for _ in range(FIELDS))
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        return torch.stack([each(ids[:, field]) for field, each in enumerate(self.embeddings)], dim=1)
-
-
-class WideAndDeep(Fields):
-    def __init__(self) -> None:
-        super().__init__()
         self.wide = nn.EmbeddingBag(FIELDS * ROWS, 1, mode="sum")
         self.deep = mlp(FIELDS * DIM + 2, 16, 1)
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        rows = [each(ids[:, field]) for field, each in enumerate(self.embeddings)]
         wide = self.wide(ids + ROWS * torch.arange(FIELDS))
-        return (wide + self.deep(torch.cat([self.embedded(ids).flatten(1), dense], dim=1))).squeeze(1)
-
-
-class DeepFM(WideAndDeep):
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        rows = self.embedded(ids)
-        pairs = (rows.sum(1).square() - rows.square().sum(1)).sum(1) / 2
-        return super().forward(ids, dense) + pairs
+        return (wide + self.deep(torch.cat([*rows, dense], dim=1))).squeeze(1)
 
 
 class Dlrm(nn.Module):
@@ -68,50 +54,6 @@ class Dlrm(nn.Module):
         return self.top(torch.cat([bottom, (rows @ rows.mT)[:, first, second]], dim=1)).squeeze(1)
 
 
-class CrossNetwork(Fields):
-    """DCN-v2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = FIELDS * DIM + 2
-        self.crosses = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        first = crossed = torch.cat([self.embedded(ids).flatten(1), dense], dim=1)
-        for cross in self.crosses:
-            crossed = first * cross(crossed) + crossed
-        return self.head(crossed).squeeze(1)
-
-
-class AutoInt(Fields):
-    """Attention over fields."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
-        self.head = nn.Linear(FIELDS * DIM + 2, 1)
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        rows = self.embedded(ids)
-        mixed = rows + self.attention(rows, rows, rows, need_weights=False)[0]
-        return self.head(torch.cat([mixed.flatten(1), dense], dim=1)).squeeze(1)
-
-
-class ProductNetwork(Fields):
-    """PNN: inner products of fields, then an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = mlp(FIELDS * DIM + FIELDS * (FIELDS - 1) // 2 + 2, 16, 1)
-
-    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        rows = self.embedded(ids)
-        first, second = torch.tril_indices(FIELDS, FIELDS, offset=-1)
-        products = (rows[:, first] * rows[:, second]).sum(-1)
-        return self.head(torch.cat([rows.flatten(1), products, dense], dim=1)).squeeze(1)
-
-
 class Factorization(nn.Module):
     """Users times items, with biases of one column."""
 
@@ -123,21 +65,6 @@ class Factorization(nn.Module):
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         biases = self.user_bias(users) + self.item_bias(items)
         return (self.user(users) * self.item(items)).sum(1) + biases.squeeze(1)
-
-
-class NeuralCollaborative(nn.Module):
-    """NeuMF: a product and an MLP, each with embeddings of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.ModuleDict({name: nn.Embedding(ROWS, DIM) for name in ("user", "item")})
-        self.deep = nn.ModuleDict({name: nn.Embedding(ROWS, 2 * DIM) for name in ("user", "item")})
-        self.mlp, self.head = mlp(4 * DIM, 16, DIM), nn.Linear(2 * DIM, 1)
-
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        deep = self.mlp(torch.cat([self.deep["user"](users), self.deep["item"](items)], dim=1))
-        product = self.product["user"](users) * self.product["item"](items)
-        return self.head(torch.cat([product, deep], dim=1)).squeeze(1)
 
 
 class TwoTowers(nn.Module):
@@ -154,55 +81,19 @@ class TwoTowers(nn.Module):
         return nn.functional.cosine_similarity(self.left(self.history(history)), self.right(self.item(items)))
 
 
-class Sequential(nn.Module):
-    """Base of models over a padded sequence of items and one candidate from the same table."""
+class Recurrent(nn.Module):
+    """GRU4Rec over a padded sequence, scoring all items with the tied table, and sampling those asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.item = nn.Embedding(ROWS, DIM, padding_idx=0)
         self.place = nn.Embedding(LENGTH, DIM)
-
-    def placed(self, history: Tensor) -> Tensor:
-        return self.item(history) + self.place(torch.arange(LENGTH))
-
-
-class SelfAttentive(Sequential):
-    """SASRec: causal attention, the last state times the candidate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, history: Tensor, items: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        return (self.layer(self.placed(history), src_mask=mask, is_causal=True)[:, -1] * self.item(items)).sum(1)
-
-
-class Recurrent(Sequential):
-    """GRU4Rec, scoring all items with the tied table, and sampling those asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
 
     def forward(self, history: Tensor, items: Tensor) -> Tensor:
-        state = self.gru(self.placed(history))[1][0]
+        state = self.gru(self.item(history) + self.place(torch.arange(LENGTH)))[1][0]
         scores = (state @ self.item(torch.arange(ROWS)).T).log_softmax(1)
         return scores.gather(1, items[:, None]).squeeze(1)
-
-
-class InterestNetwork(Sequential):
-    """DIN: a history weighted by its likeness to the candidate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.likeness, self.head = mlp(3 * DIM, 16, 1), mlp(2 * DIM, 16, 1)
-
-    def forward(self, history: Tensor, items: Tensor) -> Tensor:
-        rows, item = self.placed(history), self.item(items)
-        wide = item[:, None].expand_as(rows)
-        weights = self.likeness(torch.cat([rows, wide, rows * wide], dim=2)) * (history != 0)[..., None]
-        return self.head(torch.cat([(weights * rows).sum(1), item], dim=1)).squeeze(1)
 
 
 class MaxPooling(nn.Module):
@@ -256,17 +147,10 @@ def histories(random: torch.Generator) -> tuple[Tensor, ...]:
 
 MODELS: Final[dict[type[nn.Module], Callable[[torch.Generator], tuple[Any, ...]]]] = {
     WideAndDeep: fields,
-    DeepFM: fields,
     Dlrm: bags,
-    CrossNetwork: fields,
-    AutoInt: fields,
-    ProductNetwork: fields,
     Factorization: pairs,
-    NeuralCollaborative: pairs,
     TwoTowers: histories,
-    SelfAttentive: histories,
     Recurrent: histories,
-    InterestNetwork: histories,
     MaxPooling: histories,
     SharedModule: pairs,
 }

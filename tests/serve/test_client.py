@@ -1,11 +1,9 @@
 """The client against the server's REST front, and against answers that are none."""
 
 import json
-import re
 import socket
 import struct
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,17 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.data import ROOT
-from tests import children
 from tests.serve.fakes import VERSION
 from tests.serve.fronts import Fronted, serving
 from tests.serve.requests import plain_tensors
 from tierstore.serve import client as clients
 from tierstore.serve.client import Answer, Client, decode_answer
 from tierstore.serve.limits import Limits
-from tierstore.serve.messages import Status
-
-HEADER = "Inference-Header-Content-Length"
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +94,6 @@ def test_what_the_server_says_of_itself() -> None:
         served.engine.is_ready = False
         assert client.ready() is False
         assert served.server.num_connections == 1, "it is kept"
-
-
-def test_the_servers_errors() -> None:
-    odd = {405: Status.INVALID, 502: Status.INTERNAL, 503: Status.UNAVAILABLE}
-    usual = {each.http: each for each in Status if each.http not in (408, 431, 503)}
-    for code, status in (usual | odd).items():
-        for body, says in ((b'{"error": "input \'x\': no"}', "input 'x': no"), (b"<html>", "<html>")):
-            error = clients._error(clients._Reply(code, None, body))
-            assert (error.status, str(error)) == (status, f"{says} (HTTP {code})")
 
 
 def test_what_does_not_answer_is_told_with_its_address(served: Fronted, client: Client) -> None:
@@ -213,22 +197,3 @@ def test_wrong_arguments_are_named_and_nothing_is_sent(served: Fronted, client: 
     with pytest.raises(TypeError, match=r"^dense must be real numbers"):
         client.rank([["1"]], [1], [[1]])
     assert not served.engine.seen
-
-
-def test_the_client_needs_nothing_of_the_server() -> None:
-    code = """
-os.dup2(1, 2)
-assert not set(sys.argv[1:]) & set(sys.modules)
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1:]:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-from tierstore.serve.client import Client
-print(Client("http://localhost:1").address)
-"""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [re.split("[>=;]", each)[0] for each in project["optional-dependencies"]["serve"]]
-    names = [{"grpcio": "grpc", "protobuf": "google"}.get(each, each.replace("-", "_")) for each in extras]
-    assert {"grpc", "orjson", "starlette", "prometheus_client"} <= set(names)
-    assert children.run(code, *names) == "localhost:1\n"

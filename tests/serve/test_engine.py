@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.serve.loops import wait_for
 from tests.serve.whole import ADMIN, InThread, serving
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.serve.client import Client
-from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.messages import ServeError
 
 ROWS, DIM = 500, 8
 
@@ -61,7 +60,7 @@ def note(kernel, types):
     return compile_kernel(kernel, types)
 
 jit._Kernel.compile = note
-with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) as client:
+with serving(Path(sys.argv[1]), ddr="440KiB") as server, Client(server.url) as client:
     for line in sys.stdin:
         version = int(line)
         wait_for(lambda: server.engine.version == version)
@@ -71,10 +70,9 @@ with serving(Path(sys.argv[1]), ddr=sys.argv[2]) as server, Client(server.url) a
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
-@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
-def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path, ddr: str) -> None:
+def test_the_first_version_that_is_followed_compiles_nothing(writer: Writer, store_dir: Path) -> None:
     """Not even rows that came in meanwhile, or did not fit, do."""
-    child = Child(NOTED, str(store_dir), ddr)
+    child = Child(NOTED, str(store_dir))
     try:
         low, high, before, _ = json.loads(child.ask("1"))
         assert (low, high) == (1, 1)
@@ -94,40 +92,10 @@ def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
         yield made
 
 
-def test_long_requests_are_parsed_one_at_a_time(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, model = threading.Lock(), server.engine._served["rows.t"].model
-    parse = model.parse
-
-    def counted(inputs: Any) -> Any:
-        assert alone.acquire(blocking=False)
-        time.sleep(0.1)  # for another to come
-        alone.release()
-        return parse(inputs)
-
-    def ask(_: int) -> int:
-        with Client(server.url) as client:
-            return len(client.rows(np.zeros(40_000, np.int64), table="t"))
-
-    monkeypatch.setattr(model, "parse", counted)
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(ask, range(3))) == [40_000] * 3
-
-
 def bags_of(ids: list[int], lengths: list[int] | None = None) -> list[Any]:
     given = {"ids": np.array(ids, np.int64)} | ({} if lengths is None else {"lengths": np.array(lengths, np.int32)})
     made = [tritonclient.grpc.InferInput(name, [len(each)], f"INT{each.itemsize * 8}") for name, each in given.items()]
     return [tensor.set_data_from_numpy(each) for tensor, each in zip(made, given.values(), strict=True)]
-
-
-def test_what_is_not_there_is_named(server: InThread) -> None:
-    inputs = {"ids": np.array([1])}
-    with Client(server.url) as client:
-        for model, version, says in (("rows.u", "", "did you mean 'rows.t'?"), ("rows.t", "7", "1 is")):
-            with pytest.raises(ServeError, match=says) as caught:
-                client.infer(model, inputs, version=version)
-            assert caught.value.status is Status.NOT_FOUND
-    refused = ask_rows(server, [1], outputs=[{"name": "row"}])
-    assert (refused.status_code, "did you mean 'rows'?" in refused.json()["error"]) == (400, True)
 
 
 def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
@@ -195,19 +163,6 @@ def test_answers_are_of_one_version_while_another_process_commits(
     assert server.metric("tierstore_version") == 11
 
 
-def test_a_server_whose_thread_takes_no_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
-    with monkeypatch.context() as broken:
-        broken.setattr(server.engine._executor, "submit", refuse)
-        assert ask_rows(server, [1]).status_code == 503
-    for path in ("live", "ready"):
-        assert httpx.get(f"{server.url}/v2/health/{path}").status_code == 503
-    assert not server.status()["server"]["live"]
-
-
 def test_a_server_that_cannot_follow_any_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise BaseException("beyond what is expected to go wrong")
@@ -259,47 +214,6 @@ def test_tables_that_change_are_served_as_they_are_with_the_next_commit(writer: 
         for gone in "uv":
             with pytest.raises(ServeError, match=f"rows-{gone}|no model|unknown"):
                 client.rows([7], table=gone)
-
-
-def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -> None:
-    number(writer, 2)
-    wait_for(lambda: server.engine.version == 2)
-    assert writer("rollback", 1) == 1
-    wait_for(lambda: server.engine.version == 1)
-    assert ask_rows(server, [1]).json()["outputs"][0]["data"] == [1.0] * DIM
-    refused = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN)
-    assert refused.status_code == 400
-    assert "tierstore rollback" in refused.json()["error"]
-
-
-def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
-    name = "a/b %2F?é/infer"
-    writer("create", name, ROWS, DIM)
-    number(writer, 2, "t", name)
-    with serving(store_dir) as server, Client(server.url) as client:
-        assert (client.rows([7], table=name) == 2.0).all()
-        assert (client.pooled([7, 8], [2], table=name) == 4.0).all()
-        assert client.metadata(f"rows.{name}", version="2")["name"] == f"rows.{name}"
-
-
-def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:
-    lengths = {"name": "lengths", "datatype": "INT32", "shape": [1, 1], "data": [1]}
-    values = {"name": "values", "datatype": "INT64", "shape": [1], "data": [7]}
-
-    def ask_all() -> httpx.Response:
-        return httpx.post(f"{server.url}/v2/models/pooled/infer", json={"inputs": [values, lengths]}, timeout=60)
-
-    with ThreadPoolExecutor(2) as pool:
-        with server.held():
-            writer("create", "u", ROWS, DIM)
-            number(writer, 2, "t", "u")
-            wait_for(lambda: server.engine.newest_version == 2)  # its move waits for the executor
-            waiting = [pool.submit(ask_rows, server, [1]), pool.submit(ask_all)]
-            wait_for(lambda: sum(server.engine.state().queued_samples.values()) == 2)
-        kept, changed = (each.result() for each in waiting)
-    assert kept.json()["outputs"][0]["data"] == [2.0] * DIM
-    assert changed.status_code == 400  # there is another feature now
-    assert "'lengths' has shape [1, 1]; the model takes [2, -1]" in changed.json()["error"]
 
 
 def damage(store_dir: Path, version: int) -> None:

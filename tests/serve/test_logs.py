@@ -74,23 +74,6 @@ def test_no_text_and_no_value_breaks_a_line_or_replaces_its_own_fields(text: str
     assert "id='a status=OK'" in Formatter(as_json=False).format(record(id="a status=OK")), "it could be two fields"
 
 
-@pytest.mark.parametrize("text", [NASTY, "x" * 100_000])
-def test_tracebacks_are_parts_of_their_line(text: str) -> None:
-    made = record()
-    try:
-        raise ValueError(text)
-    except ValueError:
-        made.exc_info = sys.exc_info()
-    line = Formatter().format(made)
-    assert line.isprintable()
-    assert text != NASTY or "in test_tracebacks" in json.loads(line)["exception"]
-    assert len(json.loads(line)["exception"]) < 17_000
-    first, *rest = Formatter(as_json=False).format(made).split("\n")
-    assert first.endswith("hello")
-    assert len(rest) > (3 if text == NASTY else 0)
-    assert all(part.startswith("    ") and part.isprintable() for part in rest)
-
-
 @pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn.error", "grpc._cython"])
 def test_every_logger_writes_to_stderr_in_the_form_asked_for_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str

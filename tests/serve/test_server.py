@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-import os
 import random
 import signal
 import socket
-import sys
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +23,6 @@ from tests.updates.support import ROWS, change, contents, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import program
 from tierstore.serve.client import Client
-from tierstore.serve.command import begin_anew
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.grpc.service import InferenceService
 from tierstore.serve.rest.protocol import BoundedProtocol
@@ -48,12 +45,15 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_
     log = tmp_path / "log"
     want = contents(store)["item"].view(torch.float32).numpy()
     ids = np.arange(ROWS)
-    with command(log, "--store", str(store), *FREE_PORTS) as server:
+    with command(log, "--store", str(store), *two_workers()) as server:
         with Client(server.url) as client:
             assert np.array_equal(client.rows(ids, table="item"), want)
         assert httpx.get(f"{server.admin}/status.json").json()["server"]["ready"]
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        assert workers
         server.end(signal.SIGKILL)
-    many = np.tile(ids, 2000)
+        assert not psutil.wait_procs(workers, timeout=WAIT_SECONDS)[1], "workers end with their parent"
+    many = np.tile(ids, 1000)
     limits = ("--max-batch-samples", str(len(many)), "--max-queue-samples", str(2 * len(many)))
     with (
         command(log, "--store", str(store), *FREE_PORTS, *limits) as server,
@@ -64,7 +64,7 @@ def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_
         wait_for(lambda: queued(server.admin) or all(each.done() for each in asked))  # one waits while the other runs
         server.process.send_signal(signal.SIGTERM)
         for each in asked:
-            assert np.array_equal(each.result(WAIT_SECONDS), np.tile(want, (2000, 1)))
+            assert np.array_equal(each.result(WAIT_SECONDS), np.tile(want, (1000, 1)))
         assert server.wait() == 0
         with pytest.raises(ConnectionError):
             client.rows(ids, table="item")
@@ -91,24 +91,6 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
         wait_for(lambda: "listening" in (tmp_path / "log").read_text())
         assert server.end() == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("begun", "again"),
-    [
-        (["-P", "-m", "tierstore", "serve", "x.toml"], ["-P", "-m", "tierstore", "serve", "x.toml"]),
-        (["app.py", "--all"], ["-m", "tierstore", "serve", "x.toml"]),
-    ],
-)
-def test_a_server_begins_anew_as_it_was_begun(
-    monkeypatch: pytest.MonkeyPatch, begun: list[str], again: list[str]
-) -> None:
-    called: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execv", lambda *arguments: called.append(arguments))
-    monkeypatch.setattr(sys, "orig_argv", ["python", *begun])
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    begin_anew(["serve", "x.toml"])
-    assert called == [(sys.executable, [sys.executable, *again])]
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -138,17 +120,6 @@ def test_what_cannot_be_served_is_told_in_a_line(
         for flag in ("--port", "--grpc-port", "--admin-port"):
             line = said(capfd, "--store", str(store), *FREE_PORTS, flag, port)
             assert port in line, line
-
-
-def test_settings_in_a_file(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text('stores = "x"\n')
-    assert "unknown key 'stores'; did you mean 'store'?" in said(capfd, str(file))
-    file.write_text('store = "x"\nport = "eight"\n')
-    assert "port" in said(capfd, str(file))
-    file.write_text("store = [\n")
-    assert "serve.toml is not valid TOML" in said(capfd, str(file))
-    assert "none.toml: there is no such file of settings" in said(capfd, str(tmp_path / "none.toml"))
 
 
 OF_KINDS: dict[Any, list[Any]] = {int: [True, "x", 1.5], float: [True, "x", math.nan], bool: ["yes", 5], str: [5, True]}
@@ -210,13 +181,19 @@ def free_ports(count: int) -> list[int]:
         return list(range(first, first + count))
 
 
+def two_workers() -> list[str]:
+    """Flags; the second worker's admin port follows the one that is named."""
+    rest, grpc, admin, _ = free_ports(4)
+    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
+    return [*ports, "--workers", "2", "--ddr", "8MiB"]
+
+
 @pytest.mark.slow
 def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -> None:
-    rest, grpc, admin, second = free_ports(4)
-    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
     log, record = tmp_path / "log", ["--record", str(tmp_path / "lookups.npz"), "--record-rate", "1"]
-    with command(log, "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB", *record) as server:
-        admins = [f"http://127.0.0.1:{port}" for port in (admin, second)]
+    with command(log, "--store", str(store), *two_workers(), *record) as server:
+        address, _, port = server.admin.rpartition(":")
+        admins = [server.admin, f"{address}:{int(port) + 1}"]
 
         def served() -> list[int]:
             statuses = [httpx.get(f"{each}/status.json", timeout=WAIT_SECONDS).json() for each in admins]
@@ -245,40 +222,15 @@ def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -
     assert all(set(ids.tolist()) <= {1, 2} for ids in lookups)
 
 
-def test_where_a_server_cannot_record_it_does_not_start(
-    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "lookups.npz").touch()
-    assert "lookups.npz exists" in said(capfd, "--store", str(store), "--record", str(tmp_path / "lookups.npz"))
-    assert "is a .npz file" in said(capfd, "--store", str(store), "--record", str(tmp_path / "lookups"))
-    (tmp_path / "own.1.npz").touch()
-    workers = ["--workers", "2", "--record", str(tmp_path / "own.npz")]
-    assert "own.1.npz exists" in said(capfd, "--store", str(store), *workers)
-
-
-def test_workers_end_with_their_parent(store: Path, tmp_path: Path) -> None:
-    rest, grpc, admin, _ = free_ports(4)
-    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
-    with command(tmp_path / "log", "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB") as server:
-        workers = psutil.Process(server.process.pid).children(recursive=True)
-        assert workers
-        server.end(signal.SIGKILL)
-        _, alive = psutil.wait_procs(workers, timeout=WAIT_SECONDS)
-        for each in alive:
-            each.kill()
-        assert not alive
-
-
 def test_two_servers_do_not_share_a_port(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Though the workers of one do."""
-    rest, grpc, admin, _ = free_ports(4)
-    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--workers", "2"]
-    for port in (rest, grpc):
+    flags = two_workers()
+    for port in (flags[1], flags[3]):
         with socket.socket() as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            taken.bind(("127.0.0.1", port))
+            taken.bind(("127.0.0.1", int(port)))
             taken.listen()
-            assert f"cannot listen on 127.0.0.1 port {port}" in said(capfd, "--store", str(store), *ports)
+            assert f"cannot listen on 127.0.0.1 port {port}" in said(capfd, "--store", str(store), *flags)
 
 
 def test_a_server_that_does_not_answer_is_never_ready(
@@ -290,15 +242,3 @@ def test_a_server_that_does_not_answer_is_never_ready(
         with monkeypatch.context() as patched:
             patched.setattr(place, name, lambda *_: 1 // 0)
             assert "the server does not answer itself" in said(capfd, "--store", str(store), *FREE_PORTS)
-
-
-def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rest, grpc, admin, _ = free_ports(4)
-    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin)]
-    tierstore.open(tmp_path / "store").close()
-    (tmp_path / "store" / "rows.lmdb").write_bytes(b"")
-    assert cli.main(["serve", "--store", str(tmp_path / "store"), "--workers", "2", *ports]) == 1
-    said = capfd.readouterr().err
-    assert "all are stopped" in said
-    assert str(tmp_path / "store") in said
-    assert "Traceback" not in said

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -21,7 +20,6 @@ from tritonclient.utils import InferenceServerException
 
 import tierstore
 from tests.following import Child
-from tests.fuzz.target import bounded
 from tests.serve.loops import wait_for
 from tests.serve.test_engine import bags_of
 from tests.serve.whole import ADMIN, ADMIN_TOKEN, SMALL, InThread, make_certificate, serving
@@ -33,8 +31,6 @@ from tierstore.serve.client import Client
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.tls import Tls
-from tierstore.store.manifest import Manifest
-from tierstore.trace import read_trace
 from tierstore.train import train
 from tierstore.train.build import open_data
 from tierstore.train.config import RunConfig
@@ -179,18 +175,6 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         assert int(second) > int(first)
 
 
-def test_a_replica_that_was_only_begun_waits_for_its_first_update(tmp_path: Path) -> None:
-    """As whoever was to apply that leaves it, killed before it made the row file."""
-    source, replica = tmp_path / "source", tmp_path / "replica"
-    change(source, 1)
-    replica.mkdir()
-    Manifest.new(mmap.PAGESIZE).create(replica)
-    with serving(replica, updates=True) as server, Client(server.url) as client:
-        assert not client.ready()
-        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
-        assert client.ready()
-
-
 def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path: Path) -> None:
     source, ids = tmp_path / "source", torch.arange(3)
     change(source, 1, names=("item",))
@@ -213,36 +197,6 @@ def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path
         assert (client.rows(ids, table="item") == 2).all()
 
 
-def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Path) -> None:
-    """The source was put back from a copy, and its next version brings another table."""
-    source, ids = tmp_path / "source", torch.arange(3)
-    change(source, 1, names=("item",))
-    shutil.copytree(source, tmp_path / "copy")
-
-    def bring(name: str, dim: int) -> None:
-        with tierstore.open(source, ddr="4MiB") as store:
-            store.create_table(table_config(name, embedding_dim=dim)).write(ids, torch.ones(3, dim))
-            store["item"].write(ids, torch.full((3, 6), float(dim)))
-            store.commit()
-
-    apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
-    with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
-        bring("first", 3)
-        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
-        assert client.rows(ids.numpy(), table="first").tolist() == [[1.0] * 3] * 3
-        back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
-        assert back.json() == {"version": 1}
-        assert {model.name for model in server.engine.models()} == {"rows.item", "pooled.item", "rows", "pooled"}
-        with pytest.raises(ServeError, match=r"no model 'rows\.first'"):
-            client.rows(ids.numpy(), table="first")
-        shutil.rmtree(source)
-        shutil.copytree(tmp_path / "copy", source)
-        bring("second", 9)
-        assert not publish(source, [server.admin], token=ADMIN_TOKEN)[0].error
-        assert client.rows(ids.numpy(), table="second").tolist() == [[1.0] * 9] * 3
-        assert server.status()["version"]["update_failures"] == 0
-
-
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = tmp_path / "store"
     change(store, 1)
@@ -263,41 +217,6 @@ def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCa
         assert np.array_equal(client.rows(ids, table="item"), want)
     assert "store.hot is not used" in caplog.text
     assert saved.stat().st_size == 8 * (len(ids) + 1)  # and a row of the rehearsal
-
-
-@pytest.mark.parametrize("make", range(6))
-def test_a_hostile_file_of_hot_rows_costs_a_word_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: int
-) -> None:
-    change(tmp_path / "store", 1)
-    path, (made, is_used) = tmp_path / "store.hot", HOSTILE_HOT[make]
-    made(path)
-    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store, bounded():
-        found = hot_rows.load_hot_rows(path, store)
-        assert (hot_rows.warm_up(store, found, lambda: False) > 0) == (made is sparse)
-    assert is_used == ("store.hot is not used" not in caplog.text)
-
-
-def bytes_of(data: bytes) -> Any:
-    return lambda path: path.write_bytes(data)
-
-
-def sparse(path: Path) -> None:
-    """2 TiB of holes, behind them keys of every kind."""
-    with path.open("wb") as file:
-        file.truncate((2 << 40) - 8)
-        file.seek(0, os.SEEK_END)
-        file.write(np.array([-1, 2**63 - 1, -(2**63), 5 << 40, (1 << 40) + ROWS, 3], "<i8").tobytes())
-
-
-HOSTILE_HOT: list[tuple[Any, bool]] = [
-    (os.mkfifo, False),
-    (lambda path: path.symlink_to("/dev/zero"), False),
-    (Path.mkdir, False),
-    (bytes_of(b"PK\x03\x04 no keys"), False),
-    (bytes_of(b""), True),
-    (sparse, True),
-]
 
 
 def test_hot_rows_are_kept_while_serving_and_not_through_a_name_that_another_made(
@@ -358,21 +277,6 @@ def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> No
         assert server.engine.state().tiers.ddr.misses == ddr.misses
     with pytest.raises(ValueError, match=r"run\.toml"):
         InThread(config_with(config.store.path, warm_up=str(run_file)))
-
-
-def test_a_server_records_what_it_looks_up(plain: Path, tmp_path: Path) -> None:
-    """Neither its warm-up nor its rehearsal."""
-    path = tmp_path / "lookups.npz"
-    with serving(plain, record=str(path), record_rate=1.0, warm_up="auto") as server, Client(server.url) as client:
-        client.rows([3, 4], table="item")
-        client.pooled([5, 6, 7], [2, 1], table="user")
-    trace = read_trace(path)
-    assert trace.batch_starts is not None
-    assert trace.batch_starts.tolist() == [0, 2, 4]
-    assert {name: (table.ids.tolist(), table.offsets.tolist()) for name, table in trace.tables.items()} == {
-        "item": ([3, 4], [0, 1, 2, 2, 2]),
-        "user": ([5, 6, 7], [0, 0, 0, 2, 3]),
-    }
 
 
 def config_with(store: Any, **settings: Any) -> ServeConfig:

@@ -5,7 +5,7 @@ import torch
 
 from tierstore.cli import entry as cli
 from tierstore.settings.sections import to_toml
-from tierstore.train import train, warmup
+from tierstore.train import train
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.steps import feed
 
@@ -27,8 +27,7 @@ def on_gpu(folder):
     return train(config_of(folder, "gpu", store__device="cuda", store__hbm=ALL), bits=True)
 
 
-@pytest.mark.parametrize("depth", [0, 2, 5])
-@pytest.mark.parametrize("hbm", [FEW, ALL])
+@pytest.mark.parametrize(("hbm", "depth"), [(FEW, 0), (FEW, 5), (ALL, 2)])
 def test_rows_in_device_memory_change_no_bit(run, plain, hbm, depth):
     summary = run(store__hbm=hbm, train__prefetch_depth=depth)
     assert (summary.bits, summary.test, summary.loss) == (plain.bits, plain.test, plain.loss)
@@ -36,26 +35,11 @@ def test_rows_in_device_memory_change_no_bit(run, plain, hbm, depth):
     assert (summary.tiers.hbm.evictions > 0) == (hbm == FEW)
 
 
-@pytest.mark.parametrize(("first", "then"), [(0, FEW), (FEW, 0), (ALL, FEW)])
+@pytest.mark.parametrize(("first", "then"), [(0, FEW), (ALL, 0)])
 def test_a_run_continues_with_another_budget_of_device_memory(run, plain, first, then):
     begun = run(store__hbm=first, train__epochs=1, train__commit_every=7)
     assert run(store__hbm=then, resume=True).bits == plain.bits
     assert begun.bits != plain.bits
-
-
-def test_the_warm_up_takes_its_steps_in_little_device_memory(folder, tmp_path, monkeypatch):
-    seen = []
-    real = warmup.commit_run
-
-    def watched(run, *rest):
-        seen.append(run.store.stats())
-        return real(run, *rest)
-
-    monkeypatch.setattr(warmup, "commit_run", watched)
-    config = config_of(folder, "never", store__hbm="5% of tables", train__batch_size=64, embedding__num_embeddings=2000)
-    warmup._take_steps(warmup._small(config, str(tmp_path)))
-    assert len(seen) == 2
-    assert seen[-1].hbm.evictions > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

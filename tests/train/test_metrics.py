@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,20 +37,6 @@ def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
     assert log_loss(labels, logits) == pytest.approx(expected, rel=1e-12)
     assert log_loss([0, 1], [1000.0, -1000.0]) == 1000.0
     assert log_loss([1, 0], [1000.0, -1000.0]) == 0.0
-
-
-def test_predictions_of_batches_are_those_of_the_whole():
-    random = np.random.default_rng(1)
-    labels = (random.random(50) < 0.5).astype(np.float32)
-    logits = random.normal(size=50).astype(np.float32)
-    predictions = Predictions()
-    for begin in range(0, 50, 7):
-        part = slice(begin, begin + 7)
-        predictions.add(torch.from_numpy(labels[part]), torch.from_numpy(logits[part]))
-    result = predictions.evaluate()
-    assert result.rows == 50
-    assert result.auc == roc_auc(labels, logits)
-    assert result.log_loss == log_loss(labels, logits)
 
 
 def test_wrong_input_is_an_error():

@@ -5,7 +5,7 @@ import pytest
 
 from tierstore.train import synthetic
 from tierstore.train.readers import CriteoReader
-from tierstore.train.synthetic import CARDINALITIES, write_synthetic
+from tierstore.train.synthetic import write_synthetic
 
 from .readers.rows import matrix
 from .readers.test_hashing import splitmix64
@@ -28,16 +28,6 @@ def test_every_row_is_read_back(written):
     missing = (matrix(rows.categories) < 0).mean(axis=0)
     assert (missing[0::2] == 0).all()
     assert ((missing[1::2] > 0.03) & (missing[1::2] < 0.05)).all()
-
-
-def test_categories_follow_a_power_law(written):
-    data, rows = written
-    distinct = [np.unique(column[column >= 0]) for column in matrix(rows.categories)[: data.train_rows].T]
-    assert all(len(column) <= size for column, size in zip(distinct, CARDINALITIES, strict=True))
-    _, counts = np.unique(matrix(rows.categories)[:, 4], return_counts=True)
-    counts = np.sort(counts)[::-1]
-    # The chance of rank r is the integral of x^-1.1 over [r, r + 1): for ranks 1 and 10 a ratio of 8.87.
-    assert counts[0] / counts[9] == pytest.approx(8.87, rel=0.2)
 
 
 def test_labels_are_drawn_with_the_chances_that_the_best_auc_is_of():

@@ -2,11 +2,9 @@
 
 import errno
 import http.client
-import json
 import os
 import shutil
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, write_update
 from tierstore.updates import publish as publishing
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import AdminClient, PublishError, publish
+from tierstore.updates.publish import AdminClient, publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
@@ -196,15 +194,6 @@ def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no
             assert store.version == before
 
 
-def test_a_token_that_others_may_read_on_its_way_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    for url in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "https://example.com"):
-        AdminClient(url, token="s3cret").close()
-    assert not caplog.records
-    AdminClient("http://example.com", token="s3cret").close()
-    assert "http://example.com gets the token unencrypted" in caplog.text
-    assert "s3cret" not in caplog.text
-
-
 def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[int, Update]) -> None:
     update = updates[0]
     with serving(replica_dir) as (url, _):
@@ -278,27 +267,3 @@ def test_the_command_serves_all_that_can_be_reached(
 
 
 LATER, WRONG = {"error": "later"}, ({"hello": 1}, {"error": "Not Found"})
-
-
-def test_what_other_servers_answer_and_refusals_of_the_moment(source: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        answers: list[tuple[Any, ...]] = [(LATER, "408 Request Timeout"), (LATER, "503 Service Unavailable")]
-        answers += [({"source": None, "version": 0},), (WRONG[0],), (WRONG[1], "404 Not Found")]
-        thread = threading.Thread(target=lambda: [answer_once(listener, *each) for each in answers])
-        thread.start()
-        with AdminClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as admin:
-            assert admin.origin() is None, "it is asked again"
-            for message in ("not answer as a tierstore server", "takes no updates: start it with --updates"):
-                with pytest.raises(PublishError, match=message):
-                    admin.origin()
-        thread.join(WAIT_SECONDS)
-
-
-def answer_once(listener: socket.socket, body: Any, status: str = "200 OK") -> None:
-    connection, _ = listener.accept()
-    with connection:
-        connection.recv(65536)
-        text = json.dumps(body)
-        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
-        connection.sendall(head.encode() + text.encode())
-        connection.recv(65536)

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.base import LONG_IDS
-from tierstore.serve.batching import Batcher, OneThread
+from tierstore.serve.batching import Batcher
 from tierstore.serve.batching.batcher import FAILED_SECONDS
 from tierstore.serve.batching.isolation import MAX_FAILED_RUNS
 from tierstore.serve.config import ServeConfig
@@ -271,28 +269,3 @@ def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
 
 
 # With a real thread.
-
-
-def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
-    let_go = threading.Event()
-
-    def run(queries: Sequence[Ask], _pause: Any) -> list[int]:
-        assert let_go.wait(30)
-        return answer(queries)
-
-    async def main() -> None:
-        batcher = Batcher("m", run, executor, ServeConfig(store="x"))
-        waiting = [asyncio.ensure_future(batcher.submit(Ask(number), math.inf)) for number in range(2)]
-        await asyncio.sleep(0)
-        await batcher.drain(0.01)
-        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
-        assert [each.status for each in ended] == [Status.UNAVAILABLE] * 2
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        batcher.check_integrity()
-
-    with OneThread("test") as executor:
-        try:
-            asyncio.run(main())
-        finally:
-            # The answer comes when the loop is closed: it must not fail in the thread either.
-            let_go.set()

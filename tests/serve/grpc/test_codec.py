@@ -6,11 +6,12 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 
 from tests.serve.requests import Drawn, Tensor, decode, grpc_message, valid
-from tierstore.serve.grpc import codec
-from tierstore.serve.grpc.codec import join_fields, split_field
+from tierstore.serve.grpc import codec, messages
+from tierstore.serve.grpc.codec import split_field
+from tierstore.serve.grpc.messages import message_class
 from tierstore.serve.messages import ServeError, Status
 
 ONE = Drawn([Tensor("the_input", "INT64", [1], [7])])
@@ -70,15 +71,6 @@ def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         split_field(b"\x3a\0" * 5, 7)
 
 
-@given(st.lists(st.binary(max_size=200), max_size=5), st.sampled_from([1, 7, 15, 16, 3000]))
-def test_joined_fields_can_be_split(values: list[bytes], number: int) -> None:
-    joined = join_fields(b"\x0a\x01m", number, values)
-    rest, found = split_field(joined, number)
-    kept = [b"m"] if number == 1 else []
-    assert [bytes(each) for each in found] == kept + values
-    assert rest == (b"" if number == 1 else b"\x0a\x01m")
-
-
 @given(st.binary(max_size=60) | valid().map(lambda drawn: grpc_message(drawn, raw=True).SerializeToString()))
 def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
     try:
@@ -88,3 +80,48 @@ def test_splitting_reads_what_protobuf_reads(data: bytes) -> None:
         return
     split.raw_input_contents.extend(bytes(raw) for raw in raws)
     assert split == service_pb2.ModelInferRequest.FromString(data)
+
+
+NAMES = sorted(name for name in messages._CLASSES if not name.startswith("HealthCheck"))
+
+
+def theirs(name: str) -> Any:
+    assert model_config_pb2.DESCRIPTOR.package == "inference"
+    return service_pb2.DESCRIPTOR.pool.FindMessageTypeByName(f"inference.{name}")
+
+
+PARTS = {"ModelConfig", "ModelInput", "ModelOutput", "ModelParameter", "InferBatchStatistics", "ModelStatistics"}
+"""Of which we describe what we send."""
+
+
+def fields(message: Any) -> list[tuple[Any, ...]]:
+    return sorted(
+        (
+            field.number,
+            field.name,
+            field.TYPE_INT32 if field.type == field.TYPE_ENUM else field.type,
+            field.label,
+            field.message_type and field.message_type.full_name,
+            field.containing_oneof and field.containing_oneof.name,
+            field.message_type and field.message_type.GetOptions().map_entry,
+        )
+        for field in message.fields
+    )
+
+
+@pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_are_the_protocols(name: str) -> None:
+    ours, there = message_class(name).DESCRIPTOR, theirs(name)
+    nested = [(each, there.nested_types_by_name[each.name]) for each in ours.nested_types]
+    for own, other in [(ours, there), *nested]:
+        assert own.full_name == other.full_name
+        wanted = fields(other)
+        if own.name in PARTS:
+            wanted = [field for field in wanted if field[1] in own.fields_by_name]
+        assert fields(own) == wanted
+
+
+def test_pool_is_our_own() -> None:
+    assert message_class("ModelInferRequest").DESCRIPTOR.file.pool is not service_pb2.DESCRIPTOR.pool
+    assert message_class("ModelInferRequest") is not service_pb2.ModelInferRequest

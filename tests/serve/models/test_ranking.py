@@ -118,26 +118,13 @@ def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTens
     nan[3, 2] = np.nan
     negative = np.array(good["values"].data)
     negative[7] = -5
-    texts = np.array([str(each).encode() for each in good["values"].data.tolist()], object)
-    texts[7] = b""
-    lengths = np.array(good["lengths"].data)
     return {
         "'dense' is nan at [3, 2]; send finite numbers, 0 where one is missing": good | {"dense": tensor("FP32", nan)},
         f"'dense' has {BATCH - 1} samples; 'lengths' has {BATCH}": good
         | {"dense": tensor("FP32", good["dense"].data[1:])},
-        "'dense' has shape [48, 12]": good | {"dense": tensor("FP32", good["dense"].data[:, :12])},
         "'values' has -5 at position 7 of feature 'C1': categories are 0 or more": good
         | {"values": tensor("INT64", negative)},
-        "'values' has '' at position 7: leave a missing category out of its bag": good
-        | {"values": InferTensor("BYTES", texts)},
-        "'lengths' has shape [25, 48]": good | {"lengths": tensor("INT32", lengths[:25])},
-        "'lengths' is empty": {
-            "dense": tensor("FP32", np.zeros((0, 13))),
-            "values": tensor("INT64", []),
-            "lengths": tensor("INT32", np.zeros((26, 0))),
-        },
-        "there is no input 'weights'": good | {"weights": tensor("FP32", np.ones(len(negative)))},
-        "'dense' is missing": {name: each for name, each in good.items() if name != "dense"},
+        "'lengths' has shape [25, 48]": good | {"lengths": tensor("INT32", good["lengths"].data[:25])},
     }
 
 

@@ -3,22 +3,14 @@
 import asyncio
 import base64
 import hashlib
-import http.client
 import re
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from starlette.routing import Route
 
-from tests.serve.loops import WAIT_SECONDS
 from tests.serve.monitored import FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
@@ -104,13 +96,6 @@ def client(exchanged: Exchanged, port: Port, connections: httpx.Client) -> httpx
 # What it shows
 
 
-def test_metrics_are_prometheus_text(client: httpx.Client) -> None:
-    answer = client.get("/metrics")
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    families = {family.name for family in text_string_to_metric_families(answer.text)}
-    assert {"tierstore_request_seconds", "tierstore_tier_hits", "process_resident_memory_bytes"} <= families
-
-
 def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
     answer = client.get("/")
     assert answer.headers["content-type"].startswith("text/html")
@@ -162,16 +147,6 @@ def test_errors_are_told(client: httpx.Client, port: Port, error: Exception, sta
     assert (answer.status_code, answer.json()) == (status_code, {"error": message})
 
 
-@pytest.mark.parametrize(
-    "asked", ["GET /nothing", "GET /admin/drain", "OPTIONS /admin/drain", "PUT /", "GET /metrics/"]
-)
-def test_what_is_not_there_is_an_error_in_json(client: httpx.Client, asked: str) -> None:
-    answer = client.request(*asked.split())
-    assert answer.status_code in (404, 405)
-    assert set(answer.json()) == {"error"}
-    assert "access-control-allow-origin" not in answer.headers
-
-
 # For whom
 
 
@@ -204,17 +179,6 @@ def test_only_loopback_names_are_answered(client: httpx.Client, port: Port) -> N
     for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "X-Forwarded-Host"):
         assert client.get("/metrics", headers={header: "127.0.0.1"}).status_code == 403
     assert not port.admin.calls
-
-
-@pytest.mark.parametrize("hosts", [(), ("localhost", "evil.example"), ("evil.example", "localhost")])
-def test_no_host_and_two_hosts_are_refused(client: httpx.Client, served: Served, hosts: tuple[str, ...]) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
-    connection.putrequest("GET", "/metrics", skip_host=True)
-    for host in hosts:
-        connection.putheader("Host", host)
-    connection.endheaders()
-    assert connection.getresponse().status in (400, 403)
-    connection.close()
 
 
 def ask_from(app: Any, peer: tuple[str, int], **headers: str) -> int:
@@ -257,23 +221,3 @@ def test_with_a_token_all_who_show_it_are_answered_and_nobody_else(client: httpx
     for token in ("", " ", "two words", "caf\u00e9", "line\n"):
         with pytest.raises(ValueError, match="token"):
             admin_app([], token=token)
-
-
-def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:
-    made, let_go = threading.Event(), threading.Event()
-
-    class Slow(Collector):
-        def collect(self) -> Iterator[Metric]:
-            made.set()
-            assert let_go.wait(WAIT_SECONDS)
-            yield GaugeMetricFamily("tierstore_slow", "Waits.", value=1.0)
-
-    port.metrics.add(Slow())
-    with ThreadPoolExecutor(1) as pool:
-        scrape = pool.submit(httpx.get, f"{served.url}/metrics", timeout=WAIT_SECONDS)
-        try:
-            assert made.wait(WAIT_SECONDS)
-            assert client.get("/status.json").status_code == 200
-        finally:
-            let_go.set()
-        assert "tierstore_slow" in scrape.result().text

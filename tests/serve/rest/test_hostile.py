@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.serve.fronts import SECONDS, Fronted, read_answer, read_to_end, serving
 from tierstore.serve.limits import Limits
-from tierstore.serve.messages import Status
 from tierstore.serve.rest.protocol import MAX_PIPELINED
 
 SHORT = 0.3
@@ -134,22 +133,6 @@ def test_who_does_not_read_the_answer(server: Fronted) -> None:
                 sock.sendall(large)
         server.wait_free()
     assert_serves(server)
-
-
-def test_too_many_connections() -> None:
-    """Some are refused with a reason, far too many are cut; those that are open go on."""
-    with serving("http", Limits(connections=2)) as server:
-        open_ones = [server.connect() for _ in range(20)]
-        answers = [read_to_end(sock) for sock in open_ones[2:]]
-        assert 2 <= sum(answer.startswith(b"HTTP/1.1 503") for answer in answers) < 10
-        assert server.refused[-1].status is Status.OVERLOADED
-        for sock in open_ones[:2]:
-            sock.sendall(GET)
-            assert read_answer(sock).status == 200
-        for sock in open_ones:
-            sock.close()
-        server.wait_free()
-        assert_serves(server)
 
 
 ENDLESS = [b"GET /", b"GET /v2?a=", b"GET /v2 HTTP/1.1\r\nhost: ", b"GET /v2 HTTP/1.1\r\n", CHUNKED + b"0\r\nhost: "]

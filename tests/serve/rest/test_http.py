@@ -63,16 +63,13 @@ def test_infer(client: httpx.Client) -> None:
     ("path", "status"),
     [
         ("/", 404),
-        ("/v1", 404),
         ("/v2/nothing", 404),
-        ("/v2/models", 404),
         ("/v2/models/double/nothing", 404),
         ("/v2/models/double/versions//ready", 404),
         ("/v2/models/d%6Fuble/ready", 200),
         ("/v2/models/double%2Fready", 404),
         ("/v2/models/%ff%00", 404),
         ("/v2/" + "n" * 5000, 404),
-        ("/v2/", 200),
         ("/v2?query=1", 200),
         (INFER, 405),
     ],
@@ -83,24 +80,10 @@ def test_paths(client: httpx.Client, path: str, status: int) -> None:
     assert status == 200 or len(error_of(response, status)) < 300
 
 
-def test_methods(client: httpx.Client) -> None:
-    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
-        response = client.request(method, "/v2/health/live")
-        assert "GET" in error_of(response, 405)
-        assert response.headers["allow"] == "GET, HEAD"
-    response = client.put(INFER)
-    assert "POST" in error_of(response, 405)
-    assert response.headers["allow"] == "POST"
-    response = client.head("/v2")
-    assert (response.status_code, response.content) == (200, b"")
-    assert int(response.headers["content-length"]) == len(client.get("/v2").content)
-
-
 @pytest.mark.parametrize(
     ("header", "body", "used", "returned"),
     [
         (None, None, "", None),
-        ("from-header", None, "from-header", "from-header"),
         ("from-header", "from-body", "from-body", "from-body"),
         ("from-header", "", "from-header", "from-header"),
         (None, "é\r\nset-cookie: a=b", "é\r\nset-cookie: a=b", None),
@@ -123,15 +106,6 @@ def test_request_id(
 def test_wrong_length_of_the_json(client: httpx.Client, length: str) -> None:
     response = client.post(INFER, json=X, headers={"Inference-Header-Content-Length": length})
     assert "Inference-Header-Content-Length" in error_of(response, 400)
-
-
-def test_a_token_that_is_shown_twice_is_wrong() -> None:
-    with serving("http", token="right") as server, httpx.Client(trust_env=False) as client:
-        twice = [("Authorization", "Bearer right"), ("Authorization", "Bearer wrong")]
-        response = client.get(f"http://{server.address}/v2", headers=twice)
-        assert "token" in error_of(response, 401)
-        assert response.headers["www-authenticate"] == "Bearer"
-        assert client.get(f"http://{server.address}/v2/health/live/").status_code == 401
 
 
 # Bodies.
@@ -161,14 +135,10 @@ JSON = orjson.dumps(X)
         ("gzip", gzipped(gzipped(bytes(10_000_000))), 400),
         ("deflate", zlib.compress(bytes(10_000_000)), 413),
         ("gzip", gzipped(JSON)[:-1], 400),
-        ("gzip", gzipped(JSON) + b"more", 400),
         ("gzip", gzipped(JSON) * 2, 400),
         ("gzip", JSON, 400),
-        ("gzip", b"", 400),
         ("deflate", raw_deflate(JSON), 400),
         ("br", JSON, 400),
-        ("gzip, gzip", JSON, 400),
-        ("", JSON, 400),
     ],
 )
 def test_content_encoding(client: httpx.Client, server: Fronted, encoding: str, body: bytes, status: int) -> None:
@@ -200,28 +170,6 @@ def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: 
     with Budget(1 << 30, "").hold() as held, pytest.raises(ServeError) as caught:
         asyncio.run(read_body(held, 1000, headers, receive, asyncio.Lock()))
     assert caught.value.status is status
-
-
-def test_long_bodies_wait_for_their_turn_and_short_ones_for_none() -> None:
-    async def read(num_parts: int, turn: asyncio.Lock) -> int:
-        parts = iter(range(num_parts))
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": bytes(LONG_BYTES), "more_body": next(parts) < num_parts - 1}
-
-        with Budget(1 << 30, "").hold() as held:
-            return len(await read_body(held, 1 << 30, {}, receive, turn))
-
-    async def read_alongside() -> None:
-        turn = asyncio.Lock()
-        async with turn:
-            long = asyncio.create_task(read(3, turn))
-            assert await read(1, turn) == LONG_BYTES
-            await asyncio.sleep(0.01)
-            assert not long.done()
-        assert await long == 3 * LONG_BYTES
-
-    asyncio.run(read_alongside())
 
 
 def test_bodies_that_are_too_large(client: httpx.Client, server: Fronted) -> None:

@@ -143,16 +143,3 @@ def test_what_cannot_be_read_is_named(write, tmp_path, monkeypatch):
         open_reader(tmp_path, data_format="criteo")
     with pytest.raises(ValueError, match="data_format='orc'"):
         open_reader(path, data_format="orc")
-
-    class Failing:
-        def readinto1(self, _):
-            raise OSError(5, "Input/output error")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_): ...
-
-    monkeypatch.setattr(criteo, "_open", lambda _: Failing())
-    with pytest.raises(DataError, match=r"day\.tsv, after line 0: cannot be read: Input/output error"):
-        list(CriteoReader(path).read_chunks(0, None, 2))

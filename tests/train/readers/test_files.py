@@ -9,7 +9,7 @@ import pytest
 
 from tierstore.train import train, trainer
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
-from tierstore.train.readers import CsvReader, DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers import DataError, FeatureHasher, Schema, open_reader
 
 pa = pytest.importorskip("pyarrow")
 ds = pytest.importorskip("pyarrow.dataset")
@@ -121,15 +121,6 @@ def test_parquet_is_held_a_part_at_a_time(tmp_path, groups):
     assert max(held) < size // 2
 
 
-def test_long_lists_are_converted_a_few_rows_at_a_time(tmp_path):
-    lists = pa.ListArray.from_arrays(np.arange(0, 401 * 10_000, 10_000, dtype=np.int32), np.arange(400 * 10_000) % 1000)
-    pq.write_table(pa.table({"y": [1] * 400, "c": lists}), tmp_path / "x.parquet")
-    reader = open_reader(tmp_path / "x.parquet", schema=SCHEMA)
-    sizes = [record.nbytes for _, record in reader._records(tmp_path / "x.parquet", 0)]
-    assert sum(sizes) > 400 * 10_000 * 8
-    assert max(sizes) < 10 << 20
-
-
 @pytest.fixture
 def stopped(tmp_path, monkeypatch):
     """A run that broke off at row 8 of 20, in two files."""
@@ -180,16 +171,3 @@ def test_data_may_move_and_between_epochs_change(stopped, tmp_path):
     write(moved / "3.parquet", 1, 2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=2))
     assert train(config, resume=True).epochs == 2
-
-
-def test_quoting_is_a_key_of_a_run_file(tmp_path):
-    write(tmp_path / "x.csv", '"1')
-    data = DataSection(path=str(tmp_path / "x.csv"), label_column="y", sparse_columns=("c",), dense_columns=())
-    for quoting in (True, False):
-        config = RunConfig(data=dataclasses.replace(data, quoting=quoting, test_path=data.path))
-        reader, _ = trainer.open_data(config)
-        assert isinstance(reader, CsvReader)
-        assert reader._quoting is quoting
-        of_test = trainer.open_test_data(config, reader)
-        assert of_test is not reader
-        assert of_test._quoting is quoting

@@ -75,26 +75,6 @@ def test_row_numbers_stay_and_the_first_beyond_its_table_is_named(rows, sizes):
     assert (e.value.row, e.value.column) == (row, column)
 
 
-def test_hashing_spreads_neighbours_evenly_and_unlike_in_each_column():
-    categories = Categories.of_matrix(np.repeat(np.arange(20_000)[:, None], 2, axis=1))
-    ids = FeatureHasher([100, 100])(categories).values.reshape(2, -1)
-    for column in ids:
-        counts = np.bincount(column, minlength=100)
-        # 200 expected, standard deviation 14.
-        assert counts.min() > 130
-        assert counts.max() < 270
-    assert (ids[0] == ids[1]).mean() < 0.02
-
-
-def test_wrong_arguments_are_errors():
-    with pytest.raises(ValueError, match="at least one row"):
-        FeatureHasher([3, 0])
-    with pytest.raises(ValueError, match="mode='md5'"):
-        FeatureHasher([3], mode="md5")
-    with pytest.raises(ValueError, match="2 columns for 1 tables"):
-        FeatureHasher([3])(Categories.of_matrix(np.zeros((1, 2), np.int64)))
-
-
 def test_rows_of_categories_are_those_that_readers_train(tmp_path):
     """Texts, and integers, of each column, against what a CSV file of the same gives."""
     texts = ["17", "ab", "02134", "", "9" * 18]

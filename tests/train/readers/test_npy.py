@@ -30,17 +30,6 @@ def test_rows_from_any_row_on(folder):
             check_reader(reader, rows, start_row=start, stop_row=stop)
 
 
-def test_arrays_are_mapped_not_loaded_and_never_changed(folder):
-    path, _ = folder
-    before = (path / "dense.npy").read_bytes()
-    reader = NpyReader(path)
-    chunk = next(reader.read_chunks(0, None, 5))
-    chunk.dense[:] = 7
-    chunk.labels[:] = 7
-    assert isinstance(reader._dense, np.memmap)
-    assert (path / "dense.npy").read_bytes() == before
-
-
 def of_23(last, dtype=None, columns=None):
     """Zeros, and then a value that no model can take."""
     array = np.zeros(23 if columns is None else (23, columns), dtype)
@@ -53,11 +42,8 @@ def of_23(last, dtype=None, columns=None):
     [
         ("label", np.zeros(22), "differ in rows"),
         ("label", of_23(2), r"row 20: 2"),
-        ("label", of_23(np.nan), r"row 20: nan"),
-        ("label", of_23(2**60, np.int64), r"row 20: 1152921504606846976"),
         ("dense", of_23(0, columns=12), r"holds float64 \[23, 12\]"),
         ("dense", of_23(np.inf, np.float32, 13), r"row 20, column 0: inf"),
-        ("dense", of_23(1e300, columns=13), r"row 20, column 0: 1e\+300"),
         ("dense", np.zeros((23, 13), [("x" * 200, "f4")]), r"holds \[\(.{197,198} \[23, 13\]"),
         ("sparse", of_23(0, columns=25), r"holds float64 \[23, 25\]"),
         ("sparse", of_23(2**63, np.uint64, 26), r"row 20, column 0: 9223372036854775808"),
@@ -74,30 +60,6 @@ def test_wrong_arrays_are_named(folder, name, array, message):
 def header(text, length=None, version=b"\x01\x00"):
     size = len(text) if length is None else length
     return b"\x93NUMPY" + version + size.to_bytes(2 if version[0] == 1 else 4, "little") + text
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }"),
-        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 400 + b",), }"),
-        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }"),
-        header(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }" + bytes(64)),
-        header(b"", 0xFFFF_FFFF, b"\x02\x00"),
-        header(b"", 0xFFFF),
-        header(b"(" * 9000),
-        header(b"__import__('os').abort()"),
-        header(b"{}", version=b"\x09\x00"),
-        b"\x80\x04\x95" + bytes(100),
-    ],
-    ids=str.split("many vast overflow objects length2 length1 brackets code version pickle"),
-)
-def test_hostile_headers_end_in_a_short_error(folder, content):
-    path, _ = folder
-    (path / "label.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"label\.npy ") as raised:
-        NpyReader(path)
-    assert len(str(raised.value)) < len(str(path)) + 400
 
 
 def test_a_long_header_is_refused_before_it_is_read(folder):

@@ -237,11 +237,8 @@ def test_columns_of_npy(tmp_path, kind):
 FOUR = np.arange(4)
 WRONG_NPY = [
     (FOUR, [0, 2, 2, 5], r"c\.offsets\.npy: offsets go from 0 to 4"),
-    (FOUR, [1, 2, 2, 4], "offsets go from 0 to 4"),
     (FOUR, [0, 3, 2, 4], r"c\.offsets\.npy, row 1: 2"),
     (FOUR, [0, 4], r"differ in rows: .*'c\.npy': 1"),
-    (np.array([4, -0.5, 3]), None, r"c\.npy, row 1: -0\.5"),
-    (np.array([4, -np.inf, 3]), None, r"c\.npy, row 1: -inf"),
     (np.array([1.5, 2, 3]), None, r"c\.npy, row 0: 1\.5"),
     (np.array([1, 2, 1e17]), None, r"c\.npy, row 2: 1e\+17"),
     (np.array(["a", "b", "c"]), None, r"c\.npy holds <U1 \[3\]"),
@@ -256,10 +253,8 @@ def test_wrong_columns_of_npy_are_named(tmp_path, values, offsets, message):
 
 WRONG_COLUMNS = [
     ([1.5, 2.0], r"row 0, column c: 1\.5"),
-    ([1.0, -1.0], r"row 1, column c: -1\.0"),
     ([1.0, 2.0**53], "row 1, column c: 9007199254740992.0"),
     ([[1, 2], [3, -4]], "row 1, column c: -4"),
-    ([[], [1, 2], None, [0.5]], "row 3, column c: 0.5"),
     ([[[1]], [[2]]], r"column c of type list.* cast it to a list of numbers"),
 ]
 BROKEN_CSV = [
@@ -268,8 +263,6 @@ BROKEN_CSV = [
     ("y,q,a,c\n1,a,2,3\n1,b,NA,3\n", r"x\.csv, row 1, column a: 'NA'"),
     ("y,a\n1,2\n", r"x\.csv lacks the columns c; it has a, y"),
     ("y,a,c,c\n1,2,3,4\n", r"x\.csv has more than one column of the name c"),
-    ("y,a,c\nyes,2,3\n", r"x\.csv, row 0, column y: 'yes'"),
-    ("y,a,c\n1,2,3\n1,inf,3\n", r"x\.csv, row 1, column a: inf"),
     ("", r"x\.csv is not a CSV file with a header"),
 ]
 

@@ -1,0 +1,182 @@
+"""Sharding plans: what a trace asks of tables, what a step costs, and searches against all plans that there are."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dist.placement.support import costs_of, drawn, table, trace_of
+from tierstore import TableConfig
+from tierstore.dist import Plan, Sharding
+from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, demand_of, predict
+from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, shares_of
+from tierstore.trace import TableTrace, Trace
+
+TABLES = [table("a", 100), table("b", 50)]
+HOT = TableDemand(32, 20, 30, np.array([5.0, 3.0]), np.array([3.0, 1.0]))
+DEMAND = Demand(32, {"a": HOT, "b": TableDemand(32, 10, 15)})
+FIRST, SECOND, BOTH = (0,), (1,), (0, 1)
+
+
+def seconds(a: Sharding, b: Sharding, **changes: Any) -> float:
+    """Of a step of both tables over two ranks."""
+    return predict(TABLES, Plan(2, {"a": a, "b": b}), DEMAND, costs_of(2, **changes)).seconds
+
+
+def test_each_exchange_by_hand() -> None:
+    requester = 3 + 2 * 0.1 + 2 * 32 * 0.01 + (20 + 10) * 0.02
+    # Rank 0 looks up each rank's 20 rows.
+    whole = seconds(Sharding("table_wise", FIRST), Sharding("table_wise", SECOND))
+    assert whole == pytest.approx(requester + 40 * (0.02 + 8 * 0.002))
+    # Three quarters of a's rows, and half of b's, are the first rank's.
+    by_rows = seconds(Sharding("row_wise", BOTH), Sharding("row_wise", BOTH))
+    assert by_rows == pytest.approx(requester + (30 + 10) * (0.02 + 8 * 0.002))
+    # Columns: both look up all rows, half as wide.
+    columns = seconds(Sharding("column_wise", BOTH), Sharding("column_wise", BOTH))
+    assert columns == pytest.approx(requester + 60 * (0.02 + 4 * 0.002))
+    # Pooled: the requester gets 32 bags of 8 columns of each owner; ids are divided 5 to 3, rows 3 to 1.
+    pooled = seconds(Sharding("row_wise", BOTH, "pooled"), Sharding("table_wise", SECOND, "pooled"))
+    owners = [40 * 0.03 + 0.75 * 30 * 8 * 0.001, (24 + 64) * 0.03 + (0.25 * 30 + 15) * 8 * 0.001]
+    assert pooled == pytest.approx(4 + 64 * 0.01 + (2 + 1) * 32 * 8 * 0.001 + max(owners))
+    copied = seconds(Sharding("data_parallel", BOTH), Sharding("data_parallel", BOTH))
+    assert copied == pytest.approx(2 + 30 * 0.05 + 45 * (0.04 + 8 * 0.001))
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_costs_are_found_again_from_steps(cores: int) -> None:
+    given, generator = costs_of(4, cores=cores), np.random.default_rng(1)
+
+    def probe(kind: Kind, parts: int) -> Probe:
+        amounts = np.outer([100.0, 50, 25, 0], generator.random(len(AMOUNTS)))  # rank 0 is the busiest in all
+        group = Group(kind, 8, parts)
+        return Probe(group, amounts, given.group_s(group, given.work_s(group, amounts)))
+
+    probes = [probe(kind, 1 + number % 2) for kind in KINDS for number in range(40)]
+    found = RankCosts.fitted(probes, world_size=4, local_world_size=4, cores=cores, optimizer="sgd")
+    assert max(getattr(found.errors, kind) for kind in KINDS) < 1e-9
+    for kind in KINDS:
+        own, expected = (vars(getattr(costs.seconds, kind)) for costs in (found, given))
+        assert own == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_file_has_them(tmp_path: Path) -> None:
+    path, given = tmp_path / "ranks.json", costs_of(2, source="here")
+    given.save(path)
+    assert RankCosts.load(path) == given
+    with pytest.raises(FileExistsError):
+        given.save(path)
+    replace(given, source="there").save(path, force=True)
+    assert RankCosts.load(path).source == "there"
+    with pytest.raises(FileNotFoundError):
+        RankCosts.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("no JSON", "Expecting value"),
+        ({"version": 0}, "version"),
+        ({"errors": {"rows": -1.0, "pooled": 0.0, "data_parallel": 0.0}}, r"errors: rows=-1\.0"),
+        ({"world_size": "2"}, "world_size"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, change: Any, key: str) -> None:
+    path = tmp_path / "ranks.json"
+    costs_of(2).save(path)
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=f"{path}: .*{key}.*tierstore shard measure"):
+        RankCosts.load(path)
+
+
+@given(ranks=st.integers(1, 4), rows=st.sampled_from([3, 64, 1000]), seed=st.integers(0, 99))
+def test_a_trace_is_counted_by_rank(ranks: int, rows: int, seed: int) -> None:
+    samples, batches, a = 8 * ranks, 3, table("a", rows)
+    trace = trace_of([a], samples=samples, batches=batches, seed=seed)
+    own = trace.tables["a"].ids.reshape(batches, ranks, -1)
+    found = demand_of(trace, [a], ranks)
+    ids, distinct, all_rows, hot_ids, hot_rows = found.tables["a"]
+    assert found.samples == 8
+    assert ids == own.shape[-1]
+    of_ranks = [set(ids.tolist()) for batch in own for ids in batch]
+    assert distinct == pytest.approx(sum(map(len, of_ranks)) / len(of_ranks))
+    assert all_rows == pytest.approx(sum(len(set(batch.ravel().tolist())) for batch in own) / batches)
+    in_ranges = np.bincount([row * 64 // rows for rank in of_ranks for row in rank], minlength=64)
+    assert shares_of(hot_rows, 64) == pytest.approx(in_ranges / in_ranges.sum())
+    assert shares_of(hot_ids, 2)[0] == pytest.approx((own * 64 // rows < 32).mean())
+    assert shares_of(hot_ids, 7).sum() == pytest.approx(1)
+
+
+def test_a_sample_of_the_rows_stands_for_all() -> None:
+    keys = np.array([1, 2, 2, 5])
+    sampled = Trace(
+        tables={"a": TableTrace(keys, np.array([0, 4]))}, batch_samples=4, batch_starts=np.array([0, 4]),
+        sampling_rate=0.5, all_lookups=(20,), all_batches=2,
+    )  # fmt: skip
+    assert demand_of(sampled, [table("a", 100)], 2).tables["a"][:3] == (5, 2, 3)
+    few = demand_of(replace(sampled, sampling_rate=0.01), [table("a", 100)], 2).tables["a"]
+    assert few.rows == few.ids, "no more rows than ids"
+
+
+def test_tables_are_those_of_the_trace() -> None:
+    a, b = table("a", 100), table("b", 100)
+    assert list(demand_of(trace_of([a]), [a, b], 2).tables) == list(demand_of(trace_of([a, b]), [a], 2).tables) == ["a"]
+    with pytest.raises(ValueError, match="table 'a' has 5 rows"):
+        demand_of(trace_of([a]), [table("a", 5)], 2)
+
+
+RANKS = 2
+
+
+def size_bytes(tables: list[TableConfig]) -> int:
+    return sum(each.size_bytes(4096) for each in tables)
+
+
+def shardings(dim: int) -> Iterator[Sharding]:
+    """All there are over two ranks."""
+    yield Sharding("data_parallel", (0, 1))
+    for exchange in ("rows", "pooled"):
+        yield from (Sharding("table_wise", (rank,), exchange) for rank in range(RANKS))  # type: ignore[arg-type]
+        yield Sharding("row_wise", (0, 1), exchange)  # type: ignore[arg-type]
+        if dim >= 8:
+            yield Sharding("column_wise", (0, 1), exchange)  # type: ignore[arg-type]
+
+
+def best_of_all(tables: list[TableConfig], demand: Demand, limit: float) -> float:
+    names = [each.name for each in tables]
+    plans = itertools.product(*(shardings(each.embedding_dim) for each in tables))
+    found = (predict(tables, Plan(RANKS, dict(zip(names, own, strict=True))), demand, costs_of(RANKS)) for own in plans)
+    return min(each.seconds for each in found if each.size_bytes.max() <= limit)
+
+
+shapes = st.tuples(st.integers(1, 3000), st.sampled_from([4, 8, 16]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(shapes=st.lists(shapes, min_size=1, max_size=3), share=st.sampled_from([0.6, 0.8, 2.0]))
+def test_plans_fit_and_are_near_the_best(shapes: list[tuple[int, int]], share: float) -> None:
+    tables = [table(f"t{number}", *shape) for number, shape in enumerate(shapes)]
+    demand, limit = drawn(tables, RANKS), share * size_bytes(tables) + 64 * len(tables)
+    found = Search(tables, demand, costs_of(RANKS), rank_bytes=limit).best()
+    assert found.size_bytes.max() <= limit
+    assert list(found.plan.tables) == [each.name for each in tables]
+    assert found.seconds == predict(tables, found.plan, demand, costs_of(RANKS)).seconds
+    assert found.seconds <= 1.1 * best_of_all(tables, demand, limit)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    tables = [table("t", 1000)]
+    demand = drawn(tables, 2)
+    with pytest.raises(ValueError, match="raise the limit"):
+        Search(tables, demand, costs_of(2), rank_bytes=15_999).best()
+    found = Search(tables, demand, costs_of(2), rank_bytes=16_000).best()
+    assert found.plan.tables["t"].sharding_type in ("row_wise", "column_wise")
+    with pytest.raises(ValueError, match="shard measure --optimizer sgd"):
+        Search(tables, demand, costs_of(2, optimizer="adam"))
