@@ -22,11 +22,9 @@ from tests.following import Writer
 from tierstore.errors import UnreadableError
 from tierstore.io.mapped import _libc
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.offline.salvage import salvage
 from tierstore.plan.measure.page_cache import drop
 
 from .test_real_devices import _run, mounted
-from .workload import DDR, Trained, Workload, copied
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
 
@@ -148,32 +146,3 @@ def test_readers_of_a_bad_disk(disk: Disk, writer_process: Writer) -> None:
         disk.heal()
         assert store.refresh()
         assert (table.read(every) == 2).all()
-
-
-@pytest.fixture
-def trained(disk: Disk, initial: dict[str, Trained]) -> Workload:
-    """A store on the disk that was trained and closed; its memory holds a fifth of the rows."""
-    workload = Workload(copied(initial), np.random.default_rng(0)).open(disk.place / "store")
-    workload.train(4)
-    workload.commit()
-    workload.close()
-    return workload
-
-
-def test_repair_saves_what_a_bad_disk_still_reads(disk: Disk, trained: Workload, tmp_path: Path) -> None:
-    assert trained.last is not None
-    directory = disk.place / "store"
-    with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
-        store["trained"].read(torch.arange(1))
-        pages = pages_of(store, "trained")
-    bad = np.flatnonzero(pages == pages.max())
-    disk.lose(directory / "rows.lmdb", [int(pages.max())])
-    report = salvage(directory, tmp_path / "saved")
-    assert {loss.table for loss in report.lost} == {"trained"}
-    assert {row for loss in report.lost for row in range(loss.first, loss.last + 1)} <= set(bad.tolist())
-    with tierstore.open(tmp_path / "saved", mode="r", ddr=DDR, threads=1) as store:
-        for name, model in trained.last.tables.items():
-            found = store[name].read(torch.arange(len(model.weights))).numpy()
-            wrong = np.flatnonzero((found != model.weights).any(1))
-            assert set(wrong.tolist()) <= (set(bad.tolist()) if name == "trained" else set())
-    disk.heal()

@@ -170,33 +170,6 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         assert len(cache.slots_with(RESIDENT)) == len(model.rows)
 
 
-@pytest.mark.parametrize(
-    ("damage", "law"),
-    [
-        (lambda books: books.keys.copy_(books.keys.flip(0)), "outside their set"),
-        (lambda books: books.ranks.fill_(3), "ranks twice"),
-        (lambda books: books.ranks.add_(1 << 30), "used later than the clock"),
-        (lambda books: books.flags[0].fill_(DIRTY), "free slots with flags"),
-        (lambda books: books.flags[:2].fill_(RESIDENT | LOADING), "loading unpinned"),
-        (lambda books: books.flags[-1].fill_(0), "beyond the capacity"),
-    ],
-)
-def test_check_integrity_sees_damage(damage: object, law: str) -> None:
-    cache = HbmCache(CAPACITY, weight_words=0, state_words=0, policy="lru", device=torch.device("cpu"))
-    cache.commit(cache.plan(KEYS, torch.tensor([len(KEYS)], dtype=torch.int32)), forced=True)
-    cache.check_integrity()
-    damage(cache._books)  # type: ignore[operator]
-    with pytest.raises(AssertionError, match=rf"'[^']*{law}[^']*': [1-9]"):
-        cache.check_integrity()
-
-
-def test_every_tensor_is_counted() -> None:
-    cache = HbmCache(70, weight_words=3, state_words=2, policy="lru", device=torch.device("cpu"), extra_rows=5)
-    tensors = [each for each in vars(cache).values() if isinstance(each, torch.Tensor)]
-    storages = {each.data_ptr(): each for each in (own.untyped_storage() for own in (*tensors, *cache._books))}
-    assert cache.size_bytes == sum(each.nbytes() for each in storages.values())
-
-
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -285,21 +258,6 @@ def check_commits(books: Books, plans: list[Plan], lfu: bool) -> None:
             assert torch.equal(one, other)
             goes = (forced or not blocked) and bool((plans[0].slots >= 0).any())
             assert torch.equal(one, before) != goes
-
-
-def test_keys_are_listed_with_those_in_their_way() -> None:
-    generator = torch.Generator().manual_seed(0)
-    books = some_books(generator, 70, 0.1)
-    keys = torch.randperm(280, generator=generator).to(DEVICE)
-    slots = torch.randint(-1, 90, (280,), generator=generator, dtype=torch.int32).to(DEVICE)
-    plan = Plan(keys, slots, slots.to(torch.int8), None, summary())
-    places = torch.randperm(280, generator=generator).to(DEVICE)[1:]
-    for kernels in (cache_twin, cache_triton):
-        told = torch.zeros((2, 279), dtype=torch.int64, device=DEVICE)
-        assert torch.equal(kernels.list_keys(books, plan, places, 70, told), slots[places])
-        assert torch.equal(told[0], keys[places])
-        held = books.keys.tolist()
-        assert told[1].tolist() == [held[each] if 0 <= each < 70 else each for each in slots[places].tolist()]
 
 
 @given(st.lists(st.integers(0, 80), unique=True, min_size=1), st.lists(st.integers(0, 80), min_size=1))

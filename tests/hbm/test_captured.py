@@ -191,19 +191,6 @@ def test_closing_tells_of_a_wrong_batch_and_of_rows_that_were_not_committed(
     assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
 
 
-def test_flush_and_closing_wait_for_replays(store_dir: Path, device: Device) -> None:
-    store = open_store(store_dir, hbm=ENOUGH)
-    bag = Bag(store, device)
-    bag.replay(3, 4, 5)
-    assert stores.hot(store).num_dirty == 6
-    bag.replay(3, 4, 5)
-    store["t"].pool.flush()
-    assert not device.pending
-    bag.replay(6, 7, 8)
-    store.__exit__(ZeroDivisionError)
-    assert not device.pending
-
-
 def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device: Device) -> None:
     with open_store(store_dir, hbm=ENOUGH) as store:
         bag = Bag(store, device)
@@ -220,20 +207,6 @@ def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device:
         bag.replay(0, 1, 2)
         store.commit()
     assert stores.shown(store_dir)[:4, 0].tolist() == [-2, -2, -2, 0]
-
-
-def test_a_step_is_eleven_operations(store_dir: Path, device: Device) -> None:
-    with open_store(store_dir, hbm=ENOUGH) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        ids, offsets, gradient = ALL, torch.arange(0, ROWS, 3), torch.ones(ROWS // 3, 4)
-        for _ in range(2):
-            bag(ids, offsets).backward(gradient)
-        with device.capture() as graph:
-            bag(ids, offsets).backward(gradient)
-        # Of these, place_starts is two kernels and update_rows three.
-        assert graph.names == [
-            "join_ids", "pool_rows", "add_", "add_", "sort", "place_starts", "mul", "update_rows"
-        ]  # fmt: skip
 
 
 def refuse(device: Device, match: str, work: Callable[[], Any]) -> None:

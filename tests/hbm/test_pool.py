@@ -113,20 +113,6 @@ def acquire(hot: HbmPool, rows: Any) -> HbmLease:
 # What goes up and down
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_a_newer_row_goes_down_once(below: Below, policy: str) -> None:
-    hot = make(below, policy)
-    for value in (2.0, 3.0):
-        below.down.clear()
-        write(hot, range(ROOM), value)
-        for first in (100, 200):
-            read(hot, range(first, first + ROOM))
-        hot.flush()
-        assert sorted(below.down) == list(range(ROOM))
-        assert read(hot, range(ROOM)) == [value] * ROOM
-    hot.check_integrity()
-
-
 def forget(hot: HbmPool) -> None:
     with hot.emptied():
         pass
@@ -206,15 +192,6 @@ def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
     lease.release()
 
 
-def test_rows_in_overflow_are_counted_as_dirty(hot: HbmPool) -> None:
-    outer = acquire(hot, range(CACHED))
-    write(hot, [100], 5.0)
-    assert hot.num_dirty == 1
-    outer.release()
-    hot.flush()
-    assert hot.num_dirty == 0
-
-
 def test_waiting_for_room_ends_in_an_error(hot: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hbm_pool, "PIN_WAIT_SECONDS", 0.1)
     lease = acquire(hot, range(ROOM))
@@ -254,17 +231,6 @@ def test_whoever_waits_goes_on(hot: HbmPool, end: str) -> None:
     del lease
     thread.join(30)
     assert got == [ClosedError if end == "close" else [1.0, 1.0]]
-
-
-def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) -> None:
-    read(hot, range(10))
-    with hot.rows_lock:
-        thread, got = waiting(lambda: read(hot, range(10)))
-        lease = acquire(hot, range(10))
-        hot.weights[lease.slots.long()] = 5.0
-        lease.release(changed=True)
-    thread.join(30)
-    assert got == [[5.0] * 10]
 
 
 # At random

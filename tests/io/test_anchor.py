@@ -3,21 +3,19 @@
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, commit, keys_of, write_rows
-from tests.io.support import STORE_ID, open_tier, recover
+from tests.io.support import open_tier
 from tierstore.errors import ChecksumError, DamagedError, FormatError
 from tierstore.io import anchor
-from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
+from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
 
-SECTOR = 512
 ROWS = np.arange(TABLES[0][1])
 
 
@@ -26,18 +24,6 @@ def copy_store(source: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("rows.lmdb", ANCHOR_NAME):
         shutil.copyfile(source / name, target / name)
-    return target
-
-
-def lose_power(synced: Path, later: Path, target: Path, survives: Callable[[int], np.ndarray]) -> Path:
-    """A store whose row file has, sector by sector, what was synced or what was written later."""
-    copy_store(later, target)
-    old = np.fromfile(synced / "rows.lmdb", np.uint8)
-    new = np.fromfile(later / "rows.lmdb", np.uint8)
-    size = max(len(old), len(new))
-    old, new = (np.pad(image, (0, size - len(image))).reshape(-1, SECTOR) for image in (old, new))
-    mixed = np.where(survives(len(new))[:, None], new, old)
-    mixed.tofile(target / "rows.lmdb")
     return target
 
 
@@ -94,31 +80,6 @@ def check_second_commit(directory: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("write_backs", [1, 2, 9])
-def test_any_mixture_opens_at_the_last_commit(tmp_path: Path, other_boot: Callable[[], None], write_backs: int) -> None:
-    synced = written_after_commit(tmp_path / "store", write_backs, write_backs)
-    generator, later = np.random.default_rng(write_backs), tmp_path / "store later"
-    other_boot()
-    mixtures: list[Callable[[int], np.ndarray]] = [
-        lambda sectors: np.arange(sectors) < 16,  # the meta pages alone
-        lambda sectors: np.arange(sectors) >= 16,
-        *(lambda sectors, share=share: generator.random(sectors) < share for share in (0.0, 0.1, 0.5, 0.9, 1.0)),
-    ]
-    for number, survives in enumerate(mixtures):
-        check_second_commit(lose_power(synced, later, tmp_path / f"lost {number}", survives))
-
-
-def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
-    written_after_commit(tmp_path / "store", 7, 4)
-    later = tmp_path / "store later"
-    before = (later / "rows.lmdb").read_bytes()
-    reader = open_tier(later, readonly=True)
-    recover(later / "rows.lmdb")
-    assert (later / "rows.lmdb").read_bytes() == before
-    reader.close()
-    check_second_commit(later)
-
-
 def test_a_meta_page_whose_write_failed_is_put_back(tmp_path: Path) -> None:
     """LMDB leaves the new roots under the old transaction number: no meta page, in the place that does not count."""
     written_after_commit(tmp_path / "store", 7, 4)
@@ -161,90 +122,3 @@ def test_an_anchor_of_another_file_is_never_put_back(tmp_path: Path, other_boot:
         with pytest.raises(FormatError, match="belongs to store"):
             open_tier(synced, readonly=readonly, store_id=bytes(16))
     assert (older / "rows.lmdb").read_bytes() == before
-
-
-def test_the_file_does_not_grow_with_what_is_written_between_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_boot: Callable[[], None]
-) -> None:
-    """Anchors are set in the background; power may be lost at any of them."""
-    monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 16)
-    directory = tmp_path / "store"
-    tier = with_first_commit(directory)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 2)
-    commit(tier, b"second")
-    committed_bytes = (directory / "rows.lmdb").stat().st_size
-    generator = np.random.default_rng(3)
-    for round_ in range(300):
-        write_rows(tier, WIDE, some_rows(generator), 10 + round_)
-        if round_ % 60 == 59:
-            copy_store(directory, tmp_path / f"later {round_}")
-    assert tier.counters().bytes_written > 20 * committed_bytes
-    assert (directory / "rows.lmdb").stat().st_size < 6 * committed_bytes
-    tier.close()
-    other_boot()
-    for round_ in range(59, 300, 60):
-        check_second_commit(tmp_path / f"later {round_}")
-
-
-class Pin:
-    """The tree when so many bytes had been written."""
-
-    def __init__(self, at_bytes: int, pins: list["Pin"]) -> None:
-        self.at_bytes = at_bytes
-        self._pins = pins
-        pins.append(self)
-
-    def close(self) -> None:
-        self._pins.remove(self)
-
-
-class Slow(Future[None]):
-    """An anchor that is never there before somebody waits for it."""
-
-    def exception(self, timeout: float | None = None) -> None:
-        pass
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize(("live_bytes", "growths"), [(0, 1), (1 << 30, 2), (1 << 45, 4)])
-def test_no_pin_falls_further_behind_than_three_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live_bytes: int, growths: int, is_slow: bool
-) -> None:
-    """However large the store is: the list of pages that wait for an anchor is written with transactions."""
-    directory = tmp_path / "store"
-    directory.mkdir()
-    open_tier(directory).close()
-    pins: list[Pin] = []
-    written, limit, step = 0, growths * anchor.GROWTH_BYTES, 5 << 20
-    keeper = AnchorKeeper(directory / "rows.lmdb", STORE_ID, 4096, sync=lambda: None, pin=lambda: Pin(written, pins))
-    if is_slow:
-        monkeypatch.setattr(keeper, "_submit", lambda metas: Slow())
-    keeper.set()
-    behind = set()
-    for _ in range(500):
-        written += step
-        keeper.wrote(step, live_bytes)
-        behind.add(written - pins[0].at_bytes)
-        if not is_slow:
-            assert keeper._pending is None or keeper._pending[1].exception() is None
-    assert max(behind) <= 3 * limit
-    assert (max(behind) > 2 * limit + step) == is_slow
-    keeper.close()
-    assert not pins
-
-
-def test_a_device_that_takes_writes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that fills up: an anchor of which only a part is there vouches for nothing."""
-    whole = os.pwrite
-
-    def part(descriptor: int, data: bytes, offset: int) -> int:
-        return whole(descriptor, bytes(data)[: (len(data) + 1) // 2], offset)
-
-    monkeypatch.setattr(os, "pwrite", part)
-    written_after_commit(tmp_path / "store", 4, 1)
-    monkeypatch.undo()
-    content = (tmp_path / "store" / ANCHOR_NAME).read_bytes()
-    assert len(content) == 8192
-    assert all(anchor.newest_slot(content[place : place + 4096]) is not None for place in (0, 4096))
-    monkeypatch.setattr(anchor, "boot_id", lambda: b"another start....")
-    check_second_commit(tmp_path / "store")

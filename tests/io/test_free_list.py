@@ -208,26 +208,3 @@ def test_what_the_meta_page_says_must_be_so(sound: Image) -> None:
     for sound.meta in wrong:
         assert sound.check().status != WalkStatus.DONE, sound.meta
     sound.meta = meta
-
-
-@pytest.mark.parametrize("count", [1, 7, 300, 2000])
-def test_what_a_transaction_took_out_of_use_is_counted(tmp_path: Path, count: int) -> None:
-    """Its values' pages, and no more pages of trees than there are. A record of many takes an overflow page."""
-    path = tmp_path / "tree.lmdb"
-    environment = _environment(path)
-    file_map = FileMap(path, 1 << 28)
-    with environment.begin(write=True) as txn:
-        for key in range(2000):
-            txn.put(struct.pack(">QQ", key, 5), bytes(4080))
-    first = Snapshot(path, file_map, 4096)  # keeps what is freed from being used again
-    before = first.meta
-    with environment.begin(write=True) as txn:
-        for key in range(count):
-            txn.put(struct.pack(">QQ", key, 5), bytes([1] * 4080))
-    found = Snapshot(path, file_map, 4096)
-    trees = sum(tree.branch_pages + tree.leaf_pages for tree in (before.main, before.free))
-    assert count + before.main.depth <= found.freed_bytes // PAGE <= count + trees + before.free.overflow_pages
-    for snapshot in (first, found):
-        snapshot.close()
-    file_map.close()
-    environment.close()

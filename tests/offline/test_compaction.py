@@ -169,25 +169,6 @@ def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
     assert rows(source) == rows(tmp_path / "copy")
 
 
-def test_a_running_writer_is_not_disturbed_and_what_it_has_not_committed_stays_out(tmp_path):
-    with tierstore.open(tmp_path / "source", ddr="600KiB", threads=1) as store:
-        store.create_table(table_config("a"))
-        store["a"].write(torch.arange(ROWS // 2), torch.ones(ROWS // 2, 9))
-        store.commit(tensors={"w": torch.ones(2)})
-        want = store["a"].read(torch.arange(ROWS))
-        fill(store, 2, ROWS)
-        assert store.stats().ssd.rows_written > ROWS // 2  # some of it is in the file
-        code = "from tierstore.cli import main; sys.exit(main(['compact', *sys.argv[1:]]))"
-        said = children.run(code, tmp_path / "source", tmp_path / "copy")
-        assert f"{tmp_path / 'copy'}: version 1, {ROWS // 2:,} rows" in said
-        fill(store, 3)
-        store.commit()
-        store.verify()
-    with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as copy:
-        assert torch.equal(copy["a"].read(torch.arange(ROWS)), want)
-    assert set(segments_of(tmp_path / "copy").segments["newest"].tolist()) == {1}
-
-
 def test_a_store_without_rows(tmp_path, trace):
     with tierstore.open(tmp_path / "source", ddr="8MiB") as store:
         for name, dtype in TABLES.items():

@@ -107,21 +107,6 @@ def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
         assert store.extra == {"list": [1]}
 
 
-def test_closing_ends_the_commit_first(store_dir: Path, gate: Gate) -> None:
-    store = open_store(store_dir)
-    put(store, ALL, 1.0)
-    gate.close("write-back: segments put")
-    store.commit_async()
-    assert gate.reached.wait(60)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    gate.open()
-    closing.join(60)
-    assert (shown(store_dir) == 1.0).all()
-
-
 def failing(store: tierstore.Store, should_fail: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the cold tier's writes for some epochs meet a full disk."""
     write = store._cold.write

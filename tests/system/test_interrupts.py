@@ -12,8 +12,7 @@ import torch
 
 import tierstore
 from tests import children
-from tierstore import errors, optim
-from tierstore.io import places
+from tierstore import optim
 
 ROWS = 20_000
 CONFIG = tierstore.TableConfig(
@@ -74,37 +73,6 @@ def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None
         assert torch.equal(store["t"].read(torch.arange(ROWS))[:, 0], 1 - steps)
 
 
-def test_a_store_that_is_open_when_the_interpreter_ends_is_closed_without_a_word(store_dir: Path) -> None:
-    code = """
-    os.dup2(1, 2)
-    store = tierstore.open(sys.argv[1], ddr="1MiB", threads=1)
-    table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=20_000, embedding_dim=16))
-    table.write(torch.arange(20_000), torch.ones(20_000, 16))
-    store.commit()
-    table.write(torch.arange(20_000), torch.zeros(20_000, 16))
-    """
-    assert "Traceback" not in children.run(code, store_dir)
-    with tierstore.open(store_dir) as store:
-        assert store.verify().rows == 20_000
-        assert store["t"].read(torch.tensor([7])).tolist() == [[1.0] * 16]
-
-
-def test_a_store_that_is_dropped_gives_its_lock_back(store_dir: Path) -> None:
-    store = tierstore.open(store_dir, ddr="1MiB")
-    store.create_table(CONFIG).read(torch.arange(5))
-    del store
-    gc.collect()
-    gc.disable()  # a store without tables refers to itself nowhere
-    try:
-        store = tierstore.open(store_dir.with_name("empty"), ddr="1MiB")
-        store.commit()
-        del store
-        tierstore.open(store_dir.with_name("empty"), ddr="1MiB").close()
-    finally:
-        gc.enable()
-    tierstore.open(store_dir, ddr="1MiB").close()
-
-
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
     """One wins, the other is told; the store is whole."""
     code = """
@@ -126,41 +94,6 @@ def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
     assert children.run(code, store_dir) in ("[0, 5]\n", "[0, 0]\n")  # the second may begin when the first has ended
     with tierstore.open(store_dir, ddr="1MiB") as store:
         assert store.commit() == 1
-
-
-def test_a_table_too_large_for_the_machine_leaves_the_store_usable(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise MemoryError("no address space")
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(places, "zeros", refuse)
-            with pytest.raises(errors.BudgetError, match=r"refuses 381.5 MiB of address space"):
-                store.create_table(tierstore.TableConfig(name="vast", num_embeddings=10**8, embedding_dim=64))
-        store.create_table(CONFIG)
-        store.commit()
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        assert list(store.tables) == ["t"]
-
-
-def test_a_failed_manifest_can_be_tried_again(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.store.manifest import Manifest
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with tierstore.open(store_dir, ddr="1MiB") as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(Manifest, "write", refuse)
-            with pytest.raises(OSError, match="No space left"):
-                store.create_table(CONFIG)
-        assert "t" not in store
-        store.create_table(CONFIG).write(torch.tensor([3]), torch.full((1, 8), 7.0))
-        store.commit()
-    with tierstore.open(store_dir, mode="r") as store:
-        assert store["t"].read(torch.tensor([3]))[0, 0] == 7.0
 
 
 def test_inference_mode(store_dir: Path) -> None:
