@@ -207,9 +207,7 @@ def number(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("capacity", [32, 70])
-@pytest.mark.parametrize("share_pinned", [0.1, 0.95])
-@pytest.mark.parametrize("lfu", [False, True])
+@pytest.mark.parametrize(("capacity", "share_pinned", "lfu"), [(32, 0.95, True), (70, 0.1, True), (70, 0.95, False)])
 def test_kernels_are_their_twins(capacity: int, share_pinned: float, lfu: bool) -> None:
     generator = torch.Generator().manual_seed(capacity)
     books = some_books(generator, capacity, share_pinned)

@@ -296,7 +296,7 @@ def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
 
 def test_updates_of_rows_with_thousands_of_positions(rows: Rows) -> None:
     """Super-runs of 4096 that are just full, or a position more, and begin anywhere, in either of two parts."""
-    batch = make_batch(4, torch.float32, hot=(2 * SUPER_RUN, 10, SUPER_RUN + 1, SUPER_RUN))
+    batch = make_batch(4, torch.float32, hot=(10, SUPER_RUN + 1, SUPER_RUN))
     hottest = int(batch.lengths.argmax())
     check_update(rows, batch, [RULES["rowwise_adagrad"]], scaled=True, cut=hottest + 1)
 
