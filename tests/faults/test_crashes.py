@@ -1,11 +1,16 @@
-"""Promise 2: a process killed at any instant leaves a whole commit, and the next one ends in the bits that were due."""
+"""A process killed at any instant leaves a whole commit; a call that an exception cuts short leaves every row right."""
 
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.crash.hosts import kill_runs
+from bench.cut.instants import Cutter
+from bench.cut.life import live
+from tests.io.support import open_tier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.system.killpoints import POINTS
 
@@ -32,3 +37,53 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_run_killed_very_often_loses_nothing(tmp_path: Path) -> None:
     kill(tmp_path, kills=[250, 250], rounds=5, commits=20, seed=1)
+
+
+def cut(folder: Path, cuts: int, seed: int) -> None:
+    level = logging.getLogger("tierstore").level
+    logging.getLogger("tierstore").setLevel(logging.CRITICAL)
+    try:
+        found = live(folder, cuts=cuts, seed=seed)
+    finally:
+        logging.getLogger("tierstore").setLevel(level)
+    assert not found.failures, "\n".join(found.failures)
+    assert (found.wrong_rows, found.pinned) == (0, 0)
+    assert found.cuts.total() >= cuts
+    assert found.raised > cuts / 4, "hardly any call was cut short"
+
+
+# Some instants are in generators and threads that end; what is raised there is shown, and goes no further.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", [1])
+def test_calls_cut_short_at_any_instant_leave_every_row_right(tmp_path: Path, seed: int) -> None:
+    cut(tmp_path, 280, seed)
+
+
+def test_a_lease_that_is_cut_short_keeps_no_tier_open(tmp_path: Path) -> None:
+    cutter, instant = Cutter(), 0
+    error: BaseException | None = MemoryError()
+
+    def lease() -> None:
+        with tier.lease():
+            pass
+
+    with cutter.installed():
+        while error is not None:
+            instant += 1
+            tier = open_tier(tmp_path)
+            lease()  # makes the map
+            _, error = cutter.run(lease, kind="memory", instant=instant, in_main=True)
+            closing = threading.Thread(target=tier.close, daemon=True)
+            closing.start()
+            closing.join(30)
+            assert not closing.is_alive(), f"closing waits for a lease that was cut short at {cutter.place}"
+    assert instant > 8
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(1000, 10_000, 1000))
+def test_many_calls_cut_short_leave_every_row_right(tmp_path: Path, seed: int) -> None:
+    cut(tmp_path, 2000, seed)

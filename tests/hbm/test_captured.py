@@ -113,7 +113,7 @@ def train(
 
 
 @BOTH
-@pytest.mark.parametrize(("rule", "pooling"), zip(RULES, ["sum", "mean", "max"], strict=True), ids=str)
+@pytest.mark.parametrize(("rule", "pooling"), list(zip(RULES, ["sum", "mean", "max"], strict=True)), ids=str)
 def test_replays_are_steps_to_the_bit(tmp_path: Path, device: Device | Cuda, rule: Any, pooling: str) -> None:
     expected = train(tmp_path / "eager", device, rule, pooling, captured=False)
     assert train(tmp_path / "captured", device, rule, pooling, captured=True) == expected

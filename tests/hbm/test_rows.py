@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((rows_twin, "cpu"), id="twin"),
+        pytest.param((rows_twin, "cpu"), id="twin", marks=pytest.mark.kernel),
         pytest.param((rows_triton, "cpu"), id="interpreted", marks=needs_interpreter),
         pytest.param((rows_twin, "cuda"), id="twin-cuda", marks=pytest.mark.gpu),
         pytest.param((rows_triton, "cuda"), id="cuda", marks=pytest.mark.gpu),

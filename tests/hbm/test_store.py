@@ -5,40 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tests.hbm.stores import ALL, ROWS, config, hot, open_store, put, simple, step
-from tierstore.errors import BudgetError, PartlyTrainedError, TableError
-from tierstore.exchange.rows import write_rows
+from tests.hbm.stores import ALL, hot, open_store, simple, step
+from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.overflow import Overflow
-
-# Batches under way
-
-
-def test_tables_are_made_between_batches_only(store_dir: Path) -> None:
-    with open_store(store_dir) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        put(store, ALL, 5.0)
-        out = bag(ALL[:30], torch.tensor([0]))
-        for refuse in (lambda: store.create_table(simple(name="u")), lambda: write_rows(store["t"], 0, ones(), None)):
-            with pytest.raises(TableError, match="rows are in use by a batch under way"):
-                refuse()
-        out.sum().backward()
-        bag(ALL, torch.arange(0, ROWS, 5))  # in parts: nothing stays pinned
-        assert not store["t"].pool.in_use
-        with pytest.raises(BudgetError):  # what was just enough for one table
-            store.create_table(config(name="u", num_embeddings=10**5, embedding_dim=64)).read(ALL)
-
-
-def ones() -> Any:
-    return np.ones((5, 4), np.float32)
-
 
 # Threads
 

@@ -13,15 +13,8 @@ from tierstore.io.gather import (
     MAX_GROUP,
     QUEUE_DEPTH,
     SAMPLE_EVERY,
-    How,
-    Source,
-    Target,
-    Wanted,
-    gather,
-    new_scratch,
 )
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.segments import SegmentStatus
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.layout import PAIR_WORDS, RowLayout
 
@@ -68,28 +61,4 @@ def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
             read_rows(tier, WIDE, keys_of(0, rows))
         flip(tmp_path, offset)
     check_rows(tier, WIDE, keys_of(0, rows), 1)
-    tier.close()
-
-
-def test_a_place_beyond_the_file_or_the_list_of_segments_is_not_touched(tmp_path: Path) -> None:
-    tier = _tier(tmp_path, WIDE, 100)
-    with tier.lease() as (_, rows):
-        segments, file_map = rows.segments[WIDE], tier._file.map
-        data_pages = segments.arrays.data_pages.copy()
-        for place, page in ((2**32 - 1, 0), (int(rows.places[0]), 2**32 - 1)):
-            data_pages[1:] = page
-            result = np.zeros(4, np.int64)
-            limit, weights = file_map.file_bytes() // 4096, np.zeros(WIDE.weight_words, np.uint64)
-            gather(
-                segments.geo,
-                Source(file_map.words, file_map.address, limit),
-                np.array([place], np.uint32),
-                segments.arrays._replace(data_pages=data_pages),
-                Wanted(keys_of(0, [0]), np.zeros(1, np.int64)),
-                Target(np.zeros(1, np.int32), weights, np.zeros(1, np.uint64), np.zeros(1, np.bool_)),
-                How(verify=True, cold=False, can_sample=True),
-                new_scratch(segments.geo, limit, 1),
-                result,
-            )
-            assert result.tolist()[:2] == [SegmentStatus.OUT_OF_FILE, 0]
     tier.close()

@@ -239,22 +239,6 @@ def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Pat
         os.fstat(descriptor)  # it was somebody else's to close
 
 
-def test_the_floor_is_not_written_to_a_file_that_has_its_number(children: ExitStack, store: Path) -> None:
-    pins = Pins(store / "rows.lmdb")
-    children.callback(pins.close)
-    opened = tierstore.open(store, ddr="2MiB", threads=1)
-    number = opened._cold._writer._floor._table.number
-    os.close(number)
-    other = os.open(store.parent / "other", os.O_RDWR | os.O_CREAT)
-    assert other == number
-    children.callback(os.close, other)
-    pins.hold(1)
-    with pytest.raises(errors.ClosedError, match=r"rows\.lmdb-lock: somebody in this process closed"):
-        opened.commit()
-    opened.close()
-    assert os.fstat(other).st_size == 0
-
-
 def test_a_child_forked_amid_lookups_is_refused_and_ends(store: Path) -> None:
     """Whoever held a lock at the fork is not there to release it."""
     code = """
