@@ -21,7 +21,7 @@ from tierstore.hbm import rows_twin
 from tierstore.hbm.batch import Bags, DeviceIds
 from tierstore.kernels import slots as kernels
 from tierstore.optim.configs import NUM_HYPER
-from tierstore.optim.kernels import SUPER_RUN
+from tierstore.optim.kernels import RUN, SUPER_RUN
 
 rows_triton = pytest.importorskip("tierstore.hbm.rows_triton", reason="Triton is for Linux")
 
@@ -296,6 +296,7 @@ def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
 
 def test_updates_of_rows_with_thousands_of_positions(rows: Rows) -> None:
     """Super-runs of 4096 that are just full, or a position more, and begin anywhere, in either of two parts."""
+    assert (RUN, SUPER_RUN) == (64, 4096)  # stores go on in the bits of earlier releases
     batch = make_batch(4, torch.float32, hot=(10, SUPER_RUN + 1, SUPER_RUN))
     hottest = int(batch.lengths.argmax())
     check_update(rows, batch, [RULES["rowwise_adagrad"]], scaled=True, cut=hottest + 1)
