@@ -7,7 +7,7 @@ import contextlib
 import random
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,6 @@ from tierstore.errors import (
     ChecksumError,
     DamagedError,
     FormatError,
-    StoreNotFoundError,
-    TruncatedError,
     UnreadableError,
 )
 from tierstore.io.files import check_rows_file
@@ -193,46 +191,6 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
         check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, np.arange(row, row + ROWS))), version)
         with pytest.raises(ChecksumError, match=f"row {row} of table 0 in segment"):
             tier.verify()
-
-
-def _truncate(share: float) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            file.truncate(int(size * share) // 512 * 512)
-
-    return damage
-
-
-def _wrong_version(path: Path) -> None:
-    with path.open("r+b") as file:
-        for page in (0, 1):
-            file.seek(page * PAGE + 20)
-            file.write(struct.pack("<I", 3))
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (lambda path: path.write_bytes(b""), TruncatedError, "empty"),
-        (lambda path: path.write_bytes(b"12345"), TruncatedError, "5 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes()[:200]), TruncatedError, "header"),
-        (lambda path: path.write_bytes(bytes(100_000)), FormatError, "not an LMDB file"),
-        (lambda path: path.write_bytes(b"\x89PNG" * 10_000), FormatError, "not an LMDB file"),
-        (_wrong_version, FormatError, "version is 3, not 1"),
-        (_truncate(0.999), TruncatedError, "bytes long"),
-        (_truncate(0.5), TruncatedError, "bytes long"),
-        (_truncate(0.03), TruncatedError, "bytes long"),
-        (Path.unlink, StoreNotFoundError, "no such file"),
-    ],
-)
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_file_that_is_none(
-    written: Path, damage: Callable[[Path], None], error: type[Exception], message: str, readonly: bool
-) -> None:
-    damage(written / "rows.lmdb")
-    with pytest.raises(error, match=rf"rows\.lmdb: .*{message}.*copy"):
-        open_tier(written, readonly=readonly, create=False)
 
 
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:

@@ -1,9 +1,5 @@
-"""Ctrl-C at bad moments, forks, and other things that happen to a process: rows are neither lost nor made up."""
+"""What a store takes of its caller, and what it gives back: modes of torch, rates, ``extra``; two that make one."""
 
-import gc
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +14,6 @@ ROWS = 20_000
 CONFIG = tierstore.TableConfig(
     name="t", num_embeddings=ROWS, embedding_dim=8, init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
 )
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser
-def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None:
-    """A thread sends SIGINT again and again while rows are trained and committed; the handler raises once a step."""
-    armed = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise KeyboardInterrupt
-
-    done = threading.Event()
-
-    def bother() -> None:
-        while not done.wait(0.003):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    steps = torch.zeros(ROWS)
-    interrupted = 0
-    generator = torch.Generator().manual_seed(0)
-    previous = signal.signal(signal.SIGINT, interrupt)
-    thread = threading.Thread(target=bother, daemon=True)
-    with tierstore.open(store_dir, ddr="600KiB") as store:
-        table = store.create_table(CONFIG)
-        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-        thread.start()
-        try:
-            for _ in range(300):
-                ids = torch.randint(0, ROWS, (400,), generator=generator)
-                before = table.state.step
-                try:
-                    armed = True
-                    bag(ids.reshape(1, -1)).sum().backward()
-                    store.commit()
-                    armed = False
-                except KeyboardInterrupt:
-                    interrupted += 1
-                if table.state.step > before:
-                    steps += torch.bincount(ids, minlength=ROWS)
-        finally:
-            done.set()
-            thread.join()
-            signal.signal(signal.SIGINT, previous)
-        gc.collect()
-        assert interrupted > 0
-        assert torch.equal(table.read(torch.arange(ROWS))[:, 0], 1 - steps)
-        assert table.pool.pins.num_pinned == 0
-        table.pool.cache.check_integrity()
-        store.commit()
-    with tierstore.open(store_dir, mode="r") as store:
-        assert torch.equal(store["t"].read(torch.arange(ROWS))[:, 0], 1 - steps)
 
 
 def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
