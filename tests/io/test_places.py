@@ -16,7 +16,7 @@ import pytest
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier, widen_places
 from tierstore.errors import BudgetError
-from tierstore.io import indexes, places, row_map
+from tierstore.io import indexes, places
 from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import MAX_VERSION
@@ -222,37 +222,3 @@ def test_scattered_rows_of_a_huge_table_take_little_memory(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     trained, opened = map(int, done.stdout.split())
     assert max(trained, opened) < 100
-
-
-def test_a_region_goes_to_huge_pages_once_it_is_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    region_rows, mib = 2**21 // 4, 2**20
-
-    def note(_places: Any, start: int, stop: int) -> None:
-        asked.append((start // mib, stop // mib))
-
-    def keys(first: int, count: int) -> Any:
-        return keys_of(0, first + np.arange(count))
-
-    monkeypatch.setattr(row_map, "use_huge_pages", note)
-    tier = open_tier(tmp_path)
-    tier.add_table(0, WIDE, 3 * region_rows)
-    write_rows(tier, WIDE, keys(region_rows, 2047), 1)
-    tier.commit(b"", 1)
-    assert asked == []
-    write_rows(tier, WIDE, keys(region_rows, 2048), 2)  # 2,047 of them again
-    tier.commit(b"", 2)
-    assert asked == [(2, 4)]
-    write_rows(tier, WIDE, keys(region_rows, 5000), 3)
-    tier.commit(b"", 3)
-    assert asked == [(2, 4)]
-    tier.add_table(1, WIDE, region_rows)  # a new map
-    tier.close()
-    assert asked == [(2, 4)] * 2
-    tier = open_tier(tmp_path)
-    tier.add_table(0, WIDE, 3 * region_rows)
-    tier.add_table(1, WIDE, region_rows)
-    write_rows(tier, WIDE, keys(0, 2048), 4)
-    tier.commit(b"", 4)
-    tier.close()
-    assert asked == [(2, 4)] * 3 + [(0, 2)]

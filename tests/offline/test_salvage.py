@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreN
 from tierstore.io.anchor import _slot, newest_slot
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import STORE_ITEM
+from tierstore.io.sound import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.store.manifest import Manifest
@@ -399,3 +401,21 @@ def test_what_is_no_source_or_target_is_refused_and_left_alone(cleaned: History,
         store.create_table(TABLES[0])
     report = salvage(tmp_path / "empty", target)
     assert (report.version, report.is_whole) == (0, True)
+
+
+def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
+    class Refusing:
+        met = 0
+
+        def is_clean(self, since: int) -> bool:
+            return since == self.met
+
+    file_map: Any = SimpleNamespace(guard=Refusing())
+    results = iter([1, 2, 3, 4])
+
+    def call() -> int:
+        result = next(results)
+        file_map.guard.met += result < 3
+        return result
+
+    assert settled(file_map, call) == 3
