@@ -40,7 +40,7 @@ def nothing() -> None:
 
 
 class Below:
-    """Passes on to a pool in host memory, after ``before``, and notes which rows went up and down."""
+    """Passes on to a pool in host memory, after ``before``."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -48,18 +48,14 @@ class Below:
         self.layout = pool.layout
         self.before_take: Callable[[], None] = nothing
         self.before_put: Callable[[], None] = nothing
-        self.up: list[int] = []
-        self.down: list[int] = []
 
     def take(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_take()
         self._pool.transfers.take(keys, weights, state)
-        self.up += keys.tolist()
 
     def put(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_put()
         self._pool.transfers.put(keys, weights, state)
-        self.down += keys.tolist()
 
 
 @pytest.fixture
@@ -108,9 +104,6 @@ def acquire(hot: HbmPool, rows: Any) -> HbmLease:
     lease = hot.acquire(hot.group(torch.from_numpy(keys(rows))), len(keys(rows)))
     assert lease is not None
     return lease
-
-
-# What goes up and down
 
 
 def forget(hot: HbmPool) -> None:
