@@ -190,6 +190,19 @@ def test_closing_tells_of_a_wrong_batch_and_of_rows_that_were_not_committed(
     assert stores.shown(store_dir)[:4, 0].tolist() == [-1, -1, -1, 0]
 
 
+def test_flush_and_closing_wait_for_replays(store_dir: Path, device: Device) -> None:
+    store = open_store(store_dir, hbm=ENOUGH)
+    bag = Bag(store, device)
+    bag.replay(3, 4, 5)
+    assert stores.hot(store).num_dirty == 6
+    bag.replay(3, 4, 5)
+    store["t"].pool.flush()
+    assert not device.pending
+    bag.replay(6, 7, 8)
+    store.__exit__(ZeroDivisionError)
+    assert not device.pending
+
+
 def test_what_would_change_addresses_or_rows_is_refused(store_dir: Path, device: Device) -> None:
     with open_store(store_dir, hbm=ENOUGH) as store:
         bag = Bag(store, device)
