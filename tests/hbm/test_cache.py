@@ -14,7 +14,7 @@ from torch import Tensor
 from tierstore.cache.base import DIRTY, LOADING, RESIDENT
 from tierstore.hbm import cache_triton, cache_twin
 from tierstore.hbm.books import PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
-from tierstore.hbm.cache import HbmCache, PolicyName
+from tierstore.hbm.cache import PERIOD, FrequencySketch, HbmCache, PolicyName
 
 CAPACITY = 40
 """Two sets, the second one of 8 slots."""
@@ -342,3 +342,13 @@ def test_sketches_count_alike_up_to_a_limit(width: int, known: int) -> None:
     assert ended[0][0].tolist() == [min(int(counters[place]) for place in both) + 1 for both in places]
     added = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten(), minlength=2 * width)
     assert torch.equal(ended[0][1].cpu().long(), (counters.cpu() + added).clamp(max=31))
+
+
+def test_a_sketch_halves_its_counts_in_time() -> None:
+    sketch, keys = FrequencySketch(4, DEVICE, cache_twin), torch.arange(4, device=DEVICE)
+    for _ in range(PERIOD):
+        assert not sketch.age()
+        sketch.count(keys, number(4), 4)
+    before = sketch.estimate(keys, number(4)) - 1
+    assert [sketch.age(), sketch.age()] == [True, False]
+    assert torch.equal(sketch.estimate(keys, number(4)) - 1, before // 2)
