@@ -170,6 +170,13 @@ def test_any_history(policy: PolicyName, device: str, script: list[tuple[list[in
         assert len(cache.slots_with(RESIDENT)) == len(model.rows)
 
 
+def test_every_tensor_is_counted() -> None:
+    cache = HbmCache(70, weight_words=3, state_words=2, policy="lru", device=torch.device("cpu"), extra_rows=5)
+    tensors = [each for each in vars(cache).values() if isinstance(each, torch.Tensor)]
+    storages = {each.data_ptr(): each for each in (own.untyped_storage() for own in (*tensors, *cache._books))}
+    assert cache.size_bytes == sum(each.nbytes() for each in storages.values())
+
+
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
