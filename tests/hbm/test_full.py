@@ -255,6 +255,19 @@ def test_the_next_step_raises_the_error_if_it_is_known_by_then(
         assert store["t"].read(ALL)[:10, 0].tolist() == [-1] * 9 + [0]
 
 
+def test_backward_raises_the_error_if_it_is_known_by_then(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
+) -> None:
+    with late(store_dir, monkeypatch, there) as (store, bag, count):
+        out = bag(BAD, torch.tensor([0]))
+        count.catch_up()
+        before = store["t"].num_changes
+        with pytest.raises(ValueError, match=f"id {ROWS}"):
+            out.sum().backward()
+        assert store["t"].num_changes == before
+        assert not store["t"].pool.in_use
+
+
 def test_closing_raises_the_error(store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There) -> None:
     work = late(store_dir, monkeypatch, there)
     with pytest.raises(ValueError, match=f"id {ROWS}"), work as (_, bag, _), torch.no_grad():
