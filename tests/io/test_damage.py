@@ -132,6 +132,22 @@ def test_a_page_header_damaged_between_write_and_commit(written: Path, caplog: p
         assert txn.get(segment_key(found.number)) is None
 
 
+def test_nonzero_padding(written: Path) -> None:
+    """At the end of a block, in the place of a row that there is none of, and behind the keys."""
+    last = place(written, 999)
+    assert last.index % ROWS < ROWS - 1, "a place is free in the last block"
+    with opened(written) as tier:
+        places = [last.pair + 16, last.row + WIDE.row_bytes, last.row + 2 * WIDE.row_bytes - 1]
+        places += [(last.block_page + 1) * PAGE - 4, (last.segment_page + 1) * PAGE - 1]
+        for at in (*places, last.segment_page * PAGE + 16 + 8 * (6 + last.index + 1)):
+            flip(written, at)
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+            with pytest.raises(ChecksumError, match=rf"segment {last.number} is damaged \(BAD_PADDING\)"):
+                tier.verify()
+            flip(written, at)
+        tier.verify()
+
+
 DAMAGES = ["row", "pair", "zeroed page", "exchanged pages", "another row", "another row and pair", "another key"]
 
 

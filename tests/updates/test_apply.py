@@ -3,6 +3,7 @@
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.updates.support import ROWS, SMALL, assign, change, contents, edited,
 from tierstore import errors
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
+from tierstore.updates.apply import _Sent
 from tierstore.updates.header import MAX_CHUNK_BYTES, MAX_PAYLOAD_BYTES, decompress, pack_chunk, unpack_chunk
 from tierstore.updates.update_file import UpdateFile, file_checksum
 
@@ -300,3 +302,30 @@ def test_a_source_that_no_update_can_hold_is_told_before_its_rows_are_read(tmp_p
         store.commit(extra={"x": ["y" * 1000] * 5000})
     with pytest.raises(ValueError, match=r"a version with extra of 50.* bytes; an update holds at most"):
         write_update(tmp_path / "source", tmp_path / "update")
+
+
+class Chunks:
+    """An update with these rows."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.chunks = chunks
+
+    def rows(self, _table: int) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield chunk, None
+
+
+def test_rows_that_an_update_lacks_are_found_with_one_chunk_in_memory() -> None:
+    choice = np.random.default_rng(1)
+    for _ in range(200):
+        sent = np.flatnonzero(choice.random(100) < choice.random())
+        stored = np.flatnonzero(choice.random(100) < choice.random())
+        chunks = [part for part in np.array_split(sent, choice.integers(1, 9)) if len(part)]
+        asked = [part for part in np.array_split(stored, choice.integers(1, 9)) if len(part)]
+        update: Any = Chunks(chunks)
+        found = _Sent(update, 0)
+        missing = []
+        for part in asked:
+            missing += found.missing(part).tolist()
+            assert len(found._rows) <= max(map(len, chunks), default=0)
+        assert missing == sorted(set(stored.tolist()) - set(sent.tolist()))
