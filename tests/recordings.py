@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.trace.test_sampling import hashed
+from tests.trace.test_trace import hashed
 from tierstore.trace import Trace
 
 __all__ = ["Batch", "Feature", "check", "random_batch"]

@@ -23,13 +23,6 @@ CAPACITY = 10
 PLACES = index_places(CAPACITY)
 
 
-def mixed(key: int) -> int:
-    """The mixer in Python's own integers."""
-    value = key & MASK
-    value = ((value ^ (value >> 30)) * MIX_A) & MASK
-    return ((value ^ (value >> 27)) * MIX_B) & MASK
-
-
 def undo_xorshift(value: int, shift: int) -> int:
     result = value
     for _ in range(64 // shift + 1):

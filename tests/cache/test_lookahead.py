@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.cache.oracles import belady_hits, belady_rows_read
 from tests.conformance.row_cache import keys_from
 from tierstore.cache import Admission, AdmitStatus, DdrCache
 from tierstore.cache.books import MAX_BATCHES, USES_PER_ROW
@@ -56,15 +55,6 @@ def test_with_all_the_future_known_it_is_beladys_optimum(seed: int) -> None:
     cache = lookahead_cache(20)
     train(cache, batches, lookahead=15)
     assert cache.counters().misses == belady_misses([set(keys.tolist()) for keys in batches], 20)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_benchmarks_oracle_agrees(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    batches = [rng.zipf(1.2, 8).astype(np.int64) % 60 for _ in range(40)]
-    assert belady_rows_read(batches, 20) == belady_misses([set(keys.tolist()) for keys in batches], 20)
-    keys = np.concatenate(batches)
-    assert len(keys) - belady_hits(keys, 20) == belady_rows_read(list(keys[:, None]), 20)
 
 
 @pytest.mark.kernel

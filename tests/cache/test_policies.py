@@ -1,5 +1,7 @@
 """LRU and LFU against plain cachetools caches, TinyLFU against its twin, access for access; and on real lookups."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tierstore.cache
+import tierstore.kernels
 from bench.data import criteo_keys
-from tests.cache.drift import drifting
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
-from tierstore.cache import DdrCache
+from tierstore.cache import DdrCache, capacity_for
 from tierstore.cache.books import Tally
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
@@ -77,6 +80,16 @@ def test_hit_rates_on_real_lookups(real_keys: Int64s, policy: PolicyName, capaci
     cache.check_integrity()
 
 
+def drifting(capacity: int, num: int, seed: int = 1) -> dict[str, Int64s]:
+    """Rows by Zipf's law; any of the newest rows, each used five times; and both by turns."""
+    rng, num_rows = np.random.default_rng(seed), 20 * capacity
+    weights = np.cumsum(1 / np.arange(1, num_rows + 1) ** 1.05)
+    still = rng.permutation(num_rows)[np.searchsorted(weights, rng.random(num) * weights[-1])]
+    sliding = (np.arange(num) / 5 + rng.random(num) * 0.9 * capacity).astype(np.int64)
+    by_turns = np.where(np.arange(num) // (10 * capacity) % 2 == 0, still, sliding + (1 << 33))
+    return {"still": still, "sliding": sliding, "by turns": by_turns}
+
+
 DRIFT_CAPACITY = 500
 
 
@@ -87,13 +100,13 @@ def test_tinylfu_is_never_a_point_below_lru_on_drifting_ids(seed: int) -> None:
         lru, tiny = (bare_cache(policy, DRIFT_CAPACITY).access(keys).mean() for policy in ("lru", "tinylfu"))
         behind[name] = round(100 * float(lru - tiny), 2)
     assert max(behind.values()) < 1, behind
-    assert behind["skewed, no drift"] < -5
+    assert behind["still"] < -5
 
 
 @pytest.mark.kernel
 def test_tinylfu_changes_its_window_and_halves_as_its_twin() -> None:
     capacity = 300
-    turns = drifting(capacity, 60 * capacity)["skewed and sliding by turns of 10"]
+    turns = drifting(capacity, 60 * capacity)["by turns"]
     cache, oracle = bare_cache("tinylfu", capacity), SettledTinyLFU(capacity)
     limits, unhalved = set(), []
     for keys in np.split(turns if JIT_ENABLED else turns[: 20 * capacity], 20):
@@ -104,3 +117,25 @@ def test_tinylfu_changes_its_window_and_halves_as_its_twin() -> None:
     assert limits == {3, capacity}
     assert not JIT_ENABLED or unhalved != sorted(unhalved)
     assert order_of(cache) == oracle_order(oracle)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
+def test_twins_have_one_capacity(policy: str) -> None:
+    fast = capacity_for(policy, 123_456, weight_words=16, state_words=2)
+    assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
+
+
+def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
+    # Empty packages in place of the real ones, so that only what the reference itself imports is imported.
+    code = """if True:
+        import sys, types
+        for name, path in zip(("tierstore", "tierstore.cache", "tierstore.kernels"), sys.argv[1:], strict=True):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [path]
+        import tierstore.cache.reference
+        print(sorted(name for name in sys.modules if name.startswith("tierstore.")))
+    """
+    paths = [package.__path__[0] for package in (tierstore, tierstore.cache, tierstore.kernels)]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
+    own = [f"tierstore.cache{part}" for part in ("", ".base", ".reference", ".reference_policies")]
+    assert done.stdout.strip() == str([*own, "tierstore.kernels", "tierstore.kernels.arrays"])

@@ -3,7 +3,6 @@
 A row's words are a function of its key and a generation number, so that what is read tells what was written.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,8 +83,6 @@ def add_tables(tier: ColdTier) -> None:
 
 class ColdTierConformance:
     """Subclass as ``TestX``, with ``make``."""
-
-    num_threads_rounds = 60
 
     def make(self, tmp_path: Any) -> ColdTier:
         raise NotImplementedError
@@ -181,41 +178,6 @@ class ColdTierConformance:
             read_rows(tier, WIDE, keys_of(0, [1]))
         with pytest.raises(ClosedError):
             commit(tier, b"")
-
-    def test_readers_beside_a_writer_see_whole_rows_that_never_go_back(self, tier: ColdTier) -> None:
-        keys = keys_of(0, np.arange(0, 1000, 7))
-        write_rows(tier, WIDE, keys, 1)
-        finished = threading.Event()
-        written = [1]
-        failures: list[BaseException] = []
-
-        def read_on() -> None:
-            try:
-                while not finished.is_set():
-                    at_least = written[0]
-                    words, present = read_rows(tier, WIDE, keys)
-                    assert present.all()
-                    generations = (words[:, 0] - words_of(keys, 0, 1)[:, 0]) >> np.uint64(50)
-                    whole = words_of(keys, 0, words.shape[1]) + (generations << np.uint64(50))[:, None]
-                    np.testing.assert_array_equal(words, whole)
-                    assert generations.min() >= at_least
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=read_on) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            for generation in range(2, 2 + self.num_threads_rounds):
-                write_rows(tier, WIDE, keys, generation)
-                written[0] = generation
-                if generation % 5 == 0:
-                    commit(tier, b"")
-        finally:
-            finished.set()
-            for thread in threads:
-                thread.join()
-        assert not failures, failures[0]
 
 
 class ColdTierMachine(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ import cachetools
 import numpy as np
 import pytest
 
-from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Pinned, RowCache
+from tierstore.cache.base import Admission, AdmitStatus, Pinned, RowCache
 from tierstore.cache.reference_policies import TinyLFU
 from tierstore.kernels.arrays import Int32s, Int64s
 
@@ -103,15 +103,6 @@ class RowCacheConformance:
             assert arena.ctypes.data % 64 == 0
         assert cache.size_bytes >= cache.weights.nbytes + cache.state.nbytes
 
-    def test_a_new_cache_is_empty(self) -> None:
-        cache = self.make(3)
-        assert (cache.num_resident, cache.num_dirty, cache.num_pinned) == (0, 0, 0)
-        assert cache.counters() == CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
-        assert cache.find(keys_from(0, 1, -1)).tolist() == [-1, -1, -1]
-        assert cache.resident_slots().tolist() == []
-        assert cache.victims(5, 5).tolist() == cache.dirty_slots().tolist() == cache.frozen_slots().tolist() == []
-        cache.check_integrity()
-
     @pytest.mark.parametrize("capacity", [0, -1])
     def test_a_capacity_below_one_is_refused(self, capacity: int) -> None:
         with pytest.raises(ValueError, match="capacity"):
@@ -144,28 +135,6 @@ class RowCacheConformance:
 
     # Stops
 
-    def test_a_dirty_victim_stops_admission_and_nothing_else_happens(self) -> None:
-        cache = self.make_of(3, 1, 2, 3)
-        cache.mark_dirty(cache.find(keys_from(1)))
-        admission = Admission(keys_from(3, 8, 3))
-        before = cache.find(keys_from(1, 2, 3))
-        assert cache.admit(admission) is AdmitStatus.DIRTY_VICTIM
-        assert (admission.consumed, admission.num_unique, admission.num_missing) == (1, 1, 0)
-        assert cache.find(keys_from(1, 2, 3)).tolist() == before.tolist()
-        assert cache.find(keys_from(8)).tolist() == [-1]
-        assert cache.counters() == CacheCounters(lookups=4, hits=1, misses=3, evictions=0)
-        cache.check_integrity()
-        assert cache.admit(admission) is AdmitStatus.DIRTY_VICTIM
-
-        taken = take(cache, 10)
-        assert cache.keys_of(taken).tolist() == [1]
-        cache.unpin(taken)
-        assert cache.admit(admission) is AdmitStatus.COMPLETE
-        assert admission.inverse.tolist() == [0, 1, 0]
-        assert cache.find(keys_from(1)).tolist() == [-1]
-        assert cache.counters() == CacheCounters(lookups=6, hits=1, misses=4, evictions=1)
-        cache.check_integrity()
-
     # Eviction
 
     def test_evicts_as_cachetools_access_for_access(self) -> None:
@@ -191,32 +160,7 @@ class RowCacheConformance:
         assert not cache.is_loading(cache.resident_slots())
         cache.check_integrity()
 
-    def test_touch_is_one_access_a_distinct_slot(self) -> None:
-        cache, oracle = self.make(4), self.oracle_class(4)
-        for key in (1, 2, 3, 4, 2, 1, 4):
-            oracle_access(oracle, key)
-        visit(cache, 1, 2, 3, 4)
-        cache.touch(cache.find(keys_from(2, 2, 1, 4, 2)))
-        assert order_of(cache) == oracle_order(oracle)
-        cache.check_integrity()
-
     # Dirty rows
-
-    def test_victims_are_the_unclean_ones_of_those_that_leave_next(self) -> None:
-        cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
-        order = order_of(cache)
-        slots = cache.find(keys_from(*order))
-        cache.mark_dirty(slots[[1, 2, 4]])
-        for count, expected in ((0, []), (1, []), (2, [1]), (3, [1, 2]), (4, [1, 2]), (5, [1, 2, 4]), (100, [1, 2, 4])):
-            assert cache.victims(count, 6).tolist() == slots[expected].tolist()
-        for gap, expected in ((0, []), (1, [1, 2]), (2, [1, 2, 4]), (6, [1, 2, 4])):
-            assert cache.victims(6, gap).tolist() == slots[expected].tolist()
-        cache.pin(slots[[0, 2]])
-        assert cache.victims(1, 6).tolist() == cache.victims(6, 1).tolist() == slots[[1]].tolist()
-        assert cache.victims(3, 2).tolist() == slots[[1, 4]].tolist()
-        assert sorted(cache.dirty_slots().tolist()) == sorted(slots[[1, 2, 4]].tolist())
-        assert order_of(cache) == order
-        cache.check_integrity()
 
     def test_slots_are_told_in_the_order_of_their_last_admissions(self) -> None:
         cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
@@ -225,24 +169,6 @@ class RowCacheConformance:
         slots = cache.find(keys_from(2, 4, 6, 5))
         assert cache.keys_of(cache.by_admission(slots)).tolist() == [6, 4, 5, 2]
         assert cache.by_admission(slots[:0]).tolist() == []
-
-    @pytest.mark.parametrize("frozen", [False, True])
-    def test_rows_stay_as_they_are_while_they_are_written(self, frozen: bool) -> None:
-        cache = self.make_of(4, 1, 2, 3, 4)
-        slots, pinned = cache.find(keys_from(4, 3, 2)), Pinned(3)
-        cache.mark_dirty(slots[:2])
-        if frozen:
-            cache.freeze()
-            cache.mark_dirty(slots[2:])
-        for _ in range(2):  # the first write is cut short
-            cache.release(pinned)
-            assert cache.num_pinned == pinned.num_unique == 0
-            cache.take(slots, pinned, frozen=frozen)
-            assert pinned.slots.tolist() == slots[:2].tolist()
-            assert (cache.num_pinned, cache.num_dirty + cache.num_frozen) == (2, 2 + frozen)
-        (cache.thaw if frozen else cache.settle)(pinned.slots)
-        assert cache.num_dirty + cache.num_frozen == frozen
-        cache.check_integrity()
 
     # Frozen rows
 
@@ -276,22 +202,6 @@ class RowCacheConformance:
 
     # Failed admissions
 
-    def test_a_row_that_an_admission_left_loading_is_missing_for_the_next(self) -> None:
-        cache = self.make(4)
-        first, second, third = (Admission(keys_from(*keys)) for keys in ((1, 2), (2, 3), (3, 2)))
-        cache.admit(first)
-        cache.unpin(first.slots)
-        cache.evict(first.slots[:1])
-        cache.admit(second)
-        assert cache.keys_of(second.missing_slots).tolist() == [2, 3]
-        assert cache.counters() == CacheCounters(lookups=4, hits=0, misses=4, evictions=1)
-        cache.filled(second.missing_slots)
-        cache.admit(third)
-        assert third.num_missing == 0
-        cache.release(second)
-        assert (cache.num_resident, cache.num_pinned) == (2, 2)
-        cache.check_integrity()
-
     # Misuse by the owner
 
     def test_slots_without_a_row_are_refused(self) -> None:
@@ -303,18 +213,6 @@ class RowCacheConformance:
                 with pytest.raises(AssertionError):
                     getattr(cache, action)(slots_from(slot))
                 cache.check_integrity()
-
-    def test_loading_slots_are_filled_before_anything_else(self) -> None:
-        cache = self.make(2)
-        admission = Admission(keys_from(1))
-        cache.admit(admission)
-        for action in (cache.mark_dirty, cache.evict):
-            with pytest.raises(AssertionError):
-                action(admission.slots)
-        cache.filled(admission.slots)
-        with pytest.raises(AssertionError):
-            cache.filled(admission.slots)
-        cache.check_integrity()
 
     def test_replay_needs_a_quiet_cache(self) -> None:
         for prepare in ("pin", "mark_dirty", "freeze"):

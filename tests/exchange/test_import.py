@@ -336,16 +336,3 @@ def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
         import_files(tmp_path / "copy", [tmp_path / "other"])
     assert str(tmp_path / "other") in str(caught.value)
     assert not (tmp_path / "copy").exists()
-
-
-def test_kept_versions_stay(tmp_path):
-    with tierstore.open(tmp_path / "store", ddr="8MiB", keep=3) as store:
-        store.create_table(config(rows=6, dim=3))
-        for _ in range(4):
-            store.commit()
-    file = saved(tmp_path / "file", {KEY: some()})
-    assert import_files(tmp_path / "store", [file]).version == 5
-    with tierstore.open(tmp_path / "store", ddr="8MiB", keep=3) as store:
-        assert store.versions == (2, 3, 4, 5)
-        store.rollback(4)
-        assert not torch.equal(store["item"].read(torch.arange(6)), some())

@@ -143,9 +143,6 @@ def test_a_store_stays_whole_without_file_descriptors_and_says_what_to_raise(sto
     assert [line for line in said if "raise `ulimit -n`" not in line or str(store) not in line] == []
 
 
-# Other processes
-
-
 # The clock
 
 
@@ -160,49 +157,3 @@ def test_no_source_asks_for_the_time_of_day() -> None:
         for word in allowed:
             text = text.replace(word, "")
         assert not [word for word in words if word in text], path
-
-
-# Forks and workers
-
-
-def test_forked_workers_harm_neither_the_rows_nor_the_snapshot(store: Path) -> None:
-    """A DataLoader's workers are forks of a process that trains; their data set holds on to the open store."""
-    code = """
-    store = tierstore.open(sys.argv[1], ddr="640KiB", threads=2)
-    table = store["t"]
-    reader = None
-
-    class Data(torch.utils.data.Dataset):
-        def __init__(self):
-            self.store = store
-
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, index):
-            try:
-                self.store["t"].read(torch.tensor([index]))
-            except errors.ClosedError as error:
-                assert "of which this is a fork" in str(error)
-                return index
-            raise AssertionError("a fork read the parent's store")
-
-    bag = tierstore.TieredEmbeddingBag(table, mode="sum")
-    steps = torch.zeros(2000)
-    for epoch in range(3):
-        loader = torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-        for ids in loader:
-            bag(ids.reshape(1, -1)).sum().backward()
-            steps[ids] += 1
-            store.commit()
-            assert table.read(torch.arange(2000)).shape == (2000, 16)
-    store.verify()
-    assert store.version == 1 + 24
-    rows = table.read(torch.arange(2000))
-    assert torch.equal(rows, (3.0 - 0.01 * steps)[:, None].expand(2000, 16)) or torch.allclose(
-        rows, (3.0 - 0.01 * steps)[:, None].expand(2000, 16), rtol=0, atol=1e-6)
-    store.close()
-    """
-    run(code, store)
-    with tierstore.open(store, mode="r", ddr="2MiB", threads=1) as again:
-        assert again.version == 25

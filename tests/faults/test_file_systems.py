@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,6 @@ import tierstore
 from tests.children import run
 from tierstore import errors
 from tierstore.cli.entry import main
-from tierstore.io.files import take_from_lower_layer
-from tierstore.io.opened import _create
-from tierstore.store.manifest import MANIFEST_NAME, Manifest
 
 from .test_real_devices import mounted
 
@@ -101,15 +97,6 @@ def test_a_reader_of_a_lower_layer_is_told_to_open_again(layered: Path) -> None:
     _check(layered, 5.0)
 
 
-def test_a_replica_s_server_follows_from_a_lower_layer(layered: Path) -> None:
-    take_from_lower_layer(layered)
-    with tierstore.open(layered, mode="r", ddr="1MiB", threads=1) as reader:
-        with tierstore.open(layered, ddr="1MiB", threads=1) as writer:
-            _write(writer, 3.0)
-        assert reader.refresh() == 3
-        assert _values(reader) == [3.0]
-
-
 # Files that others remove
 
 SECOND_WRITER = """
@@ -157,27 +144,6 @@ def test_no_file_can_be_removed_that_keeps_a_second_writer_out(made: Path, tmp_p
 
 
 # Making stores
-
-
-def test_of_many_who_make_a_store_at_once_one_does(tmp_path: Path) -> None:
-    """Neither its manifest nor its row file takes the place of another's."""
-    start, found = threading.Barrier(8), []
-
-    def make() -> None:
-        start.wait()
-        Manifest.new(4096).create(tmp_path)
-        store_id = Manifest.read(tmp_path).store_id
-        _create(tmp_path / "rows.lmdb", bytes.fromhex(store_id))
-        found.append((store_id, *(os.stat(tmp_path / name).st_ino for name in (MANIFEST_NAME, "rows.lmdb"))))
-
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
-    assert sorted(os.listdir(tmp_path)) == [MANIFEST_NAME, "rows.lmdb"]
 
 
 def test_a_file_system_that_tells_no_size(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

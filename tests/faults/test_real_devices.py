@@ -1,7 +1,6 @@
-"""Devices that really fill up and really fail: a small file system in memory, and a disk image that outgrows one."""
+"""A device that really fails: a disk image that outgrows the small file system that it lies in."""
 
 import contextlib
-import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tierstore.errors import DiskFullError, PartlyTrainedError, TierstoreError
+from tierstore.errors import TierstoreError
 
 from .workload import DDR, Snapshot, Trained, Workload, copied, differences
 
@@ -50,38 +49,6 @@ def error_of(step: Callable[[], object]) -> TierstoreError | None:
     except TierstoreError as error:
         return error
     return None
-
-
-def test_a_file_system_that_fills_up_and_is_freed(tmp_path: Path, initial: dict[str, Trained]) -> None:
-    with contextlib.ExitStack() as stack:
-        small = stack.enter_context(mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "tmpfs"))
-        workload = Workload(copied(initial), np.random.default_rng(0)).open(small / "store")
-        stack.callback(workload.close)
-        workload.train(1, SOME)
-        workload.commit()
-        errors: list[TierstoreError] = []
-        for left_bytes in (0, 40 << 10, 80 << 10, 120 << 10):
-            ballast = fill_up(small, left_bytes)
-            steps = (step for _ in range(20) for step in (lambda: workload.train(1, MANY), workload.commit))
-            found = [*itertools.islice((error for error in map(error_of, steps) if error is not None), 1)]
-            errors += found
-            assert workload.last is not None
-            assert workload.store.extra == workload.last.extra
-            ballast.unlink()
-            workload.take_up()
-            if found and isinstance(found[0], PartlyTrainedError):  # such a batch is larger than the cache
-                workload.go_back(workload.last)
-            workload.train(1, SOME)
-            workload.commit()
-        assert len(errors) > 0
-        reasons = [error.__cause__ if isinstance(error, PartlyTrainedError) else error for error in errors]
-        assert {type(reason) for reason in reasons} == {DiskFullError}
-        assert all(str(small / "store") in str(error) for error in errors)
-        workload.close()
-        assert workload.last is not None
-        with tierstore.open(small / "store", mode="r", ddr=DDR, threads=1) as store:
-            assert differences(store, workload.last) == []
-            store.verify()
 
 
 def test_a_disk_whose_writes_fail_when_they_are_synced(tmp_path: Path, initial: dict[str, Trained]) -> None:

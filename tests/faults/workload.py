@@ -104,7 +104,6 @@ class Workload:
     store: Any = field(default=None)
     last: Snapshot | None = None  # the last commit that returned
     unfinished: tuple[str, Trained] | None = None  # the table that a call is changing, and what it is to be afterwards
-    moved: int = 0  # rows that cleaning had moved by the last commit, of one time that the store was open
     _pending: tuple[Snapshot, Any] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
@@ -161,7 +160,6 @@ class Workload:
     def snapshot(self) -> Snapshot:
         """What a commit now must keep."""
         self.serial += 1
-        self.moved = max(self.moved, self.store.stats().ssd.rows_moved)
         extra = {"step": self.steps, "serial": self.serial}
         return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
 

@@ -1,6 +1,5 @@
 """Training with rows in device memory ends in the bits of training on the CPU without: on a GPU, and by the twins."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,22 +31,18 @@ SETTINGS: list[dict[str, Any]] = [
     {"hbm": WHOLE if depth % 2 else TINY, "depth": depth, "policy": "lfu" if depth % 3 == 2 else "lru"}
     for depth in range(9)
 ]
-SETTINGS_ON_CPU = SETTINGS[:3]
-CASES_ON_CPU = [("rowwise_adagrad", "sum"), ("adam", "max")]
-"""Enough of them to see that the test works; ``tests/test_exact.py`` has the others."""
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda rule: rule.kind)
-def test_every_size_policy_and_depth(tmp_path: Path, optimizer: optim.Optimizer, pooling: str, device: str) -> None:
-    if device == "cpu" and (optimizer.kind, pooling) not in CASES_ON_CPU:
-        pytest.skip("tests/test_exact.py has it")
+def test_every_size_policy_and_depth(tmp_path: Path, optimizer: optim.Optimizer, pooling: str) -> None:
+    """On the CPU, ``tests/hbm/test_bits.py`` has it."""
     config: dict[str, Any] = {"optimizer": optimizer, "pooling": pooling}
     batches = make_batches(STEPS, scaled=pooling == "sum")
     expected = train(tmp_path / "plain", batches, **config)
-    for number, setting in enumerate(SETTINGS_ON_CPU if device == "cpu" else SETTINGS):
-        ended = train(tmp_path / str(number), batches, device=device, **setting, **config)
+    for number, setting in enumerate(SETTINGS):
+        ended = train(tmp_path / str(number), batches, device="cuda", **setting, **config)
         assert_same(ended, expected, setting)
         if setting["hbm"] == TINY:
             assert ended.stats.hbm.evictions > ROWS
@@ -122,17 +117,6 @@ def test_inference_mode_before_training(tmp_path: Path, device: str) -> None:
                 collection(features)
         train_on(store, batches[3:], depth=1)
         assert torch.equal(read_all(store), expected.rows)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("depth", [0, 2])
-def test_on_a_stream_of_the_user(tmp_path: Path, depth: int, device: str) -> None:
-    batches = make_batches(STEPS)
-    expected = train(tmp_path / "plain", batches)
-    stream = contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
-    with stream:
-        ended = train(tmp_path / "own", batches, device=device, hbm=TINY, depth=depth)
-    assert_same(ended, expected)
 
 
 @pytest.mark.gpu

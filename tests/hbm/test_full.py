@@ -92,9 +92,6 @@ def test_a_closed_pool_frees_its_rows_whoever_refers_to_it(store_dir: Path, hbm:
         out.sum().backward()
 
 
-"""Runs and super-runs of hot rows are kernels of an update, too."""
-
-
 def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
     """A device that is late: copies happen when somebody waits for their mark."""
     waited: list[int] = []
@@ -127,16 +124,6 @@ def test_buffers_are_used_again_only_when_their_copy_is_done() -> None:
     assert waited == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_fill_that_fails_leaves_the_buffer_free() -> None:
-    sender = Sender(Lane(), torch.device("cpu"))
-    with pytest.raises(ZeroDivisionError):
-        sender.send([(torch.int32, 3)], lambda arrays: arrays[0].fill(1 // 0))
-    (values, empty), _ = sender.send([(torch.int32, 3), (torch.float32, 0)], lambda arrays: arrays[0].fill(4))
-    assert values.tolist() == [4, 4, 4]
-    assert empty.tolist() == []
-
-
-HOST = torch.device("cpu")
 SIZES = pytest.mark.parametrize("hbm", [stores.LEAST, ENOUGH])
 
 
@@ -251,20 +238,6 @@ def test_who_waits_raises_the_error_once(
         assert "of an earlier batch" in caught.value.__notes__[0]
         store.commit()
         assert store["t"].read(ALL)[:7, 0].tolist() == [-1] * 6 + [0]
-
-
-def test_what_the_host_fetches_is_right_or_an_error(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, there: There
-) -> None:
-    with late(store_dir, monkeypatch, there) as (store, bag, _):
-        joined = bag._prepare(BAD, torch.tensor([0])).lookups[0].joined
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"id {ROWS}"):
-                _ = joined.keys
-        optimizer = store.optimizer()
-        step(bag, BAD)
-        with pytest.raises(ValueError, match=f"id {ROWS}"):
-            _ = optimizer.param_groups[0]["params"][0].grad
 
 
 def test_the_next_step_raises_the_error_if_it_is_known_by_then(

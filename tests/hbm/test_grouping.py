@@ -101,17 +101,6 @@ def test_groups_that_begin_about_the_edges_of_tiles(device: str, edges: list[int
     check_slots(np.searchsorted(sorted(cuts), np.arange(count), side="right").tolist(), device)
 
 
-@pytest.mark.parametrize("count", [1, 2, TILE - 1, TILE, TILE + 1, 3 * TILE + 1])
-@pytest.mark.parametrize("kind", ["one", "all", "hot"])
-def test_one_value_all_distinct_and_a_hot_one(device: str, count: int, kind: str) -> None:
-    random = np.random.default_rng(count)
-    values = random.permutation(count) if kind == "all" else np.full(count, 7)
-    if kind == "hot":
-        values = np.where(random.random(count) < 0.5, 5, random.integers(0, 500, count))
-    check_keys(values.tolist(), device)
-    check_slots(values.tolist(), device)
-
-
 def test_more_tiles_than_one_step_of_the_sum_over_them_takes(device: str) -> None:
     slots = torch.arange(TILE * TILE + TILE + 1, dtype=torch.int32, device=device) // 700
     distinct, groups = cache.group_slots(slots)

@@ -20,24 +20,28 @@ from tierstore.store import arguments
 ROWS, DIM, STEPS = 600, 4, 10
 
 
-def train(directory: Path, *, depth: int, evaluate: bool = False, steps: int = STEPS, **settings: Any) -> torch.Tensor:
+def train(directory: Path, *, depth: int, rows: int = ROWS, steps: int = STEPS, **settings: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     config = tierstore.TableConfig(
-        name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Uniform(-1, 1),
+        name="t", num_embeddings=rows, embedding_dim=DIM, init=tierstore.init.Uniform(-1, 1),
         optimizer=optim.RowWiseAdagrad(lr=0.1),
     )  # fmt: skip
     with tierstore.open(directory, ddr="2MiB", **settings) as store:
         bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
-        batches = [((torch.rand(24, 3, generator=generator) ** 2) * ROWS).long() for _ in range(steps)]
+        batches = [((torch.rand(24, 3, generator=generator) ** 2) * rows).long() for _ in range(steps)]
         for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
             out = bag(ids)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-            if evaluate and number % 3 == 1:
-                with torch.no_grad():
-                    bag(batches[number - 1])
             if number == steps // 2:
                 store.commit()
-        return store["t"].read(torch.arange(ROWS))
+        return store["t"].read(torch.arange(rows))
+
+
+@pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
+def test_all_that_uses_a_row_is_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str) -> None:
+    trace = tracing.install(monkeypatch, 0)
+    train(tmp_path / "store", depth=2, hbm=hbm)
+    assert (trace.problems, trace.num_accesses > 1000) == ([], True)
 
 
 @pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once", "flush does not wait"])
@@ -65,15 +69,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "is_there"), [("lru", "12KiB", False), ("lfu", "12KiB", True), ("lru", "64KiB", True)]
-)
+@pytest.mark.parametrize(("policy", "budget", "is_there"), [("lfu", "12KiB", True), ("lru", "64KiB", False)])
 def test_training_with_triton_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, budget: str, is_there: bool
 ) -> None:
-    expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
+    expected = test_order.train(tmp_path / "plain", depth=0, rows=200, steps=2)
     monkeypatch.setattr(backend, "cache_kernels", lambda _: cache_triton)
     monkeypatch.setattr(backend, "row_kernels", lambda _: rows_triton)
     monkeypatch.setattr(arguments, "is_there", lambda *_: is_there)
-    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm=budget, policy=policy)
+    ended = test_order.train(tmp_path / policy, depth=0, rows=200, steps=2, hbm=budget, policy=policy)
     assert torch.equal(ended, expected)

@@ -40,7 +40,7 @@ def nothing() -> None:
 
 
 class Below:
-    """Passes on to a pool in host memory, after ``before``, and notes which rows went up and down."""
+    """Passes on to a pool in host memory, after ``before``."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -48,18 +48,14 @@ class Below:
         self.layout = pool.layout
         self.before_take: Callable[[], None] = nothing
         self.before_put: Callable[[], None] = nothing
-        self.up: list[int] = []
-        self.down: list[int] = []
 
     def take(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_take()
         self._pool.transfers.take(keys, weights, state)
-        self.up += keys.tolist()
 
     def put(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_put()
         self._pool.transfers.put(keys, weights, state)
-        self.down += keys.tolist()
 
 
 @pytest.fixture
@@ -108,23 +104,6 @@ def acquire(hot: HbmPool, rows: Any) -> HbmLease:
     lease = hot.acquire(hot.group(torch.from_numpy(keys(rows))), len(keys(rows)))
     assert lease is not None
     return lease
-
-
-# What goes up and down
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_a_newer_row_goes_down_once(below: Below, policy: str) -> None:
-    hot = make(below, policy)
-    for value in (2.0, 3.0):
-        below.down.clear()
-        write(hot, range(ROOM), value)
-        for first in (100, 200):
-            read(hot, range(first, first + ROOM))
-        hot.flush()
-        assert sorted(below.down) == list(range(ROOM))
-        assert read(hot, range(ROOM)) == [value] * ROOM
-    hot.check_integrity()
 
 
 def forget(hot: HbmPool) -> None:
@@ -206,15 +185,6 @@ def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
     lease.release()
 
 
-def test_rows_in_overflow_are_counted_as_dirty(hot: HbmPool) -> None:
-    outer = acquire(hot, range(CACHED))
-    write(hot, [100], 5.0)
-    assert hot.num_dirty == 1
-    outer.release()
-    hot.flush()
-    assert hot.num_dirty == 0
-
-
 def test_waiting_for_room_ends_in_an_error(hot: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hbm_pool, "PIN_WAIT_SECONDS", 0.1)
     lease = acquire(hot, range(ROOM))
@@ -254,17 +224,6 @@ def test_whoever_waits_goes_on(hot: HbmPool, end: str) -> None:
     del lease
     thread.join(30)
     assert got == [ClosedError if end == "close" else [1.0, 1.0]]
-
-
-def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) -> None:
-    read(hot, range(10))
-    with hot.rows_lock:
-        thread, got = waiting(lambda: read(hot, range(10)))
-        lease = acquire(hot, range(10))
-        hot.weights[lease.slots.long()] = 5.0
-        lease.release(changed=True)
-    thread.join(30)
-    assert got == [[5.0] * 10]
 
 
 # At random
@@ -347,9 +306,8 @@ class Chaos:
             forget(self.hot)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("seed", range(2))
-def test_random_work_and_trouble(below: Below, cold: TroubledTier, policy: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "policy"), [(0, "lru"), (1, "lfu")])
+def test_random_work_and_trouble(below: Below, cold: TroubledTier, seed: int, policy: str) -> None:
     chaos = Chaos(make(below, policy), below, cold, seed)
     for _ in range(100):
         chaos.step()

@@ -5,82 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tierstore
-from tests.gate import Gate
-from tests.hbm.stores import ALL, LEAST, ROWS, config, hot, open_store, put, shown, simple, step
-from tierstore.errors import BudgetError, PartlyTrainedError, TableError
-from tierstore.exchange.rows import write_rows
+from tests.hbm.stores import ALL, hot, open_store, simple, step
+from tierstore.errors import PartlyTrainedError
 from tierstore.hbm import rows_twin
 from tierstore.hbm.cache import HbmCache
 from tierstore.hbm.overflow import Overflow
-
-# Batches under way
-
-
-def test_dropped_graphs_give_their_pins_back(store_dir: Path) -> None:
-    with open_store(store_dir) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        outs = [bag(ALL[first : first + 20], torch.tensor([0])) for first in range(0, 200, 20)]
-        assert hot(store).num_leased > 2
-        del outs[1:]
-        assert hot(store).num_leased == 1
-        outs.clear()
-        assert hot(store).num_leased == 0
-        hot(store).check_integrity()
-        assert (store["t"].read(ALL) == 0).all()
-
-
-def test_tables_are_made_between_batches_only(store_dir: Path) -> None:
-    with open_store(store_dir) as store:
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        put(store, ALL, 5.0)
-        out = bag(ALL[:30], torch.tensor([0]))
-        for refuse in (lambda: store.create_table(simple(name="u")), lambda: write_rows(store["t"], 0, ones(), None)):
-            with pytest.raises(TableError, match="rows are in use by a batch under way"):
-                refuse()
-        out.sum().backward()
-        bag(ALL, torch.arange(0, ROWS, 5))  # in parts: nothing stays pinned
-        assert not store["t"].pool.in_use
-        with pytest.raises(BudgetError):  # what was just enough for one table
-            store.create_table(config(name="u", num_embeddings=10**5, embedding_dim=64)).read(ALL)
-
-
-@pytest.mark.parametrize("hbm", [LEAST, 2**20])
-@pytest.mark.parametrize("call", ["has_room", "stage", "readied"])
-def test_a_pool_that_a_new_table_replaced_is_looked_up_again(
-    store_dir: Path, monkeypatch: pytest.MonkeyPatch, hbm: int, call: str
-) -> None:
-    with open_store(store_dir, hbm=hbm) as store:
-        table = store["t"]
-        lookup: Any = table.lookup(table.jagged(ALL[:6], torch.tensor([0, 3, 6]), mode="sum"), mode="sum")
-        tier, send, gradient = type(hot(store)), type(hot(store)).send, torch.ones(2, 4)
-        replaced = []
-
-        def send_late(rows: Any, *arguments: Any) -> Any:
-            if not replaced:
-                replaced.append(rows)
-                store.create_table(simple(name="u"))
-            return send(rows, *arguments)
-
-        monkeypatch.setattr(tier, "send", send_late)
-        ready = getattr(lookup, call)(*[gradient] * (call == "readied"))
-        assert table.pool.tier is not replaced[0]
-        if call == "readied":
-            ready.train()
-        assert ready
-        lookup.release()
-        assert not table.pool.in_use
-        assert torch.equal(table.read(ALL)[:, 0], -torch.ones(ROWS) * (ALL < 6) * (call == "readied"))
-
-
-def ones() -> Any:
-    return np.ones((5, 4), np.float32)
-
 
 # Threads
 
@@ -205,38 +139,3 @@ def test_no_row_is_there_that_was_not_brought_in(
     hot(store).check_integrity()
     assert torch.equal(table.read(ALL)[:, 0], torch.arange(600.0))
     assert not table.pool.in_use
-
-
-# Versions
-
-
-@pytest.mark.parametrize("point", ["write-back: segments put", "commit: frozen rows written"])
-def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, gate: Gate, point: str) -> None:
-    """Rows change, go down into host memory and are read again while the writer of the version stands still."""
-    with open_store(store_dir, keep=3) as store:
-        put(store, ALL, 1.0)
-        assert store.commit() == 1
-        put(store, ALL[:300], 2.0)
-        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
-        out = bag(ALL[:10], torch.tensor([0]))
-        gate.close(point)
-        pending = store.commit_async()
-        assert gate.reached.wait(60)
-        out.sum().backward()
-        put(store, ALL[295:305], 4.0)  # with those above, fewer than the outbox holds
-        store["t"].read(ALL[400:])
-        expected = torch.tensor([1.0] * 10 + [2.0] * 285 + [4.0] * 10 + [1.0] * 295)
-        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
-        gate.open()
-        assert pending.result(60) == 2
-        assert torch.equal(store["t"].read(ALL)[:, 0], expected)
-        store.commit()
-    assert (shown(store_dir, 1) == 1.0).all()
-    assert torch.equal(shown(store_dir, 2)[:, 0], torch.tensor([2.0] * 300 + [1.0] * 300))
-    assert torch.equal(shown(store_dir)[:, 0], expected)
-
-
-# Whole tables in and out
-
-
-# Trouble

@@ -1,9 +1,8 @@
-"""Power loss: any mixture of synced and later sectors of the row file opens at the last commit."""
+"""Going back to the anchored tree after a loss of power: only to one that is whole, with a way back from there."""
 
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,12 @@ import pytest
 from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import STORE_ID, open_tier, recover
 from tierstore.errors import ChecksumError, DamagedError, FormatError
-from tierstore.io import anchor
-from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
+from tierstore.io import anchor, opened
+from tierstore.io.anchor import ANCHOR_NAME, BEFORE_NAME
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.system import killpoints
 
-SECTOR = 512
 ROWS = np.arange(TABLES[0][1])
 
 
@@ -26,18 +25,6 @@ def copy_store(source: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("rows.lmdb", ANCHOR_NAME):
         shutil.copyfile(source / name, target / name)
-    return target
-
-
-def lose_power(synced: Path, later: Path, target: Path, survives: Callable[[int], np.ndarray]) -> Path:
-    """A store whose row file has, sector by sector, what was synced or what was written later."""
-    copy_store(later, target)
-    old = np.fromfile(synced / "rows.lmdb", np.uint8)
-    new = np.fromfile(later / "rows.lmdb", np.uint8)
-    size = max(len(old), len(new))
-    old, new = (np.pad(image, (0, size - len(image))).reshape(-1, SECTOR) for image in (old, new))
-    mixed = np.where(survives(len(new))[:, None], new, old)
-    mixed.tofile(target / "rows.lmdb")
     return target
 
 
@@ -94,31 +81,6 @@ def check_second_commit(directory: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("write_backs", [1, 2, 9])
-def test_any_mixture_opens_at_the_last_commit(tmp_path: Path, other_boot: Callable[[], None], write_backs: int) -> None:
-    synced = written_after_commit(tmp_path / "store", write_backs, write_backs)
-    generator, later = np.random.default_rng(write_backs), tmp_path / "store later"
-    other_boot()
-    mixtures: list[Callable[[int], np.ndarray]] = [
-        lambda sectors: np.arange(sectors) < 16,  # the meta pages alone
-        lambda sectors: np.arange(sectors) >= 16,
-        *(lambda sectors, share=share: generator.random(sectors) < share for share in (0.0, 0.1, 0.5, 0.9, 1.0)),
-    ]
-    for number, survives in enumerate(mixtures):
-        check_second_commit(lose_power(synced, later, tmp_path / f"lost {number}", survives))
-
-
-def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
-    written_after_commit(tmp_path / "store", 7, 4)
-    later = tmp_path / "store later"
-    before = (later / "rows.lmdb").read_bytes()
-    reader = open_tier(later, readonly=True)
-    recover(later / "rows.lmdb")
-    assert (later / "rows.lmdb").read_bytes() == before
-    reader.close()
-    check_second_commit(later)
-
-
 def test_a_meta_page_whose_write_failed_is_put_back(tmp_path: Path) -> None:
     """LMDB leaves the new roots under the old transaction number: no meta page, in the place that does not count."""
     written_after_commit(tmp_path / "store", 7, 4)
@@ -163,88 +125,86 @@ def test_an_anchor_of_another_file_is_never_put_back(tmp_path: Path, other_boot:
     assert (older / "rows.lmdb").read_bytes() == before
 
 
-def test_the_file_does_not_grow_with_what_is_written_between_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_boot: Callable[[], None]
+PAGE = 4096
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> Path:
+    """A store that was written to after its last commit, as a killed writer leaves it."""
+    written_after_commit(tmp_path / "store", 7, 4)
+    return tmp_path / "store later"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def roots(pages: tuple[bytes, bytes]) -> Meta:
+    found = [meta for meta in map(parse_meta, pages) if isinstance(meta, Meta)]
+    return max(found, key=lambda meta: meta.txn_id)
+
+
+@pytest.mark.parametrize("what", ["rows", "free pages"])
+def test_a_tree_that_is_not_whole_is_not_gone_back_to(later: Path, what: str) -> None:
+    kept = anchor.load_anchor(later / "rows.lmdb", STORE_ID)
+    assert kept is not None
+    meta = roots(kept.metas)
+    page = meta.main.page if what == "rows" else meta.free.page
+    with (later / "rows.lmdb").open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff" * 64, page * PAGE)
+    before = files(later)
+    with pytest.raises(DamagedError, match=r'Nothing was changed\. mode="r" shows .* tierstore repair'):
+        recover(later / "rows.lmdb")
+    assert files(later) == before
+    open_tier(later, readonly=True).close()
+    with pytest.raises(DamagedError, match="Nothing was changed"):
+        open_tier(later)
+    assert files(later).items() >= before.items()
+
+
+def test_what_was_there_is_kept_aside_and_can_be_gone_back_to(later: Path) -> None:
+    path = later / "rows.lmdb"
+    before = path.read_bytes()
+    recover(path)
+    after = path.read_bytes()
+    assert after != before
+    (later / BEFORE_NAME).rename(later / ANCHOR_NAME)
+    recover(path)
+    assert path.read_bytes()[: 2 * PAGE] == before[: 2 * PAGE]
+    assert (later / BEFORE_NAME).exists()
+
+
+@pytest.mark.parametrize("point", ["present meta pages kept aside", "anchored meta pages put back", "the first page"])
+def test_a_recovery_that_was_cut_short_keeps_what_the_first_one_kept(
+    later: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    """Anchors are set in the background; power may be lost at any of them."""
-    monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 16)
-    directory = tmp_path / "store"
-    tier = with_first_commit(directory)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 2)
-    commit(tier, b"second")
-    committed_bytes = (directory / "rows.lmdb").stat().st_size
-    generator = np.random.default_rng(3)
-    for round_ in range(300):
-        write_rows(tier, WIDE, some_rows(generator), 10 + round_)
-        if round_ % 60 == 59:
-            copy_store(directory, tmp_path / f"later {round_}")
-    assert tier.counters().bytes_written > 20 * committed_bytes
-    assert (directory / "rows.lmdb").stat().st_size < 6 * committed_bytes
-    tier.close()
-    other_boot()
-    for round_ in range(59, 300, 60):
-        check_second_commit(tmp_path / f"later {round_}")
-
-
-class Pin:
-    """The tree when so many bytes had been written."""
-
-    def __init__(self, at_bytes: int, pins: list["Pin"]) -> None:
-        self.at_bytes = at_bytes
-        self._pins = pins
-        pins.append(self)
-
-    def close(self) -> None:
-        self._pins.remove(self)
-
-
-class Slow(Future[None]):
-    """An anchor that is never there before somebody waits for it."""
-
-    def exception(self, timeout: float | None = None) -> None:
+    class CutShortError(Exception):
         pass
 
+    def cut(name: str) -> None:
+        if name.endswith(point):
+            raise CutShortError
 
-@pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize(("live_bytes", "growths"), [(0, 1), (1 << 30, 2), (1 << 45, 4)])
-def test_no_pin_falls_further_behind_than_three_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live_bytes: int, growths: int, is_slow: bool
-) -> None:
-    """However large the store is: the list of pages that wait for an anchor is written with transactions."""
-    directory = tmp_path / "store"
-    directory.mkdir()
-    open_tier(directory).close()
-    pins: list[Pin] = []
-    written, limit, step = 0, growths * anchor.GROWTH_BYTES, 5 << 20
-    keeper = AnchorKeeper(directory / "rows.lmdb", STORE_ID, 4096, sync=lambda: None, pin=lambda: Pin(written, pins))
-    if is_slow:
-        monkeypatch.setattr(keeper, "_submit", lambda metas: Slow())
-    keeper.set()
-    behind = set()
-    for _ in range(500):
-        written += step
-        keeper.wrote(step, live_bytes)
-        behind.add(written - pins[0].at_bytes)
-        if not is_slow:
-            assert keeper._pending is None or keeper._pending[1].exception() is None
-    assert max(behind) <= 3 * limit
-    assert (max(behind) > 2 * limit + step) == is_slow
-    keeper.close()
-    assert not pins
+    written: list[int] = []
+    write_all = opened.write_all
 
+    def write_one(descriptor: int, data: bytes, offset: int) -> None:
+        if written:
+            raise CutShortError
+        written.append(offset)
+        write_all(descriptor, data, offset)
 
-def test_a_device_that_takes_writes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that fills up: an anchor of which only a part is there vouches for nothing."""
-    whole = os.pwrite
-
-    def part(descriptor: int, data: bytes, offset: int) -> int:
-        return whole(descriptor, bytes(data)[: (len(data) + 1) // 2], offset)
-
-    monkeypatch.setattr(os, "pwrite", part)
-    written_after_commit(tmp_path / "store", 4, 1)
-    monkeypatch.undo()
-    content = (tmp_path / "store" / ANCHOR_NAME).read_bytes()
-    assert len(content) == 8192
-    assert all(anchor.newest_slot(content[place : place + 4096]) is not None for place in (0, 4096))
-    monkeypatch.setattr(anchor, "boot_id", lambda: b"another start....")
-    check_second_commit(tmp_path / "store")
+    path = later / "rows.lmdb"
+    before = anchor.read_metas(path, PAGE)
+    with monkeypatch.context() as patch:
+        if point == "the first page":
+            patch.setattr(opened, "write_all", write_one)
+        else:
+            patch.setattr(killpoints, "hook", cut)
+        with pytest.raises(CutShortError):
+            recover(path)
+    recover(path)
+    kept = anchor.newest_slot((later / BEFORE_NAME).read_bytes())
+    assert kept is not None
+    assert kept.metas == before
+    check_second_commit(later)

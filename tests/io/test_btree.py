@@ -148,21 +148,6 @@ def test_damaged_pages_end_in_a_status(image: Image) -> None:
     assert np.array_equal(image.walk()[0], whole)
 
 
-def test_a_tolerant_walk_needs_no_keys_of_branches(image: Image) -> None:
-    """Of a branch it follows the pages below, whatever became of the sizes and bytes of keys."""
-    halves, root = image.pages.halves, image.root.page * 2048
-    whole, _ = image.walk()
-    for index in range((int(halves[root + 6]) - 16) // 2):
-        node = int(halves[root + 8 + index]) // 2 + root
-        halves[node + 3] ^= 0x1111
-        assert image.walk()[1] == WalkStatus.BAD_NODE
-        assert np.array_equal(image.walk(tolerant=True)[0], whole)
-        halves[node + 3] ^= 0x1111
-    halves[root + 6] ^= 1
-    assert image.walk()[1] == WalkStatus.BAD_PAGE
-    assert np.array_equal(image.walk(tolerant=True)[0], whole)
-
-
 def test_trees_in_circles_end(image: Image) -> None:
     halves, root = image.pages.halves, image.root.page * 2048
     nodes = [int(halves[root + 8 + i]) // 2 + root for i in range((int(halves[root + 6]) - 16) // 2)]

@@ -21,8 +21,6 @@ from tierstore.kernels.jit import JIT_ENABLED
 
 
 class TestMemory(ColdTierConformance):
-    num_threads_rounds = 10
-
     def make(self, tmp_path: Any) -> ColdTier:
         return MemoryColdTier()
 
@@ -35,19 +33,6 @@ class TestBehindAWrapper(TestMemory):
 class TestLmdb(ColdTierConformance):
     def make(self, tmp_path: Any) -> ColdTier:
         return open_tier(tmp_path)
-
-
-class TestLmdbMuchCleaned(ColdTierConformance):
-    """Segments are moved as soon as there is any slack, and soon there are more than places of 4 bytes can name."""
-
-    num_threads_rounds = 20
-
-    @pytest.fixture(autouse=True)
-    def _wide_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        widen_places(monkeypatch)
-
-    def make(self, tmp_path: Any) -> ColdTier:
-        return open_tier(tmp_path, slack=1.001)
 
 
 class MemoryMachine(ColdTierMachine):

@@ -7,7 +7,7 @@ import contextlib
 import random
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +19,12 @@ from tierstore.errors import (
     ChecksumError,
     DamagedError,
     FormatError,
-    StoreNotFoundError,
-    TruncatedError,
     UnreadableError,
 )
 from tierstore.io.files import check_rows_file
 from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.records import commit_item, item_key, payload_item, segment_key
+from tierstore.io.records import item_key, payload_item, segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.kernels.jit import JIT_ENABLED
 
@@ -74,18 +72,6 @@ def expect_bad_rows(tier: LmdbColdTier, bad: "list[int] | np.ndarray") -> None:
     check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, bad)), 1)
     with pytest.raises(ChecksumError, match=rf"rows\.lmdb: .*row {min(bad)} of table 0 in segment .*copy"):
         tier.verify()
-
-
-@pytest.mark.parametrize(("at", "status"), [(12, "BAD_PAGE_HEADER"), (16, "BAD_INDEX"), (100, "BAD_INDEX")])
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_flipped_bit_in_an_index(written: Path, at: int, status: str, readonly: bool) -> None:
-    found = place(written, 300)
-    flip(written, found.segment_page * PAGE + at, bits=2)
-    with (
-        pytest.raises(ChecksumError, match=rf"rows\.lmdb: segment {found.number} is damaged \({status}\).*copy"),
-        opened(written, readonly=readonly) as tier,
-    ):
-        read_rows(tier, WIDE, keys_of(0, [0]))
 
 
 def test_an_index_that_is_damaged_while_the_store_is_open(written: Path) -> None:
@@ -223,46 +209,6 @@ def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
             tier.verify()
 
 
-def _truncate(share: float) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            file.truncate(int(size * share) // 512 * 512)
-
-    return damage
-
-
-def _wrong_version(path: Path) -> None:
-    with path.open("r+b") as file:
-        for page in (0, 1):
-            file.seek(page * PAGE + 20)
-            file.write(struct.pack("<I", 3))
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (lambda path: path.write_bytes(b""), TruncatedError, "empty"),
-        (lambda path: path.write_bytes(b"12345"), TruncatedError, "5 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes()[:200]), TruncatedError, "header"),
-        (lambda path: path.write_bytes(bytes(100_000)), FormatError, "not an LMDB file"),
-        (lambda path: path.write_bytes(b"\x89PNG" * 10_000), FormatError, "not an LMDB file"),
-        (_wrong_version, FormatError, "version is 3, not 1"),
-        (_truncate(0.999), TruncatedError, "bytes long"),
-        (_truncate(0.5), TruncatedError, "bytes long"),
-        (_truncate(0.03), TruncatedError, "bytes long"),
-        (Path.unlink, StoreNotFoundError, "no such file"),
-    ],
-)
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_file_that_is_none(
-    written: Path, damage: Callable[[Path], None], error: type[Exception], message: str, readonly: bool
-) -> None:
-    damage(written / "rows.lmdb")
-    with pytest.raises(error, match=rf"rows\.lmdb: .*{message}.*copy"):
-        open_tier(written, readonly=readonly, create=False)
-
-
 def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
     """LMDB may count pages that it never wrote, where they are free: that is no damage."""
     path = written / "rows.lmdb"
@@ -305,15 +251,6 @@ def test_a_segment_of_another_size(written: Path) -> None:
     with plain_lmdb(written, write=True) as txn:
         txn.put(segment_key(number), value[:-8])
     with pytest.raises(DamagedError, match=f"segment {number}, which does not fill its pages"):
-        open_tier(written)
-
-
-def test_a_damaged_commit_record(written: Path) -> None:
-    with plain_lmdb(written, write=True) as txn:
-        record = bytearray(txn.get(item_key(commit_item(1))))
-        record[0] ^= 1
-        txn.put(item_key(commit_item(1)), bytes(record))
-    with pytest.raises(FormatError, match="commit record"):
         open_tier(written)
 
 

@@ -47,17 +47,6 @@ def follower(writer: LmdbColdTier, tmp_path: Path) -> Iterator[LmdbColdTier]:
         yield tier
 
 
-def test_a_row_that_was_rolled_back_and_then_moved(writer: LmdbColdTier, follower: LmdbColdTier) -> None:
-    writer.rollback(1)
-    write_rows(writer, WIDE, keys_of(0, np.arange(1, 151)), 3)
-    writer.commit(b"", 3)
-    found = follower.find_newer()
-    assert found is not None
-    assert found.changed.tolist() == keys_of(0, np.arange(151)).tolist()
-    found.show()
-    check_rows(follower, WIDE, FIRST, 1)
-
-
 @pytest.mark.parametrize("moment", ["rollback: transaction committed", "rollback: durable"])
 def test_a_rollback_that_has_not_deleted_its_segments(
     writer: LmdbColdTier, follower: LmdbColdTier, moment: str, monkeypatch: pytest.MonkeyPatch

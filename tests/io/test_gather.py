@@ -13,25 +13,15 @@ from tierstore.io.gather import (
     MAX_GROUP,
     QUEUE_DEPTH,
     SAMPLE_EVERY,
-    How,
-    Source,
-    Target,
-    Wanted,
-    gather,
-    new_scratch,
 )
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read
-from tierstore.io.segments import SegmentStatus
-from tierstore.kernels.jit import JIT_ENABLED, kernel
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.layout import PAIR_WORDS, RowLayout
 
 pytestmark = pytest.mark.kernel
 
 NUM_ROWS = 8000 if JIT_ENABLED else 700
 NUM_READ = BLIND_ROWS + 3 * SAMPLE_EVERY if JIT_ENABLED else QUEUE_DEPTH + MAX_GROUP + 5
-TINY = RowLayout(dim=1, dtype="float16")
-TWO_PAGES = RowLayout(dim=500, dtype="float32", state_dim=1)  # rows cross pages
 
 
 def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbColdTier:
@@ -72,81 +62,3 @@ def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
         flip(tmp_path, offset)
     check_rows(tier, WIDE, keys_of(0, rows), 1)
     tier.close()
-
-
-@pytest.mark.parametrize("layout", [NARROW, WIDE, TWO_PAGES], ids=["narrow", "wide", "long"])
-def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
-    num_rows = 150
-    tier = _tier(tmp_path, layout, num_rows)
-    rows = np.random.default_rng(3).integers(0, num_rows, 60)
-    read_rows(tier, layout, keys_of(0, rows))
-    pages = set()
-    for row in rows.tolist():
-        place = place_of(tier, 0, row)
-        end = place.row + 8 * (layout.stored_row_words - PAIR_WORDS)
-        pages |= set(range(place.pair // 4096, (end - 1) // 4096 + 1))
-    assert tier.counters().pages_read == len(pages)
-    tier.close()
-
-
-def test_division_is_exact() -> None:
-    """Blocks of any length: the kernel divides the number of a row in its segment in floating point."""
-    generator = np.random.default_rng(4)
-    for rows_per_block in [*range(1, 255), 2046, 4095, 65535]:
-        multiples = generator.integers(0, 2**32 // rows_per_block, 200) * rows_per_block
-        rows = np.concatenate([multiples, multiples - 1, multiples + 1, [2**32 - 1]])
-        rows = rows[(rows >= 0) & (rows < 2**32)]
-        np.testing.assert_array_equal((rows / np.float64(rows_per_block)).astype(np.int64), rows // rows_per_block)
-
-
-def test_a_place_beyond_the_file_or_the_list_of_segments_is_not_touched(tmp_path: Path) -> None:
-    tier = _tier(tmp_path, WIDE, 100)
-    with tier.lease() as (_, rows):
-        segments, file_map = rows.segments[WIDE], tier._file.map
-        data_pages = segments.arrays.data_pages.copy()
-        for place, page in ((2**32 - 1, 0), (int(rows.places[0]), 2**32 - 1)):
-            data_pages[1:] = page
-            result = np.zeros(4, np.int64)
-            limit, weights = file_map.file_bytes() // 4096, np.zeros(WIDE.weight_words, np.uint64)
-            gather(
-                segments.geo,
-                Source(file_map.words, file_map.address, limit),
-                np.array([place], np.uint32),
-                segments.arrays._replace(data_pages=data_pages),
-                Wanted(keys_of(0, [0]), np.zeros(1, np.int64)),
-                Target(np.zeros(1, np.int32), weights, np.zeros(1, np.uint64), np.zeros(1, np.bool_)),
-                How(verify=True, cold=False, can_sample=True),
-                new_scratch(segments.geo, limit, 1),
-                result,
-            )
-            assert result.tolist()[:2] == [SegmentStatus.OUT_OF_FILE, 0]
-    tier.close()
-
-
-@kernel
-def _system_calls(address, words, timespec, flag, out):
-    queue_read(address, 4096)
-    prefetch_word(words, 1)
-    copy_words(out, 2, words, 1, 3)
-    started = clock_ns(timespec)
-    resident = is_resident(address, flag)
-    return resident, clock_ns(timespec) - started
-
-
-def test_system_calls_in_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(np.arange(1024, dtype=np.uint64).tobytes())
-    file_map = FileMap(path, 1 << 20)
-    out = np.zeros(8, np.uint64)
-    scratch = np.zeros(2, np.int64), np.zeros(1, np.uint8)
-    resident, elapsed = _system_calls(file_map.address, file_map.words, *scratch, out)
-    assert out.tolist() == [0, 0, 1, 2, 3, 0, 0, 0]
-    assert resident
-    assert 0 <= elapsed < 10**9
-    assert file_map.tells_residency()
-    assert file_map.file_bytes() == 8192
-    assert file_map.words[1023] == 1023
-    with pytest.raises(ValueError, match="read-only"):
-        file_map.words[0] = 1
-    file_map.close()
-    file_map.close()

@@ -70,18 +70,6 @@ def _rows_guard(tier: LmdbColdTier) -> Guard:
     return tier._file.map.rows.guard
 
 
-def test_a_row_that_cannot_be_read(tier: LmdbColdTier) -> None:
-    refuse(_rows_guard(tier), page_of(tier, 0, 7))
-    others = np.setdiff1d(ALL, np.arange(7 * ROWS, 8 * ROWS))
-    check_rows(tier, WIDE, keys_of(0, others), 1)
-    row = 7 * ROWS + 3
-    with pytest.raises(
-        UnreadableError, match=rf"rows\.lmdb: row {row} of table 0 cannot be read.*log.*tierstore repair"
-    ):
-        check_rows(tier, WIDE, keys_of(0, np.array([5, row, 900])), 1)
-    check_rows(tier, WIDE, keys_of(0, ALL), 1)  # the device was asked again
-
-
 def test_zeros_do_not_count_though_the_page_is_the_files_again(
     tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

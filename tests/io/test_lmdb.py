@@ -1,7 +1,6 @@
 """What only the tier on a file promises: reopening, recovery, locks, a full disk, bounded memory."""
 
 import contextlib
-import os
 import threading
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of, plain_lmdb
-from tierstore.errors import ChecksumError, DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError
+from tierstore.errors import ChecksumError, DiskFullError
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 
@@ -27,29 +26,6 @@ _RECORDS = 3  # the store, its head, and the log
 def _segments(rows: int) -> int:
     """That so many rows of ``WIDE`` take when they are written in one call."""
     return -(-rows // WIDE.rows_per_segment)
-
-
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    tier = _tier(tmp_path)
-    with pytest.raises(StoreLockedError, match=rf"this process \({os.getpid()}\) .* close it there first"):
-        open_tier(tmp_path)
-    write_rows(tier, WIDE, keys_of(0, [1]), 1)
-    tier.close()
-    open_tier(tmp_path).close()
-
-
-def test_a_reader_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError, match=r"rows\.lmdb"):
-        open_tier(tmp_path, readonly=True)
-    with pytest.raises(StoreNotFoundError, match=r"rows\.lmdb"):
-        open_tier(tmp_path, create=False)
-    open_tier(tmp_path).close()
-    reader = _tier(tmp_path, readonly=True)
-    with pytest.raises(ReadOnlyError, match="mode"):
-        write_rows(reader, WIDE, keys_of(0, [1]), 1)
-    with pytest.raises(ReadOnlyError, match="mode"):
-        commit(reader, b"")
-    reader.close()
 
 
 def test_a_commit_that_finds_no_room_to_clean_stands(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.io.support import open_tier
-from tierstore.errors import ClosedError, StoreLockedError, TierstoreError
+from tierstore.errors import StoreLockedError, TierstoreError
 from tierstore.io import oldest_reader, pins
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
@@ -68,18 +68,6 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     with writer.readers_kept_out() as is_alone:
         assert not is_alone
     assert other.oldest(8) == 7
-
-
-def test_no_lock_is_left_on_a_file_that_has_the_number(stack: ExitStack, rows: Path) -> None:
-    reader, other = opened(stack, rows), rows.with_name("other")
-    other.touch()
-    os.close(number := reader.descriptor)
-    stranger = os.open(other, os.O_RDONLY)
-    stack.callback(os.close, stranger)
-    assert stranger == number
-    with pytest.raises(ClosedError):
-        reader.hold(7)
-    assert opened(stack, other).oldest(1 << 40) is None
 
 
 def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(

@@ -4,22 +4,16 @@ A block says of itself what it is, so that its rows are known without the index 
 """
 
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import xxhash
-from numpy.typing import NDArray
 
-from tests.kernel_calls import from_python
-from tierstore.io.segments import SegmentStatus, block_word, build_segment, check_index, geometry, unpack_block_word
-from tierstore.kernels.jit import kernel
+from tierstore.io.segments import build_segment, geometry
 from tierstore.layout import RowLayout
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
-
-Words = NDArray[np.uint64]
 
 LAYOUTS = {
     "one page": RowLayout(dim=64, state_dim=1),
@@ -31,9 +25,6 @@ LAYOUTS = {
     "large pages": RowLayout(dim=64, state_dim=1, page_bytes=16384),
 }
 NUMBER = (3 << 32) + 5
-PAGE = 7  # where the segment lies in the image of a file
-
-_check_index = from_python(check_index)
 
 
 class Rows(NamedTuple):
@@ -128,113 +119,3 @@ def test_a_segment_is_what_the_format_says(layout: RowLayout, epochs: list[int])
     for count in counts_of(layout):
         rows = some_rows(layout, count, epochs)
         assert built(layout, rows) == oracle_segment(layout, rows)
-
-
-@kernel
-def says_itself(number: np.uint64, word: np.uint64, rows: int) -> bool:
-    newest, block, is_last = unpack_block_word(word)
-    return bool(block_word(number, newest, block, rows, is_last) == word)
-
-
-@kernel
-def unpacked(word: np.uint64) -> tuple[np.uint64, int, bool]:
-    return unpack_block_word(word)
-
-
-def headers() -> "Iterator[tuple[int, int, np.uint64, np.uint64]]":
-    """Of a segment of two full blocks and one of four rows: number of each, of its rows, and the words before it."""
-    layout = LAYOUTS["no padding"]
-    counts = [layout.rows_per_block, layout.rows_per_block, 4]
-    value = built(layout, some_rows(layout, sum(counts), [1000]))
-    pages = np.frombuffer(bytes(16) + value, np.uint64).reshape(-1, layout.page_bytes // 8)[-3:]
-    yield from ((block, count, *page[:2]) for block, (count, page) in enumerate(zip(counts, pages, strict=True)))
-
-
-def test_a_block_tells_its_segment_epoch_number_and_rows() -> None:
-    for block, rows, number, word in headers():
-        assert number == NUMBER
-        assert unpacked(word) == (np.uint64(1000), block, block == 2)
-        assert [each for each in range(1, 16) if says_itself(number, word, each)] == [rows]
-
-
-def test_a_changed_bit_of_a_blocks_header_is_seen() -> None:
-    for _, rows, number, word in headers():
-        for bit in range(64):
-            changed = np.uint64(1) << np.uint64(bit)
-            assert not says_itself(number ^ changed, word, rows)
-            assert not says_itself(number, word ^ changed, rows)
-
-
-def in_a_file(layout: RowLayout, value: bytes, page: int = PAGE) -> Words:
-    """An image of a file that ends with this segment."""
-    pages = (16 + len(value)) // layout.page_bytes
-    header = struct.pack("<QHHHH", page, 0, 0x04, pages % 2**16, pages >> 16)
-    return np.frombuffer(bytes(page * layout.page_bytes) + header + value, np.uint64).copy()
-
-
-def status_of(
-    layout: RowLayout, words: Words, *, page: int = PAGE, pages: int | None = None, number: int = NUMBER
-) -> int:
-    limit = len(words) * 8 // layout.page_bytes
-    pages = limit - page if pages is None else pages
-    return int(_check_index(words, layout.page_bytes // 8, limit, page, pages, np.uint64(number)))
-
-
-@pytest.mark.parametrize("epochs", [[9], [3, 9]], ids=["one epoch", "mixed"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_flipped_bit_of_an_index_is_seen(layout: RowLayout, epochs: list[int]) -> None:
-    rows = some_rows(layout, min(layout.rows_per_segment, 30), epochs)
-    words = in_a_file(layout, oracle_segment(layout, rows))
-    assert status_of(layout, words) == SegmentStatus.DONE
-    start = PAGE * layout.page_bytes // 8
-    bits_of = {start: (0, 18, 33), start + 1: (16, 18, 33)}  # of LMDB's header: page number, flags, number of pages
-    for word in range(start, start + 2 + 6 + len(rows.keys) * len(epochs)):
-        expected = SegmentStatus.BAD_PAGE_HEADER if word in bits_of else SegmentStatus.BAD_INDEX
-        for bit in bits_of.get(word, range(0, 64, 5)):
-            words[word] ^= np.uint64(1 << bit)
-            assert status_of(layout, words) == expected, (word - start, bit)
-            words[word] ^= np.uint64(1 << bit)
-
-
-def sealed(value: bytes, number: int, *changes: tuple[int, int], count: int = 30) -> bytes:
-    """An index with words changed, and the checksum that it then has."""
-    words = np.frombuffer(value, np.uint64).copy()
-    for word, content in changes:
-        words[word] = content
-    covered = words[1 : 6 + count].tobytes()
-    words[0] = xxhash.xxh64_intdigest(covered, seed=number)
-    return words.tobytes()
-
-
-def damages() -> Iterator[tuple[str, Callable[[RowLayout, bytes], Any], SegmentStatus]]:
-    """What a right checksum does not help."""
-    yield (
-        "another segment's number",
-        lambda layout, value: {"value": value, "number": NUMBER + 1},
-        SegmentStatus.BAD_INDEX,
-    )
-    yield (
-        "a number that the tree does not say",
-        lambda layout, value: {"value": sealed(value, NUMBER, (2, NUMBER + 1))},
-        SegmentStatus.BAD_INDEX,
-    )
-    yield "another magic", lambda layout, value: {"value": sealed(value, NUMBER, (1, 77))}, SegmentStatus.BAD_INDEX
-    yield "no rows", lambda layout, value: {"value": sealed(value, NUMBER, (3, 0), count=0)}, SegmentStatus.BAD_INDEX
-    yield (
-        "more rows than pages",
-        lambda layout, value: {"value": sealed(value, NUMBER, (3, 1 << 31))},
-        SegmentStatus.BAD_INDEX,
-    )
-    yield "fewer pages", lambda layout, value: {"value": value, "pages": 1}, SegmentStatus.BAD_PAGE_HEADER
-    yield "beyond the end", lambda layout, value: {"value": value, "pages": 1000}, SegmentStatus.OUT_OF_FILE
-    yield "in place of a meta page", lambda layout, value: {"value": value, "page": 1}, SegmentStatus.OUT_OF_FILE
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"), [pytest.param(make, status, id=name) for name, make, status in damages()]
-)
-def test_what_is_no_such_segment(make: Callable[[RowLayout, bytes], Any], expected: SegmentStatus) -> None:
-    layout = LAYOUTS["one page"]
-    change = make(layout, oracle_segment(layout, some_rows(layout, 30, [9])))
-    words = in_a_file(layout, change.pop("value"), change.get("page", PAGE))
-    assert status_of(layout, words, **change) == expected

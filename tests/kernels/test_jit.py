@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -110,18 +109,6 @@ def test_an_index_of_kernels_that_cannot_be_read_is_written_again(
             (index,) = tmp_path.rglob("*.nbi")
             index.write_bytes(content)
     assert "cannot be kept" not in caplog.text
-
-
-def test_a_folder_of_kernels_that_goes_away_is_made_again_or_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "gone"))
-    compiled: Any = jit.kernel(_twice)
-    shutil.rmtree(tmp_path / "gone")
-    (tmp_path / "gone").write_text("a file is in its place")
-    assert compiled(5) == 10
-    another: Any = jit.kernel(_twice)  # numba finds no folder
-    assert another(6) == 12
 
 
 def test_kernels_are_kept_in_the_cache_of_the_user_or_else_a_private_folder(

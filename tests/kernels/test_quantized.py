@@ -10,17 +10,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.quantized import KINDS, OPERATORS, packed, rows_of_kind
-from tierstore import init
 from tierstore.kernels import floats, quantized
-from tierstore.kernels import slots as kernels
 from tierstore.kernels.jit import JIT_ENABLED, fused_multiply_add, kernel
 
 pytestmark = pytest.mark.kernel
 CODES = {"int8": floats.INT8, "int4": floats.INT4}
 ROWS = 200 if JIT_ENABLED else 12
 DIMS = (1, 2, 7, 16, 17, 32, 50, 64)
-NONE = np.empty(0, np.float32)
-NO_MAX = np.empty((0, 0), np.int32)
 every_dtype = pytest.mark.parametrize("dtype", ["int8", "int4"])
 every_dim = pytest.mark.parametrize("dim", DIMS)
 
@@ -115,98 +111,3 @@ def test_rows_are_unpacked_as_by_torch_and_by_numpy(dim: int, dtype: str) -> Non
         width = packed(torch.zeros(1, dim), dtype).shape[1]
         expected = OPERATORS[dtype][1](torch.from_numpy(weights[:, :width].copy())).numpy()
         assert np.array_equal(found, expected)
-
-
-class Bags:
-    """Bags of ten rows, some empty, and the results that the kernels write."""
-
-    def __init__(self, dim: int, dtype: str) -> None:
-        rng = np.random.default_rng(dim)
-        self.dim, self.dtype = dim, dtype
-        self.weights = arena(rows_of_kind("normal", 10, dim), dtype)
-        self.starts = np.cumsum([0, 3, 0, 1, 20, 7]).astype(np.int64)
-        self.ids = rng.integers(0, 10, 31)
-        self.scale = rng.standard_normal(31).astype(np.float32)
-        self.count = len(self.starts) - 1
-
-    def pooled(self, mode: int, scale: Any, cut: int, middle: int) -> tuple[Any, Any]:
-        """In two parts of positions, each in two parts of bags; the first column of the output stays free."""
-        out = np.full((self.count, self.dim + 1), 7, np.float32)
-        arg_max = np.full((self.count, self.dim), 9, np.int32) if mode == kernels.MAX else NO_MAX
-        for first, last in ((0, cut), (cut, len(self.ids))):
-            for begin, end in ((0, middle), (middle, self.count)):
-                quantized.pool_rows(
-                    begin, end, first, last, self.starts, self.ids[first:last].astype(np.int32), scale, mode,
-                    self.weights, self.dim, CODES[self.dtype], np.ones(1, np.int32), self.count, out, arg_max,
-                )  # fmt: skip
-        assert (out[:, 0] == 7).all()
-        return out[:, 1:], arg_max
-
-    def by_torch(self, scale: Any) -> Any:
-        width = packed(torch.zeros(1, self.dim), self.dtype).shape[1]
-        weights = torch.from_numpy(self.weights[:, :width].copy())
-        return OPERATORS[self.dtype][2](
-            weights, torch.from_numpy(self.ids), torch.from_numpy(self.starts), False, 0, False,
-            torch.from_numpy(scale) if len(scale) else None, include_last_offset=True,
-        ).numpy()  # fmt: skip
-
-
-@every_dtype
-@pytest.mark.parametrize("dim", [2, 16, 18, 32, 50, 64])
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("cut", [0, 12])
-def test_sums_have_the_bits_of_torchs_operator(cut: int, is_weighted: bool, dim: int, dtype: str) -> None:
-    bags = Bags(dim, dtype)
-    scale = bags.scale if is_weighted else NONE
-    assert np.array_equal(bags.pooled(kernels.SUM, scale, cut, 3)[0], bags.by_torch(scale))
-
-
-@every_dtype
-@every_dim
-@pytest.mark.parametrize("cut", [0, 12])
-def test_means_and_maxima(cut: int, dim: int, dtype: str) -> None:
-    bags = Bags(dim, dtype)
-    rows = unpacked(bags.weights, dim, dtype)[bags.ids]
-    means = bags.pooled(kernels.MEAN, NONE, cut, 3)[0]
-    maxima, where = bags.pooled(kernels.MAX, NONE, cut, 3)
-    sums = bags.pooled(kernels.SUM, NONE, 0, 0)[0]
-    for number, (start, stop) in enumerate(zip(bags.starts[:-1], bags.starts[1:], strict=True)):
-        own = rows[start:stop]
-        if start == stop:
-            assert not means[number].any()
-            assert not maxima[number].any()
-            assert (where[number] == -1).all()
-            continue
-        assert np.array_equal(means[number], sums[number] / np.float32(stop - start))
-        assert np.allclose(means[number], own.astype(np.float64).mean(0), rtol=1e-5, atol=1e-6)
-        assert np.array_equal(maxima[number], own.max(0))
-        assert np.array_equal(where[number], start + own.argmax(0))
-
-
-@every_dtype
-@every_dim
-def test_gradients_of_per_sample_weights(dim: int, dtype: str) -> None:
-    bags = Bags(dim, dtype)
-    gradient = np.random.default_rng(0).standard_normal((bags.count, dim)).astype(np.float32)
-    found = np.full(len(bags.ids), np.nan, np.float32)
-    quantized.dot_rows(
-        0, bags.count, 0, len(bags.ids), bags.starts, bags.ids.astype(np.int32), bags.weights, dim, CODES[dtype],
-        np.zeros(1, np.int32), bags.count, gradient, found,
-    )  # fmt: skip
-    owners = np.repeat(np.arange(bags.count), np.diff(bags.starts))
-    rows = unpacked(bags.weights, dim, dtype)[bags.ids].astype(np.float64)
-    assert np.allclose(found, (rows * gradient[owners]).sum(1), rtol=1e-5, atol=1e-5)
-
-
-@every_dtype
-@pytest.mark.parametrize("first", [init.Uniform(-0.5, 0.25, seed=3), init.Normal(std=2.0), init.Constant(0.3)])
-def test_first_values_are_those_in_float32_packed(first: init.Initializer, dtype: str) -> None:
-    count = 1500 if JIT_ENABLED else 20
-    keys = np.random.default_rng(0).integers(0, 1 << 50, count)
-    slots = np.random.default_rng(1).permutation(count).astype(np.int32)
-    values = np.zeros((count, 9), np.float32)
-    first.fill(keys, slots, values, 9, floats.FLOAT32)
-    found = np.full((count, 24), 0xA5, np.uint8)
-    quantized.fill_first_values(first, keys, slots, found, 9, CODES[dtype])
-    expected = packed(torch.from_numpy(values), dtype).numpy()
-    assert np.array_equal(found[:, : expected.shape[1]], expected)

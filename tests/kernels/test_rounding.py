@@ -14,7 +14,6 @@ import tierstore
 from tests.oracle import jagged
 from tierstore import errors, optim
 from tierstore.cache import FullCache
-from tierstore.cli import main
 from tierstore.exchange import export_store, import_files
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
@@ -135,22 +134,6 @@ def test_any_float(dtype: str, pairs: list[tuple[int, int]]) -> None:
     assert np.array_equal(found[~is_nan], expected[~is_nan])
 
 
-@pytest.mark.kernel
-@every_dtype
-@pytest.mark.parametrize("random", [0, 2**63, 2**64 - 1])
-def test_halfs_stay_and_what_lies_beyond_is_rounded_to_nearest(dtype: str, random: int) -> None:
-    known = halfs(dtype)[:: 1 if JIT_ENABLED else 97].astype(np.float32)
-    known = np.concatenate([known, -known, np.array([np.inf, -np.inf], np.float32)])
-    largest = np.float32(halfs(dtype)[-1])
-    border = np.float32(largest + np.float32(halfs(dtype)[-1] - halfs(dtype)[-2]) / 2)
-    beyond = np.array([largest, np.nextafter(border, np.float32(0)), border, np.float32(3.4e38)], np.float32)
-    for values in (known, beyond, -beyond):
-        expected = torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.int16).numpy().view(np.uint16)
-        assert np.array_equal(by_kernel(values, np.full(len(values), random, np.uint64), dtype), expected)
-    ends = torch.from_numpy(beyond).to(getattr(torch, dtype)).float().tolist()
-    assert ends[:3] == [largest, largest, float("inf")]
-
-
 # Updates
 
 
@@ -259,15 +242,6 @@ def test_exports_carry_it(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / "plain").tables[0].rounding == "nearest"
     with pytest.raises(errors.TableError, match="rounding='nearest', not 'stochastic'; leave rounding as it is"):
         import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="stochastic")
-
-
-def test_an_import_gives_it_to_new_tables_that_can_have_it(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(4, 3)}, tmp_path / "bag.pt")
-    arguments = ["import", str(tmp_path / "store"), str(tmp_path / "bag.pt"), "--map", "weight=t"]
-    assert main([*arguments, "--rounding", "stochastic"]) == 2
-    assert not (tmp_path / "store").exists()
-    assert main([*arguments, "--rounding", "stochastic", "--dtype", "bfloat16"]) == 0
-    assert Manifest.read(tmp_path / "store").tables[0].rounding == "stochastic"
 
 
 def test_stores_for_inference_are_without_it(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import tierstore
 from tests import children
@@ -19,6 +21,7 @@ from tierstore.io import LmdbColdTier
 from tierstore.io.anchor import read_stamp
 from tierstore.offline import compaction
 from tierstore.offline.compaction import compact_store
+from tierstore.offline.packing import Accesses, order_by_co_access, table_accesses
 from tierstore.store.manifest import Manifest
 from tierstore.trace import TableTrace, Trace, write_trace
 
@@ -167,25 +170,6 @@ def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
             fill(store, 8)
             assert store.commit(tensors={"w": torch.ones(2)}) == 16
     assert rows(source) == rows(tmp_path / "copy")
-
-
-def test_a_running_writer_is_not_disturbed_and_what_it_has_not_committed_stays_out(tmp_path):
-    with tierstore.open(tmp_path / "source", ddr="600KiB", threads=1) as store:
-        store.create_table(table_config("a"))
-        store["a"].write(torch.arange(ROWS // 2), torch.ones(ROWS // 2, 9))
-        store.commit(tensors={"w": torch.ones(2)})
-        want = store["a"].read(torch.arange(ROWS))
-        fill(store, 2, ROWS)
-        assert store.stats().ssd.rows_written > ROWS // 2  # some of it is in the file
-        code = "from tierstore.cli import main; sys.exit(main(['compact', *sys.argv[1:]]))"
-        said = children.run(code, tmp_path / "source", tmp_path / "copy")
-        assert f"{tmp_path / 'copy'}: version 1, {ROWS // 2:,} rows" in said
-        fill(store, 3)
-        store.commit()
-        store.verify()
-    with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as copy:
-        assert torch.equal(copy["a"].read(torch.arange(ROWS)), want)
-    assert set(segments_of(tmp_path / "copy").segments["newest"].tolist()) == {1}
 
 
 def test_a_store_without_rows(tmp_path, trace):
@@ -356,3 +340,65 @@ def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):
     del outcomes[-2]
     assert set(outcomes) == {"none", whole}
     assert whole not in outcomes[:10]
+
+
+Int64s = NDArray[np.int64]
+
+
+def bags(generator: np.random.Generator, samples: int, most: int, rows: int) -> Accesses:
+    lengths = generator.integers(0, most + 1, samples)
+    keys = (generator.random(lengths.sum()) ** 2 * rows).astype(np.int64) * 7 + (1 << 40)
+    return Accesses(keys, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def blocks_read(order: Int64s, samples: Int64s, rows_per_block: int) -> int:
+    place = {key: position // rows_per_block for position, key in enumerate(order.tolist())}
+    return sum(len({place[key] for key in sample}) for sample in samples.tolist())
+
+
+def by_frequency(accesses: Accesses) -> Int64s:
+    """Most frequent first, ties by first access: Counter keeps the order, and most_common is stable."""
+    return np.array([key for key, _ in Counter(accesses.keys.tolist()).most_common()])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("rows_per_block", [1, 3, 15, 1000])
+def test_by_co_access_each_row_has_one_place(rows_per_block: int) -> None:
+    accesses = bags(np.random.default_rng(1), 200, 50, 300)
+    order = order_by_co_access(accesses, rows_per_block)
+    assert sorted(order.tolist()) == sorted(set(accesses.keys.tolist()))
+
+
+@pytest.mark.kernel
+def test_rows_looked_up_alone_lie_by_frequency() -> None:
+    keys = bags(np.random.default_rng(2), 200, 5, 40).keys
+    alone = Accesses(keys, np.arange(len(keys) + 1))
+    assert np.array_equal(order_by_co_access(alone, 4), by_frequency(alone))
+
+
+def test_companions_share_blocks() -> None:
+    """Rows of groups that come up together: later samples read fewer blocks than by frequency."""
+    generator = np.random.default_rng(3)
+    row_of = generator.permutation(100 * 15)
+    samples = row_of[generator.integers(0, 100, (4000, 1)) * 15 + generator.integers(0, 15, (4000, 8))]
+    before, after = samples[:3000], samples[3000:]
+    accesses = Accesses(before.ravel(), np.arange(0, before.size + 1, 8))
+    read = [blocks_read(order, after, 15) for order in (by_frequency(accesses), order_by_co_access(accesses, 15))]
+    assert read[1] < read[0] / 2
+    assert read[1] >= len(after)
+
+
+def test_the_lookups_of_some_tables_sample_by_sample() -> None:
+    tables = {"a": [[1, 2], [], [3]], "b": [[7], [8, 9], []], "c": [[5], [5], [5]]}
+    trace = Trace(
+        tables={
+            name: TableTrace(np.concatenate(rows).astype(np.int64), np.cumsum([0, *map(len, rows)]))
+            for name, rows in tables.items()
+        },
+        batch_samples=2,
+    )
+    found = table_accesses(trace, {"a": 0, "b": 4, "nosuch": 9})
+    assert found.starts.tolist() == [0, 3, 5, 6]
+    far = 4 << 40
+    assert found.keys.tolist() == [1, 2, far + 7, far + 8, far + 9, 3]
+    assert not len(order_by_co_access(table_accesses(trace, {}), 15))

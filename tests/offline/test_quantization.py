@@ -1,7 +1,5 @@
 """Inference stores: made of trained ones, row for row as torch packs them, and looked up with torch's bits."""
 
-import fcntl
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ from torch import Tensor
 import tierstore
 from tests.quantized import OPERATORS, packed
 from tierstore import errors, optim
-from tierstore.cli import entry as cli
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.rows import read_rows
-from tierstore.offline import quantization
 
 ROWS = 3000
 DIM = 20
@@ -272,19 +268,6 @@ def test_wrong_arguments_leave_nothing(source: Path, tmp_path: Path) -> None:
     assert torch.equal(stored(tmp_path / "again"), stored(new))
 
 
-def test_what_a_run_that_was_cut_short_left_is_cleared(source: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "new" / quantization.WORK_NAME
-    partial.mkdir(parents=True)
-    (partial / "rows.lmdb").write_bytes(b"half")
-    descriptor = os.open(tmp_path / "new", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(errors.TierstoreError, match=r"new is being written by another process"):
-        tierstore.quantize(source, tmp_path / "new", dtype="int8")
-    os.close(descriptor)
-    tierstore.quantize(source, tmp_path / "new", dtype="int8")
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["manifest.json", "rows.lmdb"]
-
-
 @every_dtype
 def test_an_export_is_what_torchs_operators_take(source: Path, tmp_path: Path, dtype: Any) -> None:
     tierstore.quantize(source, tmp_path / "new", dtype=dtype)
@@ -299,12 +282,3 @@ def test_an_export_is_what_torchs_operators_take(source: Path, tmp_path: Path, d
     export_store(source, tmp_path / "plain.safetensors")
     with pytest.raises(errors.TableError, match=f"table 'item', whose rows are {dtype}: import it as float32 into"):
         import_files(tmp_path / "new", [tmp_path / "plain.safetensors"])
-
-
-def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new = str(tmp_path / "new")
-    assert cli.main(["quantize", str(source), new, "--dtype", "int8", "--table", "item", "--at", "1"]) == 0
-    out = capsys.readouterr().out
-    assert f"{new}: version 1, verified; " in out
-    assert "  item: int8, 1,000 rows written\n  user: float32, 1,000 rows written\n" in out
-    assert cli.main(["inspect", new]) == 0

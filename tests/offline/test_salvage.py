@@ -23,7 +23,7 @@ from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, 
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
 from tierstore.io.anchor import _slot, newest_slot
 from tierstore.io.checksum import bytes_checksum
-from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
+from tierstore.io.records import STORE_ITEM
 from tierstore.io.sound import settled
 from tierstore.layout import KEY_ROW_BITS
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
@@ -281,31 +281,6 @@ def _record(image: Image, item: int) -> int:
     return next(node for kind, number, node in image.nodes if (kind, number) == (META, item)) + 24
 
 
-def test_a_damaged_record_of_the_log(history: History, image: Image, tmp_path: Path) -> None:
-    """The meta page counts entries: that no segment is missing is proven by it."""
-    change = _flip(image, _record(image, LOG_ITEM) + 9)
-    each = image.segments[3]
-    for more in ([], [_without_index(image, each)], [(each.start * 8, bytes((each.stop - each.start) * 8))]):
-        _check_exactly(tmp_path, history, image, [change, *more], more, (False, True))
-    leaf = image.leaves[0] * PAGE, bytes(PAGE)
-    if len(image.leaves) > 1:
-        assert not _check_reached(
-            tmp_path, history, image, _changed(history.files, [change, leaf]), image.below(image.leaves[0])
-        )
-
-
-def test_a_damaged_head(tmp_path: Path) -> None:
-    """The tree before has one; that it says the same nothing proves."""
-    history = History(tmp_path / "store", 2, turns=60, slack=1.5, sizes=[1, 30], left_over=False)
-    image = Image(history.files["rows.lmdb"], history.version)
-    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, _record(image, HEAD_ITEM))]))
-    assert len(report.doubts) == 1
-    assert "later commits may be missing" in report.doubts[0]
-    assert report.version == history.version
-    assert rows_of(tmp_path / "saved") == history.rows
-    _check_payload(tmp_path / "saved", report)
-
-
 def test_a_damaged_payload_costs_the_payload_alone(history: History, image: Image, tmp_path: Path) -> None:
     node = next(node for kind, item, node in image.nodes if (kind, item) == (META, (history.version << 24) + 1))
     at = image._little(node + 24, 8) * PAGE
@@ -410,24 +385,6 @@ def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
             _salvaged(tmp_path, _changed(cleaned.files, [change]))
 
 
-def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
-    class Refusing:
-        met = 0
-
-        def is_clean(self, since: int) -> bool:
-            return since == self.met
-
-    file_map: Any = SimpleNamespace(guard=Refusing())
-    results = iter([1, 2, 3, 4])
-
-    def call() -> int:
-        result = next(results)
-        file_map.guard.met += result < 3
-        return result
-
-    assert settled(file_map, call) == 3
-
-
 def test_what_is_no_source_or_target_is_refused_and_left_alone(cleaned: History, tmp_path: Path) -> None:
     source, target = _put(tmp_path / "source", cleaned.files), tmp_path / "target"
     (tmp_path / "file").write_text("a file")
@@ -444,3 +401,21 @@ def test_what_is_no_source_or_target_is_refused_and_left_alone(cleaned: History,
         store.create_table(TABLES[0])
     report = salvage(tmp_path / "empty", target)
     assert (report.version, report.is_whole) == (0, True)
+
+
+def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
+    class Refusing:
+        met = 0
+
+        def is_clean(self, since: int) -> bool:
+            return since == self.met
+
+    file_map: Any = SimpleNamespace(guard=Refusing())
+    results = iter([1, 2, 3, 4])
+
+    def call() -> int:
+        result = next(results)
+        file_map.guard.met += result < 3
+        return result
+
+    assert settled(file_map, call) == 3

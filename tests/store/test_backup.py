@@ -260,23 +260,3 @@ def test_the_manifest_comes_last_after_synced_rows(
         str(tmp_path),
     ]
     assert [step for step in steps if step in wanted] == wanted
-
-
-def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:
-    code = """
-    def cut_short(done, total):
-        if not os.fork():
-            time.sleep(600)
-            os._exit(0)
-        raise KeyboardInterrupt
-
-    os.setpgid(0, 0)
-    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
-        try:
-            store.backup(sys.argv[2], progress=cut_short)
-        except KeyboardInterrupt:
-            print(store.backup(sys.argv[2]).version, flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    """
-    assert children.run(code, trained.store.directory, tmp_path / "copy") == "3\n"

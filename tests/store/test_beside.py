@@ -112,22 +112,3 @@ def test_a_store_that_was_opened_by_half_holds_nothing(
     require_sound(tmp_path / "sound", "r")
     require_sound(tmp_path / "sound", "w")
     assert kept.value
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rows.lmdb.new",
-        "rows.lmdb.new-lock",
-        "rows.anchor.new",
-        "manifest.json.1.partial",
-        "rows.lmdb-lock",
-        "writer.lock",
-    ],
-)
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8192], ids=["empty", "garbage"])
-def test_garbage_among_its_files(tmp_path: Path, name: str, content: bytes) -> None:
-    make_store(tmp_path / "sound")
-    (tmp_path / "sound" / name).write_bytes(content)
-    for mode in ("r", "w", "r"):
-        require_sound(tmp_path / "sound", mode)  # type: ignore[arg-type]

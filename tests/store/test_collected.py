@@ -224,30 +224,6 @@ def test_what_finalizers_hand_over_is_done_elsewhere(caplog: pytest.LogCaptureFi
     ]
 
 
-def _refuse(*_: object, **__: object) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def test_what_no_thread_can_be_had_for_is_done_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr("_thread.start_new_thread", _refuse)
-        hand_over(lambda: done.append(threading.get_ident()))
-    assert done == []
-    settle(60)
-    assert done == [threading.get_ident()]
-
-
-def test_what_is_handed_over_as_the_interpreter_begins_to_end_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = threading.Event()
-    with monkeypatch.context() as patch:
-        # As Python 3.12 and later refuse the thread that the first one starts.
-        patch.setattr("threading.Thread.start", _refuse)
-        hand_over(done.set)
-        assert done.wait(60)
-    settle(60)
-
-
 END = """
 import gc, sys, threading, torch, tierstore
 store = tierstore.open(sys.argv[1], ddr="1MiB", threads=2)

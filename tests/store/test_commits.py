@@ -107,21 +107,6 @@ def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
         assert store.extra == {"list": [1]}
 
 
-def test_closing_ends_the_commit_first(store_dir: Path, gate: Gate) -> None:
-    store = open_store(store_dir)
-    put(store, ALL, 1.0)
-    gate.close("write-back: segments put")
-    store.commit_async()
-    assert gate.reached.wait(60)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    gate.open()
-    closing.join(60)
-    assert (shown(store_dir) == 1.0).all()
-
-
 def failing(store: tierstore.Store, should_fail: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the cold tier's writes for some epochs meet a full disk."""
     write = store._cold.write
@@ -176,39 +161,6 @@ def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
     store.close()
     monkeypatch.undo()
     assert (shown(store_dir) == -1.0).all()
-
-
-def test_a_write_back_that_meets_a_full_disk_ends_the_commit_too(
-    store_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever evicts writes frozen rows for the commit; if that fails, the version must not be made without them."""
-    with open_store(store_dir) as store:
-        put(store, ALL, 1.0)
-        store.commit()
-        recent = ALL[-store["t"].pool.cache.capacity :]
-        put(store, recent, 2.0)
-        is_full = threading.Event()
-        monkeypatch.setattr(store["t"].pool.writeback, "rows_a_write", 100)
-        failing(store, lambda _: is_full.is_set(), monkeypatch)
-        gate.close("write-back: segments published")
-        pending = store.commit_async()
-        assert gate.reached.wait(60)
-        is_full.set()
-
-        def evict() -> None:
-            with pytest.raises(DiskFullError, match="no room"):
-                store["t"].read(ALL[:3000])
-
-        evicting = threading.Thread(target=evict)
-        evicting.start()
-        gate.open()
-        evicting.join(60)
-        with pytest.raises(DiskFullError, match="no room"):
-            pending.result(60)
-        is_full.clear()
-        assert (store["t"].read(recent) == 2.0).all()
-        store.commit()
-    assert (shown(store_dir)[recent] == 2.0).all()
 
 
 def test_training_and_commits_side_by_side(store_dir: Path) -> None:

@@ -1,7 +1,7 @@
 """The rows in memory, listed while others look up: the lock is free between pieces, and each row is in once."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tierstore
-from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing
-from tierstore.cache.policies import ranks_of
-from tierstore.pool import Pool
+from tierstore.cache import Admission, AdmitStatus, DdrCache, Listing
 from tierstore.store import newer
 from tierstore.store.newer import resident_keys
 
 pytestmark = pytest.mark.kernel
 PIECE = 8
-ROWS = 40_000
 POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
 
 
@@ -50,20 +46,6 @@ def cache_of(policy: str, capacity: int = 100) -> DdrCache:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("limit", [1, PIECE, 99, 100, 1000])
-def test_undisturbed_it_is_the_order_of_eviction(policy: str, limit: int) -> None:
-    """Of rows that TinyLFU counts alike, any may come first."""
-    cache = cache_of(policy)
-    slots = cache.resident_slots()
-    order = cache.keys_of(slots).tolist()
-    listed = list_all(cache, limit=limit)
-    ranks = dict(zip(order, ranks_of(cache._books, slots).tolist(), strict=True))
-    assert sorted(listed) == sorted(order)
-    assert [ranks[key] for key in listed] == [ranks[key] for key in order] == sorted(ranks.values())
-    assert listed == order or policy == "tinylfu"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
     """Between any two pieces rows are used, some leave and others come, at random."""
     random = np.random.default_rng(3)
@@ -83,45 +65,6 @@ def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
 
 
 # A pool's.
-
-
-@pytest.fixture(params=["600KiB", "16MiB"], ids=["evicting", "full"])
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pool]:
-    with tierstore.open(tmp_path / "store", ddr=request.param, policy="lru") as store:
-        config = tierstore.TableConfig(
-            name="item", num_embeddings=ROWS, embedding_dim=16, optimizer=tierstore.optim.SGD(lr=0.1)
-        )
-        table = store.create_table(config)
-        assert isinstance(table.pool.cache, FullCache) == (request.param == "16MiB")
-        yield table.pool
-
-
-def bring_in(pool: Pool, keys: Any) -> None:
-    for _, lease in pool.leases.parts(np.asarray(keys, np.int64)):
-        lease.release()
-
-
-def in_another_thread(work: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert found, "it waited for the lock"
-    return found[0]
-
-
-def test_the_lock_is_free_between_pieces(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_in(pool, np.arange(60))
-    monkeypatch.setattr(newer, "_PIECE_ROWS", PIECE)
-    looked_up: list[int] = []
-
-    def look_up(seconds: float) -> None:
-        assert seconds > 0
-        looked_up.append(in_another_thread(lambda: bring_in(pool, [7]) or 7))
-
-    monkeypatch.setattr(newer.time, "sleep", look_up)
-    assert sorted(resident_keys(pool).tolist()) == list(range(60))
-    assert len(looked_up) >= 60 // PIECE
 
 
 def test_each_row_is_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,20 +146,6 @@ def test_a_refused_write_leaves_the_old_manifest(
     assert not list(path.parent.glob("*.partial"))
 
 
-@pytest.mark.parametrize("mode", ["r", "w"])
-def test_a_missing_row_file_is_damage_not_an_empty_store(path: Path, mode: str) -> None:
-    rows = next(file for file in path.parent.iterdir() if file.suffix == ".lmdb")
-    rows.unlink()
-    with pytest.raises(errors.TruncatedError, match=r"rows\.lmdb is missing"):
-        tierstore.open(path.parent, mode=mode)  # type: ignore[arg-type]
-
-
-def test_a_missing_manifest_is_damage_not_a_new_store(path: Path) -> None:
-    path.unlink()
-    with pytest.raises(errors.FormatError, match=r"holds rows\.lmdb but no manifest\.json"):
-        tierstore.open(path.parent)
-
-
 def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
     store_dir.mkdir()
     Manifest.new(4096).write(store_dir)
@@ -223,25 +209,6 @@ def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypat
             assert (store["items"].read(ids[:50]) == (4 if version == 3 else value)).all()
             assert (store["late"].read(ids[:7]) == 1).all() == (version == 3)
             store.verify()
-
-
-def test_each_table_is_put_into_json_once(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the thousandth table takes as long as all before it."""
-    calls: list[str] = []
-    to_dict = tierstore.TableConfig.to_dict
-
-    def counted(config: tierstore.TableConfig) -> dict[str, Any]:
-        calls.append(config.name)
-        return to_dict(config)
-
-    names = [f"t{number}" for number in range(30)]
-    with tierstore.open(store_dir, ddr="4MiB") as store:
-        monkeypatch.setattr(tierstore.TableConfig, "to_dict", counted)
-        for name in names:
-            store.create_table(replace(CONFIG, name=name))
-    assert calls == names
-    with tierstore.open(store_dir, mode="r") as store:
-        assert list(store.tables) == names
 
 
 def test_a_commit_takes_memory_for_its_tensors_once(store_dir: Path) -> None:

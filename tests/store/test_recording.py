@@ -1,6 +1,5 @@
 """Recording what a store looks up, by every path, against a log of what was asked for."""
 
-import gc
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from tests.recordings import Batch, Feature, check, random_batch
 from tierstore.cache import FullCache
 from tierstore.errors import DiskFullError, TierstoreError
 from tierstore.store import recording
-from tierstore.store.recording import Recorder, require_recordable
+from tierstore.store.recording import require_recordable
 from tierstore.trace import read_trace
 
 ROWS = {"a": 900, "b": 50, "c": 300}
@@ -151,31 +150,6 @@ def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> No
     assert path.stat().st_size <= (64 << 10) + 8 * 512
 
 
-def test_many_threads(store: tierstore.Store, path: Path) -> None:
-    """Each batch is there whole, in some order, and those of a thread in its own."""
-    threads, batches = 4, 50
-
-    def work(number: int) -> None:
-        for place in range(batches):
-            ids = torch.tensor([number, place, 100 + number])
-            store["a"].pooled(ids, torch.tensor([0, 1, 3]))
-
-    with store.record(path, rate=1.0):
-        started = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-    trace = read_trace(path)
-    ids = trace.tables["a"].ids.reshape(-1, 3)
-    assert (ids[:, 2] == ids[:, 0] + 100).all()
-    for number in range(threads):
-        assert ids[ids[:, 0] == number, 1].tolist() == list(range(batches))
-    assert trace.tables["a"].offsets.tolist() == [0, *np.add.outer(np.arange(200) * 3, [1, 3]).ravel().tolist()]
-    assert trace.batch_starts is not None
-    assert trace.batch_starts.tolist() == list(range(0, 401, 2))
-
-
 # What becomes of the file
 
 
@@ -260,10 +234,3 @@ def test_a_recording_that_cannot_be_written_is_not_lost(
     tierstore.open(store_dir, ddr="1MiB").close()
     recorder.stop()
     assert read_trace(path).num_lookups == 1
-
-
-def test_a_recorder_does_not_keep_a_store_open(store_dir: Path, path: Path) -> None:
-    recorder: Recorder = open_store(store_dir).record(path, rate=1.0)
-    gc.collect()
-    tierstore.open(store_dir, ddr="1MiB").close()
-    assert recorder._is_written

@@ -51,13 +51,6 @@ def write(writer: Writer, value: int) -> None:
     writer("write", "big", BIG, value)
 
 
-def rows(folder: Path, mode: Any = "w") -> list[float]:
-    with tierstore.open(folder, mode=mode, ddr="4MiB") as store:
-        store.verify()
-        found: list[float] = store["big"].read(torch.tensor(BIG)).unique().tolist()
-        return found
-
-
 # Copies from inside
 
 
@@ -244,90 +237,6 @@ def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Pat
     opened.close()
     if number != "free":
         os.fstat(descriptor)  # it was somebody else's to close
-
-
-LOSER = """
-from tierstore.io import mapped
-folder, other, is_kept = sys.argv[1:]
-if not int(is_kept):
-    below = os.open(os.path.join(folder, "rows.lmdb"), os.O_RDONLY)
-    map_open = mapped._map
-    mapped._map = lambda descriptor, *args, **more: map_open(below, *args, **more)
-store = tierstore.open(folder, ddr="4MiB", threads=1)
-store["big"].read(torch.arange(10))
-numbers = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
-mine = [number for number, link in numbers.items() if link.is_symlink() and folder in os.readlink(link)]
-assert len(mine) >= 5, mine
-for number in mine:
-    os.close(number)
-others = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in mine]
-assert sorted(others) == sorted(mine)
-print("closed", flush=True)
-sys.stdin.readline()
-store.close()
-for number in others:
-    os.fstat(number)
-print("all there", flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("is_kept", [1, 0])
-def test_a_writer_whose_descriptors_are_all_others_harms_nobody(
-    children: ExitStack, tmp_path: Path, is_kept: int
-) -> None:
-    """A map keeps its lock, if the file system has it so; if not, it leaves alone what is the next writer's."""
-    folder = tmp_path / "store"
-    writer = new_writer(children, folder)
-    begin(writer)
-    writer("close")
-    loser = start(LOSER, folder, tmp_path / "other", is_kept)
-    children.callback(loser.communicate)
-    children.callback(loser.kill)
-    assert loser.stdin is not None
-    assert loser.stdout is not None
-    assert loser.stdout.readline() == "closed\n"
-    if is_kept:
-        with pytest.raises(errors.StoreLockedError, match=f"process {loser.pid} has the store open for writing"):
-            tierstore.open(folder)
-    else:
-        writer("open", str(folder), 1)
-        write(writer, 2)
-    loser.stdin.write("close\n")
-    loser.stdin.flush()
-    assert loser.stdout.readline() == "all there\n"
-    if is_kept:
-        writer("open", str(folder), 1)
-    for value in range(3, 6):
-        write(writer, value)
-    writer.kill()
-    assert rows(folder) == [1.0]
-
-
-def test_the_floor_is_not_written_to_a_file_that_has_its_number(children: ExitStack, store: Path) -> None:
-    pins = Pins(store / "rows.lmdb")
-    children.callback(pins.close)
-    opened = tierstore.open(store, ddr="2MiB", threads=1)
-    number = opened._cold._writer._floor._table.number
-    os.close(number)
-    other = os.open(store.parent / "other", os.O_RDWR | os.O_CREAT)
-    assert other == number
-    children.callback(os.close, other)
-    pins.hold(1)
-    with pytest.raises(errors.ClosedError, match=r"rows\.lmdb-lock: somebody in this process closed"):
-        opened.commit()
-    opened.close()
-    assert os.fstat(other).st_size == 0
-
-
-def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, children: ExitStack) -> None:
-    pins = Pins(store / "rows.lmdb")
-    children.callback(pins.close)
-    opened = tierstore.open(store, mode="r", ddr="2MiB", threads=1)
-    os.close(opened._cold._file.map.pins.descriptor)
-    assert pins.oldest(1 << 40) == opened._cold._file.snapshot.txn_id
-    opened.close()
-    assert pins.oldest(1 << 40) is None
 
 
 def test_a_child_forked_amid_lookups_is_refused_and_ends(store: Path) -> None:

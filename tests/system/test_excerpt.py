@@ -61,29 +61,6 @@ def test_plain_files(tmp_path: Path) -> None:
         read_plain_file(path, 10)
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device", "socket"])
-def test_what_is_no_plain_file_is_refused_unopened(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "file"
-    if kind in ("link", "dangling link"):
-        if kind == "link":
-            (tmp_path / "target").write_text("text")
-        path.symlink_to(tmp_path / "target")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "device":
-        path = Path("/dev/zero")
-    else:
-        import socket
-
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
-    for check in (require_plain_file, lambda file: read_plain_file(file, 10)):
-        with pytest.raises(FormatError, match=r"(file|zero) is a .*, not a plain file, and is not followed; restore"):
-            check(path)
-
-
 def test_a_name_that_the_system_refuses(tmp_path: Path) -> None:
     with pytest.raises(TierstoreError, match="File name too long"):
         require_plain_file(tmp_path / ("x" * 5000))

@@ -76,19 +76,6 @@ def test_what_was_sampled_before_the_rate_was_halved_is_sampled_again() -> None:
     check(recorded.contents().trace(), log, INDEXES)
 
 
-def test_batches_that_have_no_row_left_count_to_the_next() -> None:
-    generator = np.random.default_rng(3)
-    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=2000)
-    log = [random_batch(generator, ROWS, int(size)) for size in generator.integers(1, 4, 300)]
-    log.append(Batch(2, [Feature("a", [], [0, 0])]))
-    for batch in log:
-        add(recorded, batch)
-    trace = recorded.contents().trace()
-    assert 0 < trace.num_entries < len(log) // 2
-    assert trace.num_samples == sum(batch.samples for batch in log)
-    check(trace, log, INDEXES)
-
-
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
     generator, max_bytes = np.random.default_rng(4), 1 << 22
@@ -101,15 +88,6 @@ def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
         took = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert took <= max_bytes
-
-
-@pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_nothing_was_looked_up(rate: float) -> None:
-    recorded = Recorded(list(INDEXES), rate=rate, max_bytes=4000)
-    trace = recorded.contents().trace()
-    assert (trace.num_samples, trace.num_entries, trace.num_lookups, trace.batch_samples) == (0, 0, 0, 1)
-    add(recorded, Batch(2, [Feature("a", [], [0, 0])]))
-    assert recorded.contents().trace().num_samples == (2 if rate == 1 else 0)
 
 
 def test_a_new_table_counts() -> None:

@@ -11,7 +11,6 @@ import torch
 
 import tierstore
 from tests.children import run
-from tests.faults.test_real_devices import fill_up, mounted
 from tests.following import Child
 from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
@@ -191,28 +190,6 @@ def test_a_kill_at_any_step_leaves_one_version_or_the_other_and_a_place_for_othe
         assert last == other, line
         seen.add(at_once)
     assert seen == {before, after}
-
-
-def test_a_disk_that_is_full_at_any_moment_leaves_no_tables(first: Path, forked: Forked, tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "tmpfs") as small:
-        full = 0
-        for left_bytes in range(0, 1 << 20, 4096):
-            replica = Path(shutil.copytree(first, small / "replica"))
-            ballast = fill_up(small, left_bytes)
-            try:
-                apply_update(replica, forked.one.path)
-            except errors.DiskFullError:
-                full += 1
-                assert tables_of(replica) == ["item", "user"]
-                ballast.unlink()
-                apply_update(replica, forked.other.path)
-                assert tables_of(replica) == ["item", "user", "new other"]
-            else:
-                break
-            finally:
-                ballast.unlink(missing_ok=True)
-                shutil.rmtree(replica)
-        assert full > 3
 
 
 def test_an_update_of_another_store_is_refused_even_if_it_would_fit(
