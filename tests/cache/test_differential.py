@@ -69,7 +69,7 @@ class TwinMachine(RuleBasedStateMachine):
     def take(self, limit: int) -> tuple[Int32s, Int32s]:
         """The next victims, written back as far as they were dirty; frozen ones are only thawed."""
         for gap in (1, 2, limit):
-            victims = self.fast.victims(limit, gap), self.slow.victims(limit, gap)
+            victims = self.fast.dirty_victims(limit, gap), self.slow.dirty_victims(limit, gap)
             assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
         thawed = self.fast.thaw(victims[0]), self.slow.thaw(victims[1])
         assert self.fast.keys_of(thawed[0]).tolist() == self.slow.keys_of(thawed[1]).tolist()

@@ -36,7 +36,7 @@ def admitted(cache: RowCache, *values: int) -> Admission:
 def take(cache: RowCache, limit: int) -> Int32s:
     """The next victims among dirty rows, clean and pinned."""
     pinned = Pinned(limit)
-    cache.take(cache.victims(limit, limit), pinned, frozen=False)
+    cache.take(cache.dirty_victims(limit, limit), pinned, frozen=False)
     cache.settle(pinned.slots)
     return pinned.slots
 
@@ -182,8 +182,8 @@ class RowCacheConformance:
         assert sorted(cache.frozen_slots().tolist()) == sorted(slots[[0, 2]].tolist())
         cache.check_integrity()
         cache.mark_dirty(slots[[1]])
-        assert cache.keys_of(cache.victims(10, 10)).tolist() == [order[0], order[1], order[2]]
-        assert cache.keys_of(cache.victims(2, 2)).tolist() == [order[0], order[1]]
+        assert cache.keys_of(cache.dirty_victims(10, 10)).tolist() == [order[0], order[1], order[2]]
+        assert cache.keys_of(cache.dirty_victims(2, 2)).tolist() == [order[0], order[1]]
         with pytest.raises(AssertionError):
             cache.evict(slots[[2]])
         with pytest.raises(AssertionError, match="frozen"):

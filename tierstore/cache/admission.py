@@ -288,8 +288,8 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
 
 
 @kernel
-def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
-    """``RowCache.victims`` of ``found.size`` slots; returns how many of them are dirty or frozen."""
+def dirty_victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
+    """``RowCache.dirty_victims`` of ``found.size`` slots; returns how many of them are dirty or frozen."""
     slots = state.slots
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])

@@ -36,7 +36,7 @@ class AdmitStatus(IntEnum):
     COMPLETE = 0
     """Every key has a pinned slot."""
     DIRTY_VICTIM = 1
-    """The next victim is dirty or frozen: write some ``victims`` back, then call ``admit`` again."""
+    """The next victim is dirty or frozen: write some ``dirty_victims`` back, then call ``admit`` again."""
     ALL_PINNED = 2
     """Every slot is pinned: use what was admitted so far, unpin it, and admit the rest afterwards."""
 
@@ -257,7 +257,7 @@ class Placement(Protocol):
         """List the rows, loading ones included, in the next ``limit`` slots, or in all. Returns False after the last
         slot: every row resident throughout has then been listed."""
 
-    def victims(self, count: int, gap: int) -> Int32s:
+    def dirty_victims(self, count: int, gap: int) -> Int32s:
         """The dirty or frozen ones among the next ``count`` unpinned victims, next victim first. The search ends at
         ``gap`` clean slots in a row, once an eighth of ``gap`` is found. Changes nothing."""
 

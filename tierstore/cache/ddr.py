@@ -122,11 +122,11 @@ class DdrCache(HostCache):
         bad = kernels.release_slots(self._books, pinned.unique_slots, pinned.progress)
         self.require(bad, pinned.unique_slots, "release", "pinned")
 
-    def victims(self, count: int, gap: int) -> Int32s:
+    def dirty_victims(self, count: int, gap: int) -> Int32s:
         """See RowCache. A call walks past every pinned slot before these."""
         require_int(count, "count", 0, NUMBER_MAX)
         found: Int32s = np.empty(min(count, self.num_resident), np.int32)
-        return found[: kernels.victim_slots(self._books, found, gap)]
+        return found[: kernels.dirty_victim_slots(self._books, found, gap)]
 
     def by_admission(self, slots: Int32s) -> Int32s:
         records = self._books.slots[indexes(slots)]

@@ -218,7 +218,7 @@ class FullCache(HostCache):
         bad = _release(pinned.unique_slots, pinned.progress, self.flags, self.pins, self.tallies)
         self.require(bad, pinned.unique_slots, "release", "pinned")
 
-    def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
+    def dirty_victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
 
     def can_announce(self, num_keys: int) -> bool:  # noqa: ARG002 - announcing takes no room

@@ -224,7 +224,7 @@ class ReferenceCache:
     def settle(self, slots: Int32s) -> None:
         self._dirty.difference_update(set(slots.tolist()) - self._changed)
 
-    def victims(self, count: int, gap: int) -> Int32s:
+    def dirty_victims(self, count: int, gap: int) -> Int32s:
         leaving = [slot for slot in self.resident_slots().tolist() if self._key_of(slot) not in self._rows.pins]
         found: list[int] = []
         clean = 0

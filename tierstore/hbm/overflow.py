@@ -61,7 +61,7 @@ class Overflow(DdrCache):
         if not len(keys):
             return admission
         while (status := self.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-            leaving = self.victims(self.capacity, self.capacity)
+            leaving = self.dirty_victims(self.capacity, self.capacity)
             make_room(leaving)
             self.clean(leaving)
         if status is AdmitStatus.ALL_PINNED:

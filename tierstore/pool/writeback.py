@@ -140,7 +140,7 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                victims = self._cache.victims(self.rows_a_write, self._layout.rows_per_segment)
+                victims = self._cache.dirty_victims(self.rows_a_write, self._layout.rows_per_segment)
                 slots = self._cache.by_admission(victims)
                 keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
