@@ -4,8 +4,9 @@ Hot rows in GPU memory, warm rows in host memory, cold rows on SSD; one module d
 optimizer runs inside backward, and a commit is atomic over everything.
 """
 
-from . import errors, init, optim
+from . import errors, ids, init, optim
 from .config import TableConfig
+from .ids import DynamicIds
 from .nn import (
     JaggedTensor,
     KeyedJaggedTensor,
@@ -26,8 +27,9 @@ from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.op
 from .system.release import __version__
 
 __all__ = [
-    "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats", "Store", "Table",
+    "DynamicIds", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "QuantizeReport", "QuantizedTable", "Stats",
+    "Store", "Table",
     "TableConfig", "TierStats", "TieredEmbedding", "TieredEmbeddingBag", "TieredEmbeddingBagCollection",
-    "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "init", "open", "optim",
+    "TieredEmbeddingCollection", "__version__", "checkpoint", "convert", "errors", "ids", "init", "open", "optim",
     "plain_model", "prefetch", "quantize",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
 from . import optim
+from .errors import TableError
+from .ids import DynamicIds
 from .layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from .system.excerpt import excerpt
 from .system.hints import hinting
@@ -23,7 +25,9 @@ MAX_KEPT_VERSIONS: Final = 1000
 MAX_SLACK: Final = 10
 _MAX_DIM: Final = 1 << 20
 _MAX_NAME: Final = 200
+_HIDDEN: Final = "\0"
 _DROPPED: Final = "\0dropped "
+_IDS: Final = "\0ids "
 
 
 def require_choice(value: object, choices: Collection[str], name: str) -> None:
@@ -89,6 +93,8 @@ class TableConfig:
         pooling: how a bag is pooled, in training and in serving: "sum", "mean" or "max". (The default of
             ``nn.EmbeddingBag`` is "mean".)
         init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
+        ids: None: ids are [0, num_embeddings). DynamicIds(...): any int64 is an id, and num_embeddings is how many have
+            rows at a time.
         optimizer: update rule of the rows, its state stored with each row; default: SGD(lr=0.01). A class is taken with
             its defaults.
     """
@@ -102,6 +108,7 @@ class TableConfig:
     pooling: Pooling = "sum"
     init: initializers.Initializer = field(default_factory=initializers.Uniform)
     optimizer: optim.Optimizer = field(default_factory=optim.SGD)
+    ids: DynamicIds | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
@@ -131,10 +138,32 @@ class TableConfig:
             raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")
         if not isinstance(self.optimizer, optim.Optimizer):
             raise TypeError(f"optimizer must be a tierstore.optim.Optimizer, not {type(self.optimizer).__name__}")
+        if self.ids is not None:
+            if not isinstance(self.ids, DynamicIds):
+                raise TypeError(f"ids must be a tierstore.DynamicIds, or None, not {type(self.ids).__name__}")
+            require_int(self.num_embeddings, "num_embeddings of a table with dynamic ids", 1, 2**31 - 1)
         if self.dtype in get_args(QuantizedName) and self.optimizer.state_dim(self.embedding_dim):
             raise ValueError(
                 f"dtype={self.dtype!r} goes without optimizer state, as such rows are not trained; leave optimizer out"
             )
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is no table of the user's: one that was dropped, or that holds the ids of another."""
+        return self.name.startswith(_HIDDEN)
+
+    def require_fixed_ids(self, what: str) -> None:
+        """TableError if the table has dynamic ids, which ``what`` does not know yet."""
+        if self.ids is not None or self.name.startswith(_IDS):
+            name = self.name if self.ids is not None else "with dynamic ids"
+            raise TableError(f"table {name!r} has dynamic ids, which are not supported by {what} yet")
+
+    def table_of_ids(self, place: int) -> "TableConfig":
+        """What keeps the ids of this table, which is in that place: a row for each of its rows, one for what is of all,
+        and one for each candidate."""
+        assert self.ids is not None
+        rows = 1 + self.num_embeddings + self.ids.num_candidates(self.num_embeddings)
+        return TableConfig(name=f"{_IDS}{place}", num_embeddings=rows, embedding_dim=4, init=initializers.Constant(0.0))
 
     @property
     def is_dropped(self) -> bool:
@@ -149,7 +178,14 @@ class TableConfig:
         """Whether the rows of another table, as they are stored or as they are before they are written, are rows of
         this one, which may have more."""
         own, other = (
-            (each.embedding_dim, each.dtype, each.init, each.init.place, each.optimizer.state_dim(each.embedding_dim))
+            (
+                each.embedding_dim,
+                each.dtype,
+                each.init,
+                each.init.place,
+                each.ids,
+                each.optimizer.state_dim(each.embedding_dim),
+            )
             for each in (self, before)
         )
         return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
@@ -183,18 +219,20 @@ class TableConfig:
             "pooling": self.pooling,
             "init": self.init.to_dict(),
             "optimizer": self.optimizer.to_dict(),
+            **({} if self.ids is None else {"ids": self.ids.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "TableConfig":
         """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
         rest = dict(fields)
-        names = rest.pop("feature_names")
+        names, ids = rest.pop("feature_names"), rest.pop("ids", None)
         if not isinstance(names, list):
             raise TypeError(f"feature_names must be a list of names, not {excerpt(names)}")
         return cls(
             init=initializers.from_dict(rest.pop("init")),
             optimizer=optim.from_dict(rest.pop("optimizer")),
             feature_names=tuple(names),
+            ids=None if ids is None else DynamicIds.from_dict(ids),
             **rest,
         )

@@ -402,3 +402,19 @@ def test_a_run_is_recorded_and_the_same(tmp_path: Path, rate: float) -> None:
     assert summary.recorded is not None
     assert f"{found.num_lookups:,} lookups of {100 * rate:g} % of the rows" in summary.recorded
     assert summary.recorded in summary.describe()
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_run_with_dynamic_ids_goes_on_to_the_same_bits(run, monkeypatch, evict):
+    """More categories than rows: ids are admitted, counted and evicted all the time."""
+    settings = {"data__hashing": "none", "embedding__ids": "dynamic", "embedding__num_embeddings": 20}
+    settings |= {"embedding__admit_after": 2, "embedding__evict": evict, "train__commit_every": 4}
+    whole = run("whole", train__prefetch_depth=0, **settings)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 11, crash)
+        with pytest.raises(CrashError):
+            run("parts", **settings)
+    resumed = run("parts", resume=True, store__ddr="430KiB", **settings)
+    assert (resumed.bits, resumed.test) == (whole.bits, whole.test)
+    with pytest.raises(ValueError, match=r"data\.hashing"):
+        run("never", embedding__ids="dynamic")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.joined import Joined
+from ..lookup.joined import Joined, Unjoined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
@@ -118,7 +118,8 @@ class ShardedCollection(ShardedModule, Collection):
         as_one: Any = store  # it has what a module asks of a store
         super().__init__(as_one, tables=tables, **options)
 
-    def _make_lookup(self, joined: Joined, mode: str) -> ShardedLookup:
+    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> ShardedLookup:
+        assert isinstance(joined, Joined), "no sharded table has dynamic ids"
         tables: list[Any] = joined.tables
         return self._kind_of(tables[0])(joined, mode=mode, owners=self._owners)
 

@@ -186,6 +186,10 @@ class ShardedLookup(SendsGradients):
         table = self._sharded[0]
         return type(self), table.store, table.layout, table.num_parts, self.mode
 
+    def admitted(self) -> "ShardedLookup":
+        """Itself: sharded tables have no dynamic ids."""
+        return self
+
     @abstractmethod
     def route(self, ranks: Ranks) -> None:
         """Exchange ids, if they were not. ``ranks``: whose group no other thread uses now."""

@@ -110,7 +110,8 @@ class ShardedTable:
 
 def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:
     """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns.
-    ValueError: the table cannot be sharded so."""
+    ValueError, TableError: the table cannot be sharded so."""
+    config.require_fixed_ids("sharded stores")
     shards = sharding.shards(config.num_embeddings, config.embedding_dim)
     if sharding.exchange == "pooled" and config.pooling == "max":
         raise ValueError(f'table {config.name!r} has pooling="max", which owners cannot pool; use exchange="rows"')

@@ -135,6 +135,8 @@ def export_store(
     require_choice(format, tuple(FORMATS), "format")
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
+        for name in names:
+            store[name].config.require_fixed_ids("exports")
         keys = weight_keys(key, names)
         plans = [_plan(store[name], keys[name], state) for name in names]
         tensors = dict(sorted(store.tensors().items())) if dense else {}

@@ -46,12 +46,14 @@ class Joined:
         tables: distinct, in order of first use.
         bags: where positions lie.
         parts: what it was merged from, or None.
+        held: the tables with dynamic ids that were told to keep its rows.
     """
 
     sent: DeviceBatch | None = None
     """The batch on the device, in terms of ``rows``, if it was joined there."""
     rows: DeviceRows | None = None
     parts: "Parts | None" = None
+    held: Sequence[LookupTable] = ()
 
     def __init__(
         self, features: Features, batch: int, starts: Any, scale: Floats = NO_FLOATS, *,
@@ -101,6 +103,26 @@ class Joined:
         columns = np.concatenate(parts.over_bags(_places(joined, widths)))
         made = cls(Features(tables, table_bags, columns), 1, starts, scale, read=parts.read)
         made.parts = parts
+        return made
+
+    def of_rows(self, *, admit: bool) -> "Joined":
+        """Of tables with dynamic ids: what of it has rows, or gets them. Other ids are left out of their bags."""
+        given, begins, ends = self._ids
+        places = np.concatenate([np.arange(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)])
+        ids = given[places].astype(np.int64, copy=False)
+        keys = np.empty(len(ids), np.int64)
+        bounds = self.bags.starts[self.bags.bounds].tolist()
+        for table, start, stop in zip(self.tables, bounds[:-1], bounds[1:], strict=True):
+            keys[start:stop] = table.keys_of(ids[start:stop], admit=admit)
+        has_row = keys >= 0
+        starts: Int64s = np.append(0, np.cumsum(has_row))[self.bags.starts]
+        scale = self.bags.scale[has_row] if len(self.bags.scale) else NO_FLOATS
+        made = Joined(self.features, self.batch, starts, scale, keys=keys[has_row], places=places[has_row])
+        if admit:
+            made.held = self.tables
+            bounds = starts[self.bags.bounds].tolist()
+            for table, start, stop in zip(self.tables, bounds[:-1], bounds[1:], strict=True):
+                table.hold(made, made.keys[start:stop] & ROW_MASK)
         return made
 
     def __len__(self) -> int:
@@ -211,6 +233,12 @@ class Joined:
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
 
+    def let_go(self) -> None:
+        """Its rows may lose their ids."""
+        held, self.held = self.held, ()
+        for table in held:
+            table.let_go(self)
+
     def require_trainable(self) -> None:
         """ReadOnlyError for tables of quantized rows; all are of one layout."""
         self.tables[0].require_float()
@@ -232,6 +260,14 @@ class Joined:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
         return None if seeds.count(NEAREST) == len(seeds) else np.array(seeds, np.uint64)
+
+
+class Unjoined(NamedTuple):
+    """A batch of some features, of tables with dynamic ids, before its ids are rows. ``join``: with admission, or only
+    of ids that have rows."""
+
+    features: Features
+    join: Callable[[bool], Joined]
 
 
 class AnyLookup(TrainsRows, Protocol):
@@ -259,6 +295,11 @@ class AnyLookup(TrainsRows, Protocol):
     def demand(self) -> tuple[Pool, Int64s]:
         """The pool and the keys, int64 [N], of the rows it will use."""
         return self.joined.tables[0].pool, self.joined.keys
+
+    def admitted(self) -> "AnyLookup":
+        """What a forward pass that trains is to use: itself, or, of tables with dynamic ids, one whose ids were
+        admitted."""
+        return self
 
     @abstractmethod
     def has_room(self) -> bool:
@@ -300,8 +341,13 @@ class Jagged(NamedTuple):
         """Itself; ``DeviceJagged`` copies."""
         return self
 
-    def join(self, features: Features, places: Sequence[int]) -> Joined:
+    def join(self, features: Features, places: Sequence[int]) -> "Joined | Unjoined":
         """The ids of some features; ``places``: which of these each of them is."""
+        if features.has_dynamic_ids:
+            return Unjoined(features, lambda admit: self._join(features, places).of_rows(admit=admit))
+        return self._join(features, places)
+
+    def _join(self, features: Features, places: Sequence[int]) -> Joined:
         batch = self.batch
         starts: Any = self.offsets
         if places == list(range((len(starts) - 1) // max(batch, 1))):
@@ -408,7 +454,7 @@ class DeviceJagged:
             raise refused_in_graph("a batch must have ids, and the features of one lookup, all of them in order")
         return self._to_host()._replace(batch=self.batch)
 
-    def join(self, features: Features, places: Sequence[int]) -> Joined:
+    def join(self, features: Features, places: Sequence[int]) -> Joined | Unjoined:
         """As ``Jagged.join``: on the device, if these are all features, in order, and their rows are there."""
         is_all = self.batch > 0 and list(places) == list(range(self._num_bags // self.batch))
         if not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):

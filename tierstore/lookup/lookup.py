@@ -20,8 +20,9 @@ from ..pool.backward import Groups
 from ..pool.bags import NO_ARG_MAX, Batch, Pooling, Update
 from ..pool.pins import Lease
 from ..system.signals import shielded
+from .dynamic import DynamicLookup
 from .hbm import HbmLookup
-from .joined import AnyLookup, Joined
+from .joined import AnyLookup, Joined, Unjoined
 from .tables import Ready, RowGradients
 
 
@@ -70,6 +71,7 @@ class Lookup(AnyLookup):
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
+        self.joined.let_go()
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
@@ -148,9 +150,11 @@ class Lookup(AnyLookup):
         return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]
 
 
-def make_lookup(joined: Joined, *, mode: str) -> AnyLookup:
+def make_lookup(joined: Joined | Unjoined, *, mode: str) -> AnyLookup:
     """A pooled lookup in the fastest tier of the tables. ValueError, which names table and id, for an id outside its
     table; where each row has a slot of its own, and in device memory, the lookup raises it."""
+    if isinstance(joined, Unjoined):
+        return DynamicLookup(joined, mode=mode, make=partial(make_lookup, mode=mode))
     pool = joined.tables[0].pool
     if pool.tier.on_device:
         return HbmLookup(joined, mode=mode)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import TableConfig
 from ..errors import IdError
 from ..hbm.checks import Captured
+from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..optim.configs import Hyper
@@ -125,6 +126,15 @@ class LookupTable(Protocol):
 
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is not a row."""
+
+    def keys_of(self, ids: Int64s, *, admit: bool) -> Int64s:
+        """int64 [n]: keys of the rows of these ids, or -1 of one that has none; with ``admit``, after ids were given
+        rows. Errors as ``id_error``."""
+
+    def hold(self, owner: object, rows: Int64s) -> None:
+        """These rows keep their ids until ``owner`` lets go of them, or is no more."""
+
+    def let_go(self, owner: object) -> None: ...
 
     def require_float(self) -> None:
         """Raises ReadOnlyError if its rows are quantized."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import TableConfig, require_names
 from ..errors import TableError
-from ..lookup.joined import AnyLookup, DeviceJagged, Jagged, Joined
+from ..lookup.joined import AnyLookup, DeviceJagged, Jagged, Joined, Unjoined
 from ..lookup.lookup import make_lookup
 from ..pool.bags import Features
 from ..store import Store, Table
@@ -75,7 +75,7 @@ class Collection(TieredModule):
         """Equal of tables that one lookup can serve."""
         return table.layout, table.config.pooling
 
-    def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
+    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> AnyLookup:
         return make_lookup(joined, mode=mode)
 
     def _checked(

@@ -327,6 +327,7 @@ def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter
 
 
 def _rows_of(table: Table) -> Tensor:
+    table.config.require_fixed_ids("plain_model")
     out = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
     for start, stop in chunks(table):
         out[start:stop] = table.read(torch.arange(start, stop))

@@ -105,6 +105,7 @@ def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
 
 
 def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
+    table.config.require_fixed_ids("torch.distributed.checkpoint")
     num_rows, layout, local = table.config.num_embeddings, table.layout, table.local
     ranges = list(chunks(local)) if table.rows else []
     dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype

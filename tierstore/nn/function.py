@@ -54,6 +54,7 @@ class Prepared:
         self.store = store
         self.padding = padding
         self.features: object = None
+        self.has_dynamic_ids = any(table.config.ids is not None for each in lookups for table in each.tables)
         self._all = lookups if padding is None else [*lookups, padding.lookup]
         self._sources = [source for source in sources if source is not None]
         self._versions: list[int] = []
@@ -81,6 +82,11 @@ class Prepared:
     def rows_read(self) -> "RowsRead":
         """The tables, each with the count of changes that its rows have seen."""
         return [(table, table.num_changes) for lookup in self.lookups for table in lookup.joined.tables]
+
+    def admit(self) -> None:
+        """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""
+        self.lookups = [lookup.admitted() for lookup in self.lookups]
+        self._all = self.lookups if self.padding is None else [*self.lookups, self.padding.lookup]
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
@@ -228,6 +234,8 @@ class _PooledLookups(torch.autograd.Function):
         ctx.prepared = prepared
         ctx.trainable = trainable
         ctx.turn = Turn.now()
+        if trainable and prepared.has_dynamic_ids:
+            prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
         return _forward(prepared, shape, keep=True)

@@ -126,6 +126,7 @@ def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) ->
         is_chosen = config.name in tables if tables is not None else not config.is_dropped
         if is_chosen and config.layout(known.page_bytes).is_quantized:
             raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
+        config.require_fixed_ids("quantization")
         changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}
         configs.append(replace(config, optimizer=optim.SGD(), **changes))
     return tuple(configs)

@@ -59,6 +59,10 @@ class Features:
         return self.table_indices[self.table_of]
 
     @cached_property
+    def has_dynamic_ids(self) -> bool:
+        return any(table.config.ids is not None for table in self.tables)
+
+    @cached_property
     def num_rows(self) -> Int64s:
         return np.array([table.config.num_embeddings for table in self.tables], np.int64)[self.table_of]
 

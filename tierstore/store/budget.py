@@ -55,25 +55,32 @@ class Division(NamedTuple):
 
 
 def divide(
-    budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0
+    budget: int,
+    rows: Mapping[RowLayout, int],
+    *,
+    num_tables: int,
+    policy: str,
+    given: object,
+    hbm_staging: int = 0,
+    ids_bytes: int = 0,
 ) -> Division:
     """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
 
     Args:
         rows: of all tables of a layout together.
         given: the budget as its owner wrote it, for the BudgetError that names what is enough.
-        hbm_staging: bytes of the budget that the tier above needs.
+        hbm_staging: bytes of the budget that the tier above needs; ids_bytes: those that dynamic ids take.
     """
     can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
     if is_share_of_tables(given):  # of small tables it is less than a store needs, and means as little as it takes
-        budget = max(budget, _enough(sum(least.values()), hbm_staging))
+        budget = max(budget, _enough(sum(least.values()), hbm_staging + ids_bytes))
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
-    available = budget - hbm_staging - STAGING_BYTES - transaction
+    available = budget - hbm_staging - ids_bytes - STAGING_BYTES - transaction
     most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
     full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()} if can_be_full else most
     if available < sum(least.values()):
-        raise _too_little(budget, sum(least.values()), hbm_staging, given)
+        raise _too_little(budget, sum(least.values()), hbm_staging, ids_bytes, given)
     shares = full if available >= sum(full.values()) else _shares(available, least, most)
     pools = {
         layout: PoolSize(count, _outbox_rows(count), is_full=True)
@@ -174,16 +181,18 @@ def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSi
     return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 
-def _enough(least: int, hbm_staging: int) -> int:
+def _enough(least: int, others: int) -> int:
     """The smallest budget for pools that take so much, in whole KiB."""
-    fixed = least + STAGING_BYTES + hbm_staging
+    fixed = least + STAGING_BYTES + others
     whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
     return 1024 * (math.ceil(whole / 1024) + 1)
 
 
-def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:
-    beside = f"write staging and {format_size(hbm_staging)} to move rows to hbm" if hbm_staging else "write staging"
+def _too_little(budget: int, least: int, hbm_staging: int, ids_bytes: int, given: object) -> BudgetError:
+    others = "write staging"
+    others += f", {format_size(hbm_staging)} to move rows to hbm" * bool(hbm_staging)
+    others += f", {format_size(ids_bytes)} for dynamic ids" * bool(ids_bytes)
     return BudgetError(
         f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-        f"({format_size(least)}) beside {beside}; give at least {_enough(least, hbm_staging) // 1024}KiB"
+        f"({format_size(least)}) alongside {others}; give at least {_enough(least, hbm_staging + ids_bytes) // 1024}KiB"
     )

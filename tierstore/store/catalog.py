@@ -17,6 +17,7 @@ from ..optim import SGD
 from ..pool.converting import Converter, RowSource
 from .manifest import Manifest
 from .table import Table
+from .table_ids import TableIds
 from .version import TableState, Version, unpack
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ class Catalog:
         return states | {name: table.state for name, table in self.tables.items()}
 
     @property
+    def ids(self) -> list[TableIds]:
+        """Of the tables with dynamic ids."""
+        return [table.ids for table in self.tables.values() if table.ids is not None]
+
+    @property
     def num_changes(self) -> dict[str, int]:
         """Of each table."""
         return {name: table.num_changes for name, table in self.tables.items()}
@@ -138,18 +144,22 @@ class Catalog:
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         if len(self._manifest.tables) >= MAX_TABLES:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables, with those that were dropped")
-        if config.is_dropped:
-            raise ValueError(f"name={config.name!r} is of tables that were dropped; choose another name")
+        if config.is_hidden:
+            raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
         manifest, index = self._manifest.with_table(config), len(self._manifest.tables)
+        if config.ids is not None:
+            manifest = manifest.with_table(config.table_of_ids(index))
         try:
-            self._add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+            for place, shape in list(manifest.shapes.items())[index:]:
+                self._add_table(place, *shape)
             if self._directory is not None:
                 manifest.write(self._directory)
         except BaseException:
             if self._entered.pop(index, None):
+                self._entered.pop(index + 1, None)
                 self._cold.set_tables(self._entered)
             raise
         self._manifest = manifest
@@ -235,7 +245,7 @@ class Catalog:
             known = before.get(index)
             if known is not None and known.config == config:
                 self.tables[config.name] = before.pop(index)
-            elif not config.is_dropped:
+            elif not config.is_hidden:
                 self._require_supported(config)
                 made = self._add(config, index)
                 if known is not None:
@@ -249,6 +259,8 @@ class Catalog:
         if store.recorder is not None:
             store.recorder.add_table(index, config.name)
         table = self.tables[config.name] = Table(store, config, index, self._kept(index, config))
+        if config.ids is not None:
+            table.ids = TableIds(config, index, table.layout, self._cold, store.workers)
         return table
 
     def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:

@@ -49,7 +49,10 @@ def require_changeable(directory: Path, catalog: Catalog) -> None:
 
 def drop(catalog: Catalog, table: Table) -> None:
     """Drop a table; nothing is cached."""
-    catalog.change(catalog.manifest.with_place(table.index, table.config.dropped(table.index)))
+    manifest, place = catalog.manifest, table.index
+    if table.config.ids is not None:
+        manifest = manifest.with_place(place + 1, manifest.tables[place + 1].dropped(place + 1))
+    catalog.change(manifest.with_place(place, table.config.dropped(place)))
 
 
 def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config: TableConfig) -> Table:
@@ -64,6 +67,8 @@ def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
         )
     catalog.require_possible(config)
     rule, other = before.optimizer, config.optimizer
+    if before.num_embeddings != config.num_embeddings or rule.kind != other.kind:
+        before.require_fixed_ids("Store.change_table, but for names, pooling and an optimizer of the same kind,")
     is_other = rule.kind != other.kind or rule.state_dim(before.embedding_dim) != other.state_dim(before.embedding_dim)
     if is_other and catalog.version.number:
         return _moved(cold, catalog, pools, table, config)

@@ -5,13 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from ..errors import TableError
 from ..io import ColdTier
-from ..pool import Pool
 from ..system.forks import require_own
 from ..system.killpoints import reach
 from .catalog import Catalog, ShownVersion
@@ -60,6 +59,16 @@ class PendingCommit(Future[int]):
         return super().cancel()
 
 
+class Frozen(Protocol):
+    """What is as it was when a commit began, until it is written or given up."""
+
+    def write_frozen(self) -> None:
+        """Write it for the commit's version; errors as of ``ColdTier.write``."""
+
+    def abandon(self) -> None:
+        """It belongs to the next version. Again is fine."""
+
+
 class Commits:
     """Makes versions and goes back to them. One thread at a time may call it.
 
@@ -91,7 +100,10 @@ class Commits:
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         self._pending = pending = PendingCommit(self._pools.epoch)
         try:
-            frozen = self._pools.freeze()
+            frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze()]
+            for ids in self._catalog.ids:
+                ids.freeze(pending.version)
+                frozen.append(ids)
             num_changes = self._catalog.num_changes
             reach("commit: rows frozen")
             shown = self._catalog.shown
@@ -141,6 +153,8 @@ class Commits:
             self._pools.close()
             self._cold.rollback(version)
             self._catalog.show(unpack(version, self._cold.payload))
+            for ids in self._catalog.ids:
+                ids.forget()
             self._pools.epoch = self._cold.last_version + 1
 
     def close(self) -> None:
@@ -150,7 +164,7 @@ class Commits:
 
 def _finish(
     pending: PendingCommit,
-    pools: Sequence[Pool],
+    frozen: Sequence[Frozen],
     cold: ColdTier,
     shown: ShownVersion,
     payload: bytes,
@@ -163,8 +177,8 @@ def _finish(
     try:
         if not pending.set_running_or_notify_cancel():
             return
-        for pool in pools:
-            pool.writeback.write_frozen()
+        for each in frozen:
+            each.write_frozen()
         reach("commit: frozen rows written")
         try:
             cold.commit(payload, pending.version, keep=keep, dropped=dropped)
@@ -173,18 +187,18 @@ def _finish(
                 shown.version, shown.committed = unpack(pending.version, payload), num_changes
         pending.set_result(pending.version)
     except BaseException as error:
-        _give_up(pending, pools, error)
+        _give_up(pending, frozen, error)
 
 
-def _end(pending: PendingCommit, pools: Sequence[Pool], work: Future[None]) -> None:
+def _end(pending: PendingCommit, frozen: Sequence[Frozen], work: Future[None]) -> None:
     """The commit thread is done; if it could not say how it went, the version failed."""
     if not pending.done():
-        _give_up(pending, pools, work.exception())
+        _give_up(pending, frozen, work.exception())
 
 
-def _give_up(pending: PendingCommit, pools: Sequence[Pool], error: BaseException | None) -> None:
+def _give_up(pending: PendingCommit, frozen: Sequence[Frozen], error: BaseException | None) -> None:
     try:
-        for pool in pools:
-            pool.writeback.abandon()
+        for each in frozen:
+            each.abandon()
     finally:
         pending.set_exception(error)

@@ -21,6 +21,7 @@ from .catalog import Catalog
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .pools import Pools
+from .table_ids import ChangedIds
 from .version import Version, unpack, unpack_tensors
 
 _PIECE_ROWS: Final = 1 << 14  # lookups wait while so many are listed: a millisecond
@@ -149,6 +150,7 @@ class Newer:
     version: Version  # its number, extra and tensors
     manifest: Manifest  # of the store then
     rows: Sequence[CachedRows] | None  # what is to change in the caches; None if all that they hold is dropped
+    ids: Sequence[ChangedIds]  # of the tables with dynamic ids
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""
@@ -214,7 +216,8 @@ class Follower:
         if self._catalog.has_tables_of(manifest):
             read = self._catalog.source(found.read)
             rows = changed_rows(list(self._pools), found.changed, read, self._pools.reserved_bytes)
-        return Newer(self, found, version, manifest, rows)
+        ids = [each.changed(found) for each in self._catalog.ids]
+        return Newer(self, found, version, manifest, rows, ids)
 
     @shielded
     def rehearse(self) -> None:
@@ -263,4 +266,6 @@ class Follower:
             if newer.rows is None:
                 self._pools.close()
             self._catalog.move(newer.manifest, newer.version)
+            for changed in newer.ids:
+                changed.show()
             return newer.version.number

@@ -139,8 +139,9 @@ class Pools:
         staging = sum(size.host_bytes(layout) for layout, size in hbm_sizes.items())
         budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
         division = divide(
-            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging
-        )
+            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging,
+            ids_bytes=self._ids_bytes,
+        )  # fmt: skip
         read = self._catalog.source(self._cold.read)
         pools = {
             layout: Pool(
@@ -169,10 +170,14 @@ class Pools:
                 given=memory.hbm,
             )
         # Memory is taken as rows come in; better an error here than the end of the process then.
-        taken = division.reserved_bytes + sum(pool.size_bytes for pool in pools.values())
+        taken = division.reserved_bytes + self._ids_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={memory.ddr!r}")
         self.reserved_bytes = division.reserved_bytes
         return pools
+
+    @property
+    def _ids_bytes(self) -> int:
+        return sum(ids.size_bytes for ids in self._catalog.ids)
 
     # Statistics
 
@@ -185,7 +190,7 @@ class Pools:
     def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
         return of_counters([pool.leases.counters() for pool in pools])._replace(
             capacity_rows=sum(pool.cache.capacity for pool in pools),
-            bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes if pools else 0),
+            bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes + self._ids_bytes if pools else 0),
             seconds=sum(pool.leases.seconds for pool in pools),
             split_batches=sum(pool.leases.split_batches for pool in pools),
             waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),

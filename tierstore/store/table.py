@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..config import TableConfig, require_choice
-from ..errors import ClosedError, ReadOnlyError, TableError
+from ..errors import ClosedError, IdError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
 from ..hbm.lanes import refused_in_graph
 from ..kernels import quantized
-from ..kernels.arrays import Floats, Int64s
+from ..kernels.arrays import Floats, Ids, Int64s
 from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.slots import MODES, row_keys
@@ -29,6 +29,7 @@ from ..pool.bags import Features
 from ..pool.in_place import InMemory
 from ..system.hints import Unpicklable
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
+from .table_ids import IdStats, TableIds
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Table(Unpicklable):
             commit.
         first_rate: where a new ``Store.optimizer`` starts: ``config.optimizer.lr``, or what ``learning_rate`` was set
             to since the store was opened.
+        ids: of a table with dynamic ids, which have rows; else None.
         rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
             first use.
     """
@@ -62,6 +64,7 @@ class Table(Unpicklable):
         self.index = index
         self.layout = layout
         self.rows = range(config.num_embeddings)
+        self.ids: TableIds | None = None
         self._in_memory: InMemory | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
@@ -217,9 +220,34 @@ class Table(Unpicklable):
                 'torch.no_grad() or open the store with mode="r"'
             )
 
+    def keys_of(self, ids: Int64s, *, admit: bool) -> Int64s:
+        """See ``LookupTable.keys_of``."""
+        if self.ids is None:
+            return self._keys_of(ids)
+        if admit:
+            with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
+                rows = self.ids.admit(ids, lambda *whole: self.in_pool(lambda pool: pool.transfers.put(*whole)))
+        else:
+            rows = self.ids.find(ids)
+        return np.where(rows < 0, rows, rows | (self.index << KEY_ROW_BITS))
+
+    def hold(self, owner: object, rows: Int64s) -> None:
+        """See ``LookupTable.hold``."""
+        if self.ids is not None:
+            self.ids.hold(owner, rows)
+
+    def let_go(self, owner: object) -> None:
+        """See ``LookupTable.let_go``."""
+        if self.ids is not None:
+            self.ids.let_go(owner)
+
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
-        rows = check_ids(ids, device=self.store.device)
+        return self._keys_of(check_ids(ids, device=self.store.device))
+
+    def _keys_of(self, rows: Ids) -> Int64s:
+        if self.ids is not None:
+            return self.keys_of(rows.astype(np.int64, copy=False), admit=False)
         keys: Int64s = np.empty(len(rows), np.int64)
         outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
         if outside >= 0:
@@ -236,7 +264,7 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids. ClosedError.
         """
         keys = self._keys(ids)
-        return self.in_pool(lambda pool: pool.tier.are_in_memory(keys))
+        return self.in_pool(lambda pool: pool.tier.are_in_memory(keys[keys >= 0]))
 
     def rows_in_memory(self, ids: Int64s) -> Floats | None:
         """float32 [n, embedding_dim]: what ``read`` gives, if ``are_in_memory``; else None.
@@ -254,6 +282,8 @@ class Table(Unpicklable):
         if memory is not None:
             return memory.rows(ids)
         keys = self._keys(torch.from_numpy(ids))
+        if (keys < 0).any():
+            return None
         rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
         return None if rows is None else rows.float().numpy()
 
@@ -261,6 +291,8 @@ class Table(Unpicklable):
         """Lookups by one compiled call; None if rows have no slots of their own."""
         if self._in_memory is None or self._in_memory.is_over:
             self.require_whole()
+            if self.ids is not None:
+                return None
             self._in_memory = self.pool.tier.one_table(self.index, self.config.num_embeddings)
         return self._in_memory
 
@@ -276,14 +308,23 @@ class Table(Unpicklable):
         Raises:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
-        keys = self._keys(ids)
-        self.store.require_open()
-        if not len(keys):
-            return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
-        rows = self.store.shown.at_one(lambda: self.in_pool(lambda pool: pool.tier.read(keys)))
+        rows = self.store.shown.at_one(lambda: self._read(self._keys(ids)))
         if self.store.recorder is not None:
-            self.store.recorder.note_rows(keys)
+            keys = self._keys(ids)
+            self.store.recorder.note_rows(keys[keys >= 0])
         return rows
+
+    def _read(self, keys: Int64s) -> Tensor:
+        """[n, embedding_dim]; zeros for keys -1."""
+        self.store.require_open()
+        has_row = keys >= 0
+        known = keys if has_row.all() else keys[has_row]
+        if len(known) and len(known) == len(keys):
+            return self.in_pool(lambda pool: pool.tier.read(known))
+        out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
+        if len(known):
+            out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
+        return out
 
     def read_state(self, ids: Tensor) -> Tensor:
         """Optimizer state of rows. Arguments and errors as of ``read``.
@@ -293,14 +334,21 @@ class Table(Unpicklable):
             leaves state out; one of row-wise Adagrad, its sum; ``embedding_dim`` of Adagrad; twice as many of Adam, the
             first moments before the second.
         """
-        keys = self._keys(ids)
+        return self.store.shown.at_one(lambda: self._read_state(self._keys(ids)))
+
+    def _read_state(self, keys: Int64s) -> Tensor:
+        """float32 [n, columns of state]; zeros for keys -1."""
         self.store.require_open()
-        out = torch.empty((len(keys), self.layout.state_dim), dtype=torch.float32, device="cpu")
-        if out.numel():
-            self.store.shown.at_one(lambda: self.in_pool(lambda pool: self._read_state(pool, keys, out.numpy())))
+        has_row = keys >= 0
+        known = keys[has_row]
+        rows = np.empty((len(known), self.layout.state_dim), np.float32)
+        if rows.size:
+            self.in_pool(lambda pool: self._copy_state(pool, known, rows))
+        out = torch.zeros((len(keys), self.layout.state_dim), dtype=torch.float32, device="cpu")
+        out[torch.from_numpy(has_row)] = torch.from_numpy(rows)
         return out
 
-    def _read_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
+    def _copy_state(self, pool: Pool, keys: Int64s, out: Floats) -> None:
         pool.tier.flush()
         pool.transfers.read_state(keys, out)
 
@@ -313,12 +361,16 @@ class Table(Unpicklable):
         Raises:
             DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
         """
+        if self.ids is not None:
+            yield from map(torch.from_numpy, self.ids.listed())
+            return
         for part in self.store.written_rows(self):
             yield torch.from_numpy(part)
 
     def first_values(self, ids: Tensor) -> Tensor:
         """float32 [n, embedding_dim]: what ``read`` gives of rows never written. Arguments and errors as there."""
-        keys, layout = self._keys(ids), self.layout
+        layout = self.layout
+        keys = self._keys(ids) if self.ids is None else check_ids(ids, device=self.store.device).astype(np.int64)
         slots = np.arange(len(keys), dtype=np.int32)
         weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
         dtype_code = code_of_dtype(layout.dtype)
@@ -344,7 +396,7 @@ class Table(Unpicklable):
         """
         self.store.require_writable()
         self.require_float()
-        keys = self._keys(ids)
+        keys = self._keys(ids) if self.ids is None else self._require_rows(ids)
         if require_tensor(rows, "rows").dtype not in FLOAT_TYPES:
             raise TypeError(f"rows must be float32, float16 or bfloat16, not {rows.dtype}; rows.float() converts")
         if rows.shape != (len(keys), self.layout.dim):
@@ -354,6 +406,65 @@ class Table(Unpicklable):
         new = rows.detach().to(self.layout.torch_dtype)
         self.note_change()
         self.in_pool(lambda pool: pool.tier.write(keys, new))
+
+    def _require_rows(self, ids: Tensor) -> Int64s:
+        """Keys of the rows of ids, which may be dynamic. ValueError: one has no row."""
+        keys = self._keys(ids)
+        if (keys < 0).any():
+            raise IdError(
+                f"id {int(ids[int(np.argmax(keys < 0))])} has no row in table {self.name!r}, whose ids are dynamic: "
+                "forward passes that train admit ids, and Table.admit does"
+            )
+        return keys
+
+    def admit(self, ids: Tensor) -> int:
+        """Use ids as a batch that trains does: they count, and get rows by the rules of ``config.ids``.
+
+        Args:
+            ids: int64 or int32 [n].
+
+        Returns:
+            how many of them, duplicates included, have a row then.
+
+        Raises:
+            TableError: the table's ids are not dynamic. ReadOnlyError, ClosedError. Others as of ``read``.
+        """
+        self.store.require_writable()
+        self._require_dynamic("admit")
+        keys = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), admit=True)
+        self.note_change()
+        return int(np.count_nonzero(keys >= 0))
+
+    def evict(self, ids: Tensor) -> int:
+        """Take the rows from ids, which become as ids never seen.
+
+        Args:
+            ids: int64 or int32 [n]; those without a row, and those that a batch under way uses, stay as they are.
+
+        Returns:
+            how many had a row.
+
+        Raises: as ``admit``.
+        """
+        self.store.require_writable()
+        known = self._require_dynamic("evict")
+        given = check_ids(ids, device=self.store.device).astype(np.int64)
+        self.note_change()
+        with self.store.shown.changing():
+            return known.evict(given)
+
+    def id_stats(self) -> IdStats:
+        """Of dynamic ids: how many have rows, and what became of others. TableError: the table's are not dynamic."""
+        self.store.require_open()
+        return self._require_dynamic("count").stats()
+
+    def _require_dynamic(self, action: str) -> TableIds:
+        if self.ids is None:
+            raise TableError(
+                f"table {self.name!r} has a row for each id in [0, {self.config.num_embeddings}), so there is none to "
+                f"{action}: make it with TableConfig(ids=tierstore.DynamicIds())"
+            )
+        return self.ids
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from .. import init, optim
 from ..config import TableConfig
+from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..kernels.arrays import Int64s
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
 from ..settings.sections import nearest
 from ..store import Store
 from ..trace import TableTrace, Trace
-from .config import DataSection, OptimizerSection, RunConfig
+from .config import DataSection, EmbeddingSection, OptimizerSection, RunConfig
 from .processes import ALONE, Processes
 from .readers import Categories, FeatureHasher, Reader, Schema, open_reader
 from .readers.categories import read_texts
@@ -150,9 +151,17 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
             pooling=section.pooling,
             init=first,
             optimizer=rule,
+            ids=_dynamic_ids(section),
         )
         for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
     ]
+
+
+def _dynamic_ids(section: EmbeddingSection) -> DynamicIds | None:
+    if section.ids == "fixed":
+        return None
+    admission = Frequency(section.admit_after) if section.admit_after > 1 else None
+    return DynamicIds(admission=admission, eviction=LFU() if section.evict == "lfu" else LRU())
 
 
 def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:

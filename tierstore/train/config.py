@@ -21,6 +21,7 @@ from ..settings.sections import ConfigError, Override, check_ranges, option
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers import DataFormat
+from .readers.hashing import Hashing
 
 _MAX_THREADS: Final = 1024
 _MAX_WIDTH: Final = 1 << 20
@@ -94,9 +95,10 @@ class DataSection:
         "",
         'file or folder to evaluate on, not rows after the training rows: test_rows of it, or with 0 all; "": none',
     )
-    hashing: Literal["mix", "mod"] = option(
+    hashing: Hashing = option(
         "mix",
-        '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error',
+        '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error; '
+        '"none": they are ids of tables with embedding.ids = "dynamic"',
     )
     log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
     label_column: str = option("label", "name of the label's column (Parquet, CSV)")
@@ -128,6 +130,15 @@ class EmbeddingSection:
 
     dim: int = option(16, "columns of an embedding vector", low=1, high=_MAX_WIDTH)
     num_embeddings: int | tuple[int, ...] = option(100_000, "rows of every table, or a list with one number for each")
+    ids: Literal["fixed", "dynamic"] = option(
+        "fixed",
+        '"dynamic": a category has a row of its own once it is admitted, and num_embeddings is how many have one at a '
+        'time; with data.hashing = "none"',
+    )
+    admit_after: int = option(1, "times that a category is seen until it has a row (dynamic ids)", low=1, high=255)
+    evict: Literal["lru", "lfu"] = option(
+        "lru", "which categories lose their rows when there are no more (dynamic ids)"
+    )
     dtype: Literal["float32", "float16", "bfloat16"] = option("float32", "type the vectors are stored in")
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
@@ -261,6 +272,9 @@ class RunConfig:
     ranks: RanksSection = field(default_factory=RanksSection)
 
     def __post_init__(self) -> None:
+        is_dynamic = self.embedding.ids == "dynamic"
+        expected = '"none" with embedding.ids = "dynamic", "mix" or "mod" without'
+        _require(is_dynamic == (self.data.hashing == "none"), "data.hashing", self.data.hashing, expected)
         sizes = self.embedding.num_embeddings
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:

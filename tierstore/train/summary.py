@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -153,15 +153,24 @@ def digest_bits(run: Run) -> str:
     Collective."""
     digest = hashlib.sha256()
     for name in sorted(run.store.tables):
-        config = run.store.tables[name].config
-        digest.update(f"{name} {config.num_embeddings} {config.embedding_dim}\n".encode())
-        for begin in range(0, config.num_embeddings, _DIGEST_ROWS):
-            ids = torch.arange(begin, min(begin + _DIGEST_ROWS, config.num_embeddings))
+        table = run.store.tables[name]
+        digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
+        for ids in _ids(table):
             digest.update(_bytes(run.processes.read(run.store, name, ids)))
     for name, parameter in sorted(run.model.dense_parameters().items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))
     return run.processes.gather(digest.hexdigest())[0]
+
+
+def _ids(table: Any) -> Iterator[Tensor]:
+    """All ids that have rows, ascending, in parts."""
+    if table.config.ids is None:
+        for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
+            yield torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
+    else:
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *table.written()]).sort().values
+        yield from torch.split(ids, _DIGEST_ROWS)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

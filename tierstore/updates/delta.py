@@ -111,6 +111,8 @@ def write_update(
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
+        for config in manifest.tables:
+            config.require_fixed_ids("published updates")
         writer.add_payload(_payload(tier.version, tier.payload))
         source = _source(manifest, tier.version, tier.payload)
         since_commit_id = source.lineage.id_of(since)

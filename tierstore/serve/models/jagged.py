@@ -57,14 +57,19 @@ class Features:
     """A model's jagged ids.
 
     Args:
-        rows: of each feature's table, in order; ``1 << 63`` where ids are categories that are hashed later.
+        rows: of each feature's table, in order; ``1 << 63`` where ids are categories that are hashed later; None where
+            any int64 is an id.
         dropped: None to refuse requests with ids that are no rows.
         ids: name of the input of ids.
     """
 
-    def __init__(self, model: str, rows: Mapping[str, int], dropped: Dropped | None, *, ids: str = "values") -> None:
+    def __init__(
+        self, model: str, rows: Mapping[str, int | None], dropped: Dropped | None, *, ids: str = "values"
+    ) -> None:
         self.names = list(rows)
-        self._last = np.array([each - 1 for each in rows.values()], np.int64)
+        most = np.iinfo(np.int64)
+        self._first = np.array([most.min if each is None else 0 for each in rows.values()], np.int64)
+        self._last = np.array([most.max if each is None else each - 1 for each in rows.values()], np.int64)
         self._model = model
         self._dropped = dropped
         self._ids = ids
@@ -97,7 +102,7 @@ class Features:
 
     def outside(self, ids: Any, lengths: Any) -> Any:
         """Which ids are no rows, bool [N], counted; None if all are rows. ServeError INVALID if they are refused."""
-        first = int(_first_outside(ids, lengths, self._last))
+        first = int(_first_outside(ids, lengths, self._first, self._last))
         if first < 0:
             return None
         ends = np.cumsum(lengths.sum(1))
@@ -107,21 +112,22 @@ class Features:
             rows = int(self._last[feature]) + 1
             taken = "categories are 0 or more" if rows == 1 << 63 else f"ids are in [0, {rows})"
             raise invalid(self._ids, f"has {int(ids[first])} at position {first}{of}: {taken}")
-        outside = (ids < 0) | (ids > np.repeat(self._last, np.diff(ends, prepend=0)))
+        counts = np.diff(ends, prepend=0)
+        outside = (ids < np.repeat(self._first, counts)) | (ids > np.repeat(self._last, counts))
         self._dropped(self._model, int(np.count_nonzero(outside)))
         return outside
 
 
 @kernel
-def _first_outside(values: Any, lengths: Any, last: Any) -> int:
-    """-1, or the first position whose id is not in [0, last row of its feature]."""
+def _first_outside(values: Any, lengths: Any, first: Any, last: Any) -> int:
+    """-1, or the first position whose id is not in [first, last] of its feature."""
     position = 0
     for feature in range(lengths.shape[0]):
         end = position
         for sample in range(lengths.shape[1]):
             end += lengths[feature, sample]
         for i in range(position, end):
-            if values[i] < 0 or values[i] > last[feature]:
+            if values[i] < first[feature] or values[i] > last[feature]:
                 return i
         position = end
     return -1

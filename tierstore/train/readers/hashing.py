@@ -1,15 +1,17 @@
 """Categories of any size into tables of a fixed size."""
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from ...config import require_choice
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
 from ...kernels.jit import kernel
 from .categories import Categories
 
+Hashing = Literal["mix", "mod", "none"]
 STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 """Between the hashes' counters of two columns."""
 
@@ -37,17 +39,17 @@ class FeatureHasher:
 
     With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, the
     output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014). With
-    ``mode="mod"`` categories are row ids already. ``limits``: what categories of each column must be below.
+    ``mode="mod"`` categories are row ids already, and with ``mode="none"`` they are ids of tables that take any.
+    ``limits``: what categories of each column must be below.
     """
 
-    def __init__(self, num_embeddings: Sequence[int], *, mode: Literal["mix", "mod"] = "mix") -> None:
-        if mode not in ("mix", "mod"):
-            raise ValueError(f'mode={mode!r}: expected "mix" or "mod"')
+    def __init__(self, num_embeddings: Sequence[int], *, mode: Hashing = "mix") -> None:
+        require_choice(mode, get_args(Hashing), "mode")
         self._num_embeddings = np.asarray(num_embeddings, np.int64)
         if self._num_embeddings.ndim != 1 or not (self._num_embeddings > 0).all():
             raise ValueError(f"num_embeddings={list(num_embeddings)}: every table needs at least one row")
-        self._mix = mode == "mix"
-        self.limits: tuple[int, ...] = tuple(1 << 63 if self._mix else int(size) for size in num_embeddings)
+        self._mode = mode
+        self.limits: tuple[int, ...] = tuple(int(size) if mode == "mod" else 1 << 63 for size in num_embeddings)
 
     def __call__(self, categories: Categories) -> HashedIds:
         """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""
@@ -76,7 +78,10 @@ class FeatureHasher:
     def _hash(self, categories: Int64s, ends: Int64s, ids: Int64s) -> int:
         if len(ends) != len(self._num_embeddings):
             raise ValueError(f"categories of {len(ends)} columns for {len(self._num_embeddings)} tables")
-        outside: int = _hash(categories, ends, self._num_embeddings, self._mix, ids)
+        if self._mode == "none":
+            ids[:] = categories
+            return -1
+        outside: int = _hash(categories, ends, self._num_embeddings, self._mode == "mix", ids)
         return outside
 
 

@@ -1,0 +1,85 @@
+"""What ids a table has, by a dict and the rules of DynamicIds read literally. Shares no code with the package."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tierstore.ids import LFU, TTL, DynamicIds, Frequency
+
+
+@dataclass
+class Row:
+    score: int
+    number: int
+    """Of the row in the oracle's table, where no row is given twice."""
+
+
+@dataclass
+class Model:
+    rules: DynamicIds
+    capacity: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    candidates: dict[int, tuple[int, int]] = field(default_factory=dict)  # times seen, last batch
+    step: int = 0
+    next_number: int = 0
+    evicted: int = 0
+
+    def copy(self) -> "Model":
+        return copy.deepcopy(self)
+
+    def train(self, ids: list[int], in_use: frozenset[int] = frozenset()) -> list[int]:
+        """Returns the ids that got rows, in order."""
+        self.step += 1
+        rule = self.rules.eviction
+        if isinstance(rule, LFU) and rule.half_life_steps and self.step % rule.half_life_steps == 0:
+            for row in self.rows.values():
+                row.score //= 2
+        if isinstance(rule, TTL) and self.step > rule.steps and self.step % max(1, rule.steps // 16) == 0:
+            old = {key for key, row in self.rows.items() if row.score < self.step - rule.steps}
+            self.evict(old - in_use)
+        counts = Counter(ids)
+        had = {key for key in counts if key in self.rows}
+        chosen = self._admitted({key: times for key, times in counts.items() if key not in had})
+        free = self.capacity - len(self.rows)
+        if len(chosen) > free:
+            wanted = max(len(chosen) - free, self.capacity // 32)
+            victims = sorted((row.score, key) for key, row in self.rows.items() if key not in had | in_use)
+            self.evict({key for _, key in victims[:wanted]})
+        given = chosen[: self.capacity - len(self.rows)]
+        for key in given:
+            score = counts[key] if isinstance(rule, LFU) else self.step
+            self.rows[key] = Row(score, self.next_number)
+            self.next_number += 1
+        for key in had:
+            row = self.rows[key]
+            row.score = row.score + counts[key] if isinstance(rule, LFU) else self.step
+        return given
+
+    def evict(self, ids: Iterable[int]) -> None:
+        for key in ids:
+            if self.rows.pop(key, None):
+                self.evicted += 1
+
+    def _admitted(self, new: dict[int, int]) -> list[int]:
+        rule = self.rules.admission
+        if rule is None:
+            return list(new)
+        assert isinstance(rule, Frequency)
+        seen = {key: times + self.candidates.get(key, (0, 0))[0] for key, times in new.items()}
+        chosen = [key for key in new if seen[key] >= rule.times]
+        waiting = [key for key in new if seen[key] < rule.times]
+        for key in chosen:
+            self.candidates.pop(key, None)
+        most = self.rules.num_candidates(self.capacity)
+        entering = [key for key in waiting if key not in self.candidates][-most:]
+        for key in waiting:
+            if key in self.candidates:
+                self.candidates[key] = (seen[key], self.step)
+        lacking = len(self.candidates) + len(entering) - most
+        if lacking > 0:
+            oldest = sorted((last, key) for key, (_, last) in self.candidates.items())
+            for _, key in oldest[: max(lacking, most // 32)]:
+                del self.candidates[key]
+        self.candidates |= {key: (seen[key], self.step) for key in entering}
+        return chosen

@@ -1,0 +1,172 @@
+"""Tables with dynamic ids under any order of training, eviction, commits, rollbacks and opens, beside a dict of ids and
+a table in memory that gives no row twice."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import tierstore
+from tests.ids.model import Model
+from tierstore.errors import DiskFullError
+from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
+
+INIT = tierstore.init.Uniform(-0.5, 0.5, seed=7)
+OPTIMIZER = tierstore.optim.Adagrad(lr=0.5)
+IDS = st.integers(0, 100).map(lambda n: (n * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63)
+"""Any of a hundred, all over int64."""
+BATCHES = st.lists(IDS, min_size=5, max_size=60)
+ADMISSIONS = st.none() | st.builds(Frequency, st.integers(2, 4), st.none() | st.integers(1, 40))
+EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.builds(TTL, st.integers(1, 20))
+
+
+class DynamicIdsMachine(RuleBasedStateMachine):
+    @initialize(
+        admission=ADMISSIONS, eviction=EVICTIONS, capacity=st.integers(1, 40), depth=st.integers(0, 2),
+        ddr=st.sampled_from(["2MiB", "430KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
+    )  # fmt: skip
+    def begin(self, admission: Any, eviction: Any, capacity: int, depth: int, ddr: str, policy: str) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        self.ddr, self.policy = ddr, policy
+        rules = DynamicIds(admission=admission, eviction=eviction)
+        config = tierstore.TableConfig(
+            name="item", num_embeddings=capacity, embedding_dim=33, init=INIT, optimizer=OPTIMIZER, ids=rules
+        )
+        self.open()
+        self.store.create_table(config)
+        self.table = self.store["item"]
+        self.module = tierstore.TieredEmbeddingBag(self.table)
+        self.oracle_store = tierstore.open(cold="memory", ddr="4MiB", keep=100)
+        self.oracle = self.oracle_store.create_table(
+            tierstore.TableConfig(name="item", num_embeddings=20_000, embedding_dim=33, optimizer=OPTIMIZER)
+        )
+        self.oracle_module = tierstore.TieredEmbeddingBag(self.oracle)
+        self.model = Model(rules, capacity)
+        self.committed: dict[int, tuple[Model, int]] = {}
+
+    def open(self) -> None:
+        self.store = tierstore.open(self.directory, ddr=self.ddr, policy=self.policy, keep=3)
+        if "item" in self.store:
+            self.table = self.store["item"]
+            self.module = tierstore.TieredEmbeddingBag(self.table)
+
+    @rule(ids=BATCHES, seed=st.integers(0, 2**16), per_bag=st.integers(1, 7))
+    def train(self, ids: list[int], seed: int, per_bag: int) -> None:
+        given = self.model.train(ids)
+        if given:
+            rows = torch.tensor([self.model.rows[key].number for key in given])
+            self.oracle.write(rows, first_values(given))
+        offsets = torch.arange(0, len(ids) + per_bag, per_bag).clamp(max=len(ids))
+        known = [key in self.model.rows for key in ids]
+        numbers = torch.tensor([self.model.rows[key].number for key in ids if key in self.model.rows], dtype=torch.long)
+        before = torch.tensor([0, *known]).cumsum(0)
+        out = self.module(torch.tensor(ids), offsets[:-1])
+        expected = self.oracle_module(numbers, before[offsets[:-1]])
+        assert torch.equal(out, expected)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+        out.backward(gradient)
+        expected.backward(gradient)
+
+    train_again = train  # most of what happens to a table
+
+    @rule(ids=BATCHES)
+    def read(self, ids: list[int]) -> None:
+        rows = self.table.read(torch.tensor(ids))
+        known = [key in self.model.rows for key in ids]
+        assert not rows[~torch.tensor(known)].any()
+        numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
+        assert torch.equal(rows[torch.tensor(known)], self.oracle.read(torch.tensor(numbers, dtype=torch.long)))
+
+    @rule(ids=BATCHES)
+    def evict(self, ids: list[int]) -> None:
+        had = {key for key in ids if key in self.model.rows}
+        assert self.table.evict(torch.tensor(ids)) == len(had)
+        self.model.evict(had)
+
+    @rule(reopens=st.booleans())
+    def commit(self, reopens: bool) -> None:
+        version = self.store.commit()
+        self.committed[version] = self.model.copy(), self.oracle_store.commit()
+        if reopens:
+            self.reopen()
+            self.check()
+
+    @rule(calls=st.integers(0, 3), is_repeated=st.booleans())
+    def commit_on_a_full_disk(self, calls: int, is_repeated: bool) -> None:
+        """After so many writes; then perhaps once more, with room."""
+        cold: Any = self.store._cold
+        write, left = cold.write, iter(range(calls))
+
+        def fails(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                raise DiskFullError("no space left")
+            write(*arguments, **options)
+
+        cold.write = fails
+        try:
+            self.commit(False)
+        except DiskFullError:
+            pass
+        finally:
+            del cold.write
+        if is_repeated:
+            self.commit(True)
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def roll_back(self, data: Any) -> None:
+        version = data.draw(st.sampled_from(self.store.versions))
+        self.store.rollback(version)
+        self.go_to(version)
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def reopen(self) -> None:
+        """Without what was not committed, as after a kill."""
+        self.store.close()
+        self.open()
+        self.go_to(self.store.version)
+
+    def go_to(self, version: int) -> None:
+        model, of_oracle = self.committed[version]
+        self.oracle_store.rollback(of_oracle)
+        number = self.model.next_number
+        self.model = model.copy()
+        self.model.next_number = number
+        for later in [each for each in self.committed if each > version]:
+            del self.committed[later]
+
+    @rule()
+    def check(self) -> None:
+        known = self.table.ids
+        assert known is not None
+        known.check_integrity()
+        ids = [int(key) for part in self.table.written() for key in part]
+        assert sorted(ids) == sorted(self.model.rows)
+        scores = known._rows.scores[known.find(np.array(ids, np.int64))]
+        assert scores.tolist() == [self.model.rows[key].score for key in ids]
+        stats = self.table.id_stats()
+        assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self.oracle_store.close()
+            shutil.rmtree(self.directory)
+
+
+def first_values(ids: list[int]) -> torch.Tensor:
+    """By a table that was never written."""
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        config = tierstore.TableConfig(name="x", num_embeddings=1, embedding_dim=33, init=INIT, ids=DynamicIds())
+        return store.create_table(config).first_values(torch.tensor(ids))
+
+
+TestDynamicIds = DynamicIdsMachine.TestCase
+TestDynamicIds.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

@@ -1,0 +1,173 @@
+"""What a table of dynamic ids goes by: which ids get a row, and which lose it. Frozen, hashable, JSON-able."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Final, Literal, get_args
+
+from ..system.excerpt import excerpt
+
+Unseen = Literal["zeros", "error"]
+MAX_SEEN: Final = 255
+
+
+def _require(value: object, name: str, low: int, high: int) -> None:
+    """TypeError unless an int, ValueError unless in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} must be in [{low}, {high}]")
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Base: which ids get a row."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Frequency(Admission):
+    """An id gets a row with the batch in which it has been seen ``times`` times.
+
+    Counts are exact for ``candidates`` ids that have none yet; when there are more, the count of those not seen for
+    longest begins again.
+
+    Attributes:
+        times: 2 to 255; an id counts as often as it stands in a batch.
+        candidates: ids that are counted, 19 bytes each; default: as many as the table has rows.
+    """
+
+    times: int
+    candidates: int | None = None
+    kind: ClassVar[str] = "frequency"
+
+    def __post_init__(self) -> None:
+        _require(self.times, "times", 2, MAX_SEEN)
+        if self.candidates is not None:
+            _require(self.candidates, "candidates", 1, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Probability(Admission):
+    """An id gets a row with probability ``share`` in each batch that has it, by a function of seed, id and batch.
+
+    Attributes:
+        share: in (0, 1).
+        seed: of the random numbers.
+    """
+
+    share: float
+    seed: int = 0
+    kind: ClassVar[str] = "probability"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"share={self.share} must be in (0, 1); leave admission out to admit every id")
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Base: which ids lose their rows when there are no more. A few percent go at once, those with the lowest scores,
+    of equal scores the lowest ids."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class LRU(Eviction):
+    """Those whose last use is longest ago."""
+
+    kind: ClassVar[str] = "lru"
+
+
+@dataclass(frozen=True)
+class LFU(Eviction):
+    """Those used least often.
+
+    Attributes:
+        half_life_steps: all counts are halved after each so many batches; None: never.
+    """
+
+    half_life_steps: int | None = None
+    kind: ClassVar[str] = "lfu"
+
+    def __post_init__(self) -> None:
+        if self.half_life_steps is not None:
+            _require(self.half_life_steps, "half_life_steps", 1, 2**31)
+
+
+@dataclass(frozen=True)
+class TTL(Eviction):
+    """Those not used for ``steps`` batches, whether or not there are rows left; and as LRU.
+
+    They go within a sixteenth of ``steps`` batches after that.
+    """
+
+    steps: int
+    kind: ClassVar[str] = "ttl"
+
+    def __post_init__(self) -> None:
+        _require(self.steps, "steps", 1, 2**31)
+
+
+_KINDS: Final[dict[str, type[Any]]] = {each.kind: each for each in (Frequency, Probability, LRU, LFU, TTL)}
+
+
+def _to_dict(part: Admission | Eviction) -> dict[str, Any]:
+    return {"kind": part.kind, **asdict(part)}
+
+
+def _from_dict(fields: dict[str, Any]) -> Any:
+    rest = dict(fields)
+    kind = rest.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"{excerpt(kind)} is no kind of admission or eviction: {', '.join(_KINDS)}")
+    return _KINDS[kind](**rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicIds:
+    """Any int64 is an id of the table; ``TableConfig.num_embeddings`` is how many have rows at a time.
+
+    A forward pass that trains admits ids, in the order of the batches, and evicts others when rows run out, but none
+    that a batch under way uses. The first value of a row is a function of the initializer's seed and the id.
+    Prefetching and lookups without gradients admit and evict nothing.
+
+    Attributes:
+        admission: which ids get a row; None: all.
+        eviction: which lose theirs.
+        unseen: what a lookup makes of an id without a row: "zeros", where it is left out of its bag, as torch's
+            ``padding_idx`` is; or "error", an IdError.
+    """
+
+    admission: Admission | None = None
+    eviction: Eviction = field(default_factory=LRU)
+    unseen: Unseen = "zeros"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.admission, Admission | None):
+            raise TypeError(f"admission must be Frequency, Probability or None, not {type(self.admission).__name__}")
+        if not isinstance(self.eviction, Eviction):
+            raise TypeError(f"eviction must be LRU(), LFU() or TTL(), not {type(self.eviction).__name__}")
+        if self.unseen not in get_args(Unseen):
+            raise ValueError(f"unseen={excerpt(self.unseen)} is not one of {', '.join(get_args(Unseen))}")
+
+    def num_candidates(self, num_rows: int) -> int:
+        """How many ids without a row are counted."""
+        if not isinstance(self.admission, Frequency):
+            return 0
+        return num_rows if self.admission.candidates is None else self.admission.candidates
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        admission = None if self.admission is None else _to_dict(self.admission)
+        return {"admission": admission, "eviction": _to_dict(self.eviction), "unseen": self.unseen}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "DynamicIds":
+        """Inverse of ``to_dict``. ValueError, TypeError or KeyError for anything it did not write."""
+        admission = fields["admission"]
+        return cls(
+            admission=None if admission is None else _from_dict(admission),
+            eviction=_from_dict(fields["eviction"]),
+            unseen=fields["unseen"],
+        )

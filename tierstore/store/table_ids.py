@@ -1,0 +1,395 @@
+"""The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
+
+They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
+id and score of row r, and candidates follow; row 0 has the count of batches. So what makes rows durable, versioned and
+whole makes ids so. A commit writes those that changed.
+
+A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
+row for it than that of the id that had it before, in the version that has the new id.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..config import TableConfig
+from ..errors import IdError
+from ..ids.configs import LFU, TTL, Frequency, Probability
+from ..ids.id_map import DIRTY, USED, IdMap, count_uses, draws, lowest, map_bytes, note_use
+from ..io import ColdTier, NewerVersion
+from ..kernels.arrays import Bools, Int64s, Words
+from ..kernels.floats import code_of_dtype
+from ..kernels.hashing import mix64
+from ..kernels.threads import Workers
+from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
+from ..pool.bags import Distinct
+from ..system.signals import shielded
+
+EVICTED_SHARE: Final = 1 / 32
+"""Of the rows, those that lose their ids at once when there are no more."""
+_CHUNK_ROWS: Final = 2**16
+_MAX_STEPS: Final = 2**32 - 1
+_HALF: Final = np.uint64(32)
+_SEEN_BITS: Final = 8
+_SEEN: Final = 2**_SEEN_BITS - 1
+_AGE: Final = 2**24 - 1
+"""Of a candidate's score: how often it was seen, and above that the batch that had it last, modulo this plus one."""
+Put = Callable[[Int64s, Words, Words], None]
+"""Overwrites whole rows, given keys, weights and state."""
+
+
+class _Changed(NamedTuple):
+    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2]: id; flags << 32 | score."""
+
+    rows: Int64s
+    words: Words
+
+    @classmethod
+    def of(cls, part: IdMap, first: int) -> "_Changed":
+        """What changed of a part whose row 0 is the companion's row ``first``."""
+        rows = np.flatnonzero(part.flags & DIRTY)
+        words = np.empty((len(rows), 2), np.uint64)
+        words[:, 0] = part.ids[rows].view(np.uint64)
+        words[:, 1] = (part.flags[rows] & np.uint8(USED)).astype(np.uint64) << _HALF | part.scores[rows]
+        return cls(rows + first, words)
+
+    def enter(self, part: IdMap, first: int) -> None:
+        """Have that part hold what this says of it, as it is stored."""
+        own = (self.rows >= first) & (self.rows < first + part.capacity)
+        rows, words = self.rows[own] - first, self.words[own]
+        part.remove(rows[part.flags[rows] & USED != 0])
+        used = words[:, 1] >> _HALF & np.uint64(USED) != 0
+        part.put(rows[used], words[used, 0].view(np.int64), words[used, 1].astype(np.uint32))
+        part.flags[rows] &= ~np.uint8(DIRTY)
+
+
+class ChangedIds(NamedTuple):
+    """What a newer version has of a table's ids; None if they were not looked at yet, and are read when they are."""
+
+    ids: "TableIds"
+    changed: _Changed | None
+
+    def show(self) -> None:
+        """The store shows that version now."""
+        self.ids.show(self.changed)
+
+
+class IdStats(NamedTuple):
+    """Of a table with dynamic ids.
+
+    Attributes:
+        rows: ids that have rows now; candidates: ids that are counted.
+        admitted, refused, evicted: totals since the store was opened; refused ids count once a batch.
+        bytes: memory for all this.
+    """
+
+    rows: int
+    candidates: int
+    admitted: int
+    refused: int
+    evicted: int
+    bytes: int
+
+
+class TableIds:
+    """See the module's docstring. One thread at a time may admit.
+
+    Attributes:
+        lock: held while ids are looked up or change.
+        num_admitted, num_refused, num_evicted: ids, since the store was opened.
+    """
+
+    def __init__(self, config: TableConfig, index: int, layout: RowLayout, cold: ColdTier, workers: Workers) -> None:
+        assert config.ids is not None
+        self.lock = threading.RLock()
+        self.num_admitted = self.num_refused = self.num_evicted = 0
+        self._config = config
+        self._rules = config.ids
+        self._index = index
+        self._layout = layout
+        self._cold = cold
+        self._workers = workers
+        self._held: weakref.WeakKeyDictionary[object, Int64s] = weakref.WeakKeyDictionary()
+        self._frozen: _Changed | None = None
+        self._version = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The store shows another version: what is known of ids is read again when it is needed."""
+        with self.lock:
+            self.__dict__.pop("_known", None)
+            self._step = 0
+            self._frozen = None
+            self._held.clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is known of ids, once they are looked at."""
+        num_rows = self._config.num_embeddings
+        return map_bytes(num_rows) + map_bytes(self._rules.num_candidates(num_rows))
+
+    def stats(self) -> IdStats:
+        with self.lock:
+            counts = self._rows.num_used, self._candidates.num_used
+        return IdStats(*counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
+
+    # Looking ids up
+
+    def find(self, ids: Int64s) -> Int64s:
+        """int64 [n]: rows, -1 for an id without one. IdError for such an one, if the table asks for it."""
+        with self.lock:
+            rows = self._rows.find(ids, self._workers)
+        self._require_seen(ids, rows)
+        return rows
+
+    def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
+        if self._rules.unseen == "error" and (rows < 0).any():
+            raise IdError(
+                f"id {int(ids[int(np.argmax(rows < 0))])} has no row in table {self._config.name!r}: it was never "
+                'admitted, or was evicted. With DynamicIds(unseen="zeros") such ids give zeros'
+            )
+
+    def listed(self) -> Iterator[Int64s]:
+        """All ids that have rows, int64, in parts."""
+        with self.lock:
+            rows = self._rows.used_rows
+        for first in range(0, len(rows), _CHUNK_ROWS):
+            yield self._rows.ids[rows[first : first + _CHUNK_ROWS]]
+
+    @shielded
+    def admit(self, ids: Int64s, put: Put) -> Int64s:
+        """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others."""
+        with self.lock:
+            rows, step = self._rows, self._next_step()
+            found = rows.find(ids, self._workers)
+            missing = np.flatnonzero(found < 0)
+            inverse, new = Distinct.of(ids[missing])
+            counts = np.bincount(inverse, minlength=len(new))
+            chosen = self._admitted(new, counts, step)
+            room = self._make_room(int(np.count_nonzero(chosen)), found)
+            chosen[np.flatnonzero(chosen)[room:]] = False
+            given = np.full(len(new), -1, np.int64)
+            if chosen.any():
+                given[chosen] = self._insert(new[chosen], counts[chosen], step, put)
+            self.num_admitted += int(np.count_nonzero(chosen))
+            self.num_refused += int(np.count_nonzero(~chosen))
+            self._note_uses(found[found >= 0], step)
+            found[missing] = given[inverse]
+        self._require_seen(ids, found)
+        return found
+
+    def hold(self, owner: object, rows: Int64s) -> None:
+        """These rows keep their ids until ``owner`` lets go of them, or is no more."""
+        with self.lock:
+            self._held[owner] = rows
+
+    def let_go(self, owner: object) -> None:
+        with self.lock:
+            self._held.pop(owner, None)
+
+    def evict(self, ids: Int64s) -> int:
+        """Take the rows from these ids, but from those that a batch under way uses; returns how many had one."""
+        with self.lock:
+            rows = self._rows.find(np.unique(ids))
+            rows = rows[rows >= 0]
+            return self._evict(rows[~self._in_use()[rows]])
+
+    # The rules
+
+    def _next_step(self) -> int:
+        """Number this batch; forget counts, and ids that were not used for long, as the rules say."""
+        if self._step >= _MAX_STEPS:
+            raise OverflowError(f"table {self._config.name!r} has seen {self._step} batches; ids cannot count more")
+        rows, rule = self._rows, self._rules.eviction
+        self._step += 1
+        if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
+            rows.scores >>= np.uint32(1)
+            rows.flags |= np.where(rows.is_used, np.uint8(DIRTY), np.uint8(0))
+        if isinstance(rule, TTL) and self._step > rule.steps and self._step % max(1, rule.steps // 16) == 0:
+            old = np.flatnonzero(rows.is_used & (rows.scores < self._step - rule.steps))
+            self._evict(old[~self._in_use()[old]])
+        return self._step
+
+    def _admitted(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
+        """Which of some ids without rows, distinct, get one."""
+        rule = self._rules.admission
+        if isinstance(rule, Frequency):
+            return self._count(ids, counts, step) >= rule.times
+        if isinstance(rule, Probability):
+            return draws(ids, mix64(np.uint64(rule.seed % 2**64) ^ mix64(np.uint64(step)))) < rule.share
+        return np.ones(len(ids), np.bool_)
+
+    def _count(self, ids: Int64s, counts: Int64s, step: int) -> Int64s:
+        """Count some ids without rows: how often each has been seen. One that is seen often enough is counted no
+        more."""
+        rule, candidates = self._rules.admission, self._candidates
+        assert isinstance(rule, Frequency)
+        known = candidates.find(ids)
+        is_known = known >= 0
+        seen = counts.copy()
+        seen[is_known] += candidates.scores[known[is_known]] & _SEEN
+        is_candidate = seen < rule.times
+        candidates.remove(known[is_known & ~is_candidate])
+        stays = is_known & is_candidate
+        now = np.uint32((step & _AGE) << _SEEN_BITS)
+        candidates.scores[known[stays]] = seen[stays].astype(np.uint32) | now
+        candidates.flags[known[stays]] |= DIRTY
+        new = np.flatnonzero(~is_known & is_candidate)[-candidates.capacity :]
+        if len(new) > candidates.num_free:
+            used = candidates.used_rows
+            seen_at = (candidates.scores[used] >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
+            wanted = max(len(new) - candidates.num_free, int(candidates.capacity * EVICTED_SHARE))
+            candidates.remove(used[lowest(seen_at, candidates.ids[used], wanted)])
+        candidates.put(candidates.free_rows(len(new)), ids[new], seen[new].astype(np.uint32) | now)
+        return seen
+
+    def _insert(self, ids: Int64s, counts: Int64s, step: int, put: Put) -> Int64s:
+        is_counted = isinstance(self._rules.eviction, LFU)
+        scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
+        rows = self._rows.free_rows(len(ids))
+        put(rows | (self._index << KEY_ROW_BITS), *self._first_values(ids))
+        self._rows.put(rows, ids, scores)  # not before its row is whole
+        return rows
+
+    def _first_values(self, ids: Int64s) -> tuple[Words, Words]:
+        config, layout = self._config, self._layout
+        weights = np.zeros((len(ids), layout.weight_words), np.uint64)
+        view: Any = weights.view(layout.numpy_dtype)
+        slots = np.arange(len(ids), dtype=np.int32)
+        config.init.fill(ids, slots, view, layout.dim, code_of_dtype(layout.dtype))
+        state = np.zeros((len(ids), layout.state_words), np.uint64)
+        state.view(np.float32)[:, : layout.state_dim] = config.optimizer.initial_state
+        return weights, state
+
+    def _note_uses(self, rows: Int64s, step: int) -> None:
+        own = self._rows
+        if isinstance(self._rules.eviction, LFU):
+            count_uses(rows, np.ones(len(rows), np.int64), own.scores, own.flags)
+        else:
+            note_use(rows, step, own.scores, own.flags)
+
+    # Eviction
+
+    def _in_use(self) -> Bools:
+        """bool [capacity]: the rows of batches under way."""
+        in_use = np.zeros(self._rows.capacity, np.bool_)
+        for held in self._held.values():
+            in_use[held] = True
+        return in_use
+
+    def _make_room(self, count: int, batch: Int64s) -> int:
+        """Evict, if need be, so that ``count`` ids can have rows; returns how many can. ``batch``: rows of this batch,
+        or -1."""
+        rows = self._rows
+        if count > rows.num_free:
+            wanted = max(count - rows.num_free, int(rows.capacity * EVICTED_SHARE))
+            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held.values()]))
+        return min(count, rows.num_free)
+
+    def _evict(self, rows: Int64s) -> int:
+        self._rows.remove(rows)
+        self.num_evicted += len(rows)
+        return len(rows)
+
+    # Commits
+
+    def freeze(self, version: int) -> None:
+        """What is known now is of that version."""
+        with self.lock:
+            self.abandon()
+            self._version = version
+            if "_known" not in self.__dict__:
+                return
+            step = _Changed(np.zeros(1, np.int64), np.array([[self._step, 0]], np.uint64))
+            parts = [step, *(_Changed.of(part, first) for first, part in self._parts(self._known))]
+            self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
+            for _, part in self._parts(self._known):
+                part.flags &= ~np.uint8(DIRTY)
+
+    def write_frozen(self) -> None:
+        """See ``Frozen``."""
+        frozen = self._frozen
+        if frozen is None:
+            return
+        keys = self._keys(frozen.rows)
+        state = np.empty((len(keys), 0), np.uint64)
+        for first in range(0, len(keys), _CHUNK_ROWS):
+            part = slice(first, first + _CHUNK_ROWS)
+            slots = np.arange(len(keys[part]), dtype=np.int32)
+            self._cold.write(keys[part], slots, frozen.words[part], state[part], epoch=self._version)
+        self._frozen = None  # what is written is of the next version if this one fails
+
+    def abandon(self) -> None:
+        """See ``Frozen``."""
+        with self.lock:
+            frozen, self._frozen = self._frozen, None
+            if frozen is not None:
+                for first, part in self._parts(self._known):
+                    own = frozen.rows[(frozen.rows >= first) & (frozen.rows < first + part.capacity)]
+                    part.flags[own - first] |= DIRTY
+
+    def check_integrity(self) -> None:
+        """AssertionError unless each id leads to its row, and the counts agree."""
+        with self.lock:
+            for _, part in self._parts(self._known):
+                part.check_integrity()
+
+    # What is known
+
+    @property
+    def _rows(self) -> IdMap:
+        return self._known[0]
+
+    @property
+    def _candidates(self) -> IdMap:
+        return self._known[1]
+
+    @cached_property
+    def _known(self) -> tuple[IdMap, IdMap]:
+        """Of rows and of candidates, read from the version that the cold tier shows."""
+        num_rows = self._config.num_embeddings
+        known = IdMap(num_rows), IdMap(self._rules.num_candidates(num_rows))
+        for stored in self._cold.stored_rows(self._index + 1):
+            for first in range(0, len(stored), _CHUNK_ROWS):
+                rows = stored[first : first + _CHUNK_ROWS]
+                slots = np.arange(len(rows), dtype=np.int32)
+                words, state = np.empty((len(rows), 2), np.uint64), np.empty((len(rows), 0), np.uint64)
+                self._cold.read(self._keys(rows), slots, words, state, np.empty(len(rows), np.bool_))
+                self._enter(_Changed(rows, words), known)
+        return known
+
+    @staticmethod
+    def _parts(known: tuple[IdMap, IdMap]) -> list[tuple[int, IdMap]]:
+        """Each with the companion's row of its first."""
+        return [(1, known[0]), (1 + known[0].capacity, known[1])]
+
+    def _enter(self, changed: _Changed, known: tuple[IdMap, IdMap]) -> None:
+        for start, part in self._parts(known):
+            changed.enter(part, start)
+        if len(changed.rows) and changed.rows[0] == 0:
+            self._step = int(changed.words[0, 0])
+
+    def changed(self, newer: NewerVersion) -> ChangedIds:
+        """What a newer version has of them."""
+        if "_known" not in self.__dict__:
+            return ChangedIds(self, None)
+        first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
+        keys = newer.changed[first:stop]
+        words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
+        newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
+        return ChangedIds(self, _Changed(keys & ROW_MASK, words))
+
+    def show(self, changed: _Changed | None) -> None:
+        with self.lock:
+            known = self.__dict__.pop("_known", None)
+            if changed is not None and known is not None:
+                self._enter(changed, known)
+                self._known = known
+
+    def _keys(self, rows: Int64s) -> Int64s:
+        """Of rows of the companion."""
+        return rows | ((self._index + 1) << KEY_ROW_BITS)
