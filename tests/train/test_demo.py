@@ -24,7 +24,7 @@ def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(t
     folder = tmp_path / "demo"
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=in_process))
     monkeypatch.setattr(demo, "_BUDGET_SHARE", 0.3)  # of few rows a tenth is no budget
-    assert demo.run_demo(folder, rows=3_000, hbm="1MiB")
+    assert demo.run_demo(folder, rows=4_000, hbm="1MiB")
     output = capfd.readouterr().out
     assert "best AUC anyone can reach on the test rows is 0." in output
     assert "Both ended in the same bits" in output
