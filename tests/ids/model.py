@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierstore.ids import LFU, TTL, DynamicIds, Frequency
+from tierstore.ids import LFU, TTL, DynamicIds
 
 
 @dataclass
@@ -40,7 +40,11 @@ class Model:
             self.evict(old - in_use)
         counts = Counter(ids)
         had = {key for key in counts if key in self.rows}
-        chosen = self._admitted({key: times for key, times in counts.items() if key not in had})
+        new = {key: times for key, times in counts.items() if key not in had}
+        rule_of_admission = self.rules.admission
+        seen = {key: times + self.candidates.get(key, (0, 0))[0] for key, times in new.items()}
+        least = 1 if rule_of_admission is None else rule_of_admission.times
+        chosen = [key for key in new if seen[key] >= least]
         free = self.capacity - len(self.rows)
         if len(chosen) > free:
             wanted = max(len(chosen) - free, self.capacity // 32)
@@ -51,6 +55,8 @@ class Model:
             score = counts[key] if isinstance(rule, LFU) else self.step
             self.rows[key] = Row(score, self.next_number)
             self.next_number += 1
+        if rule_of_admission is not None:
+            self._count({key: times for key, times in seen.items() if key not in given}, given)
         for key in had:
             row = self.rows[key]
             row.score = row.score + counts[key] if isinstance(rule, LFU) else self.step
@@ -61,19 +67,13 @@ class Model:
             if self.rows.pop(key, None):
                 self.evicted += 1
 
-    def _admitted(self, new: dict[int, int]) -> list[int]:
-        rule = self.rules.admission
-        if rule is None:
-            return list(new)
-        assert isinstance(rule, Frequency)
-        seen = {key: times + self.candidates.get(key, (0, 0))[0] for key, times in new.items()}
-        chosen = [key for key in new if seen[key] >= rule.times]
-        waiting = [key for key in new if seen[key] < rule.times]
-        for key in chosen:
+    def _count(self, seen: dict[int, int], given: list[int]) -> None:
+        """Those of this batch that have no row yet, by how often they were seen."""
+        for key in given:
             self.candidates.pop(key, None)
         most = self.rules.num_candidates(self.capacity)
-        entering = [key for key in waiting if key not in self.candidates][-most:]
-        for key in waiting:
+        entering = [key for key in seen if key not in self.candidates][-most:]
+        for key in seen:
             if key in self.candidates:
                 self.candidates[key] = (seen[key], self.step)
         lacking = len(self.candidates) + len(entering) - most
@@ -82,4 +82,3 @@ class Model:
             for _, key in oldest[: max(lacking, most // 32)]:
                 del self.candidates[key]
         self.candidates |= {key: (seen[key], self.step) for key in entering}
-        return chosen

@@ -28,10 +28,10 @@ EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.
 
 class DynamicIdsMachine(RuleBasedStateMachine):
     @initialize(
-        admission=ADMISSIONS, eviction=EVICTIONS, capacity=st.integers(1, 40), depth=st.integers(0, 2),
+        admission=ADMISSIONS, eviction=EVICTIONS, capacity=st.integers(1, 40),
         ddr=st.sampled_from(["2MiB", "430KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
     )  # fmt: skip
-    def begin(self, admission: Any, eviction: Any, capacity: int, depth: int, ddr: str, policy: str) -> None:
+    def begin(self, admission: Any, eviction: Any, capacity: int, ddr: str, policy: str) -> None:
         self.directory = Path(tempfile.mkdtemp())
         self.ddr, self.policy = ddr, policy
         rules = DynamicIds(admission=admission, eviction=eviction)
@@ -149,7 +149,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         known.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]
         assert sorted(ids) == sorted(self.model.rows)
-        scores = known._rows.scores[known.find(np.array(ids, np.int64))]
+        scores = known._rows.scores[known.find(np.array(ids, np.int64)).rows]
         assert scores.tolist() == [self.model.rows[key].score for key in ids]
         stats = self.table.id_stats()
         assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))

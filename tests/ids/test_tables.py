@@ -1,7 +1,9 @@
 """Tables with dynamic ids where the machine does not go: batches under way, readers, servers, options and refusals."""
 
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,133 @@ def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
         store.drop_table("goods")
         store.commit()
         assert list(store.tables) == ["plain"]
+
+
+def test_what_was_prepared_is_looked_up_by_the_rows_of_now() -> None:
+    """Without gradients, too: a row that another id has by now is not that id's."""
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(rows=1))
+        module = tierstore.TieredEmbeddingBag(table)
+        table.admit(torch.tensor([1]))
+        batches = [torch.tensor([[1]]), torch.tensor([[1]]), torch.tensor([[1]])]
+        with torch.no_grad():
+            for step, batch in enumerate(tierstore.prefetch(batches, module, depth=3)):
+                assert bool(module(batch).any()) == (step == 0)
+                table.admit(torch.tensor([2]))  # takes the only row
+        assert not store["item"].pool.in_use
+
+
+def test_readers_meet_no_row_of_another_id() -> None:
+    """While ids move: a row is the id's own first value, or zeros."""
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(rows=8))
+        own = table.first_values(torch.arange(64))
+        seen, is_over = [], threading.Event()
+
+        def read() -> None:
+            module = tierstore.TieredEmbedding(table)
+            generator = torch.Generator().manual_seed(1)
+            while not is_over.is_set():
+                ids = torch.randint(64, (8,), generator=generator)
+                with torch.no_grad():
+                    for rows in (table.read(ids), module(ids), table.pooled(ids, torch.arange(9))):
+                        has_row = rows.any(dim=1)
+                        seen.append((torch.equal(rows[has_row], own[ids[has_row]]), int(has_row.sum())))
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            for step in range(300):
+                table.admit(torch.arange(8) + step * 5 % 56)
+            is_over.set()
+            reading.result()
+        assert all(is_right for is_right, _ in seen)
+        assert sum(count for _, count in seen) > 0
+
+
+def test_what_step_will_train_keeps_its_rows() -> None:
+    """Micro-batches whose gradients are merged, and two lookups of one pass."""
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(rows=4))
+        module, optimizer = tierstore.TieredEmbeddingBag(table), store.optimizer()
+        train(module, 1)
+        (module(torch.tensor([[2]])) + module(torch.tensor([[3]]))).sum().backward()
+        assert table.evict(torch.tensor([1, 2, 3])) == 0
+        train(module, 7, 8)
+        assert {1, 2, 3} <= set(listed(table))
+        optimizer.step()
+        before = table.first_values(torch.tensor([1, 2, 3]))
+        assert (table.read(torch.tensor([1, 2, 3])) < before).all()
+        optimizer.zero_grad()
+        assert table.evict(torch.tensor([1, 2, 3])) == 3
+        out = module(torch.tensor([[9]]))
+        out.sum().backward()
+        optimizer.zero_grad()
+        assert table.evict(torch.tensor([9])) == 1
+
+
+def test_a_batch_is_trained_twice_only_while_its_ids_have_their_rows() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(config(rows=2))
+        module = tierstore.TieredEmbeddingBag(table)
+        out = module(torch.tensor([[1, 2]])).sum()
+        out.backward(retain_graph=True)
+        out.backward(retain_graph=True)
+        train(module, 3)
+        with pytest.raises(RuntimeError, match="retain_graph"):
+            out.backward()
+
+
+def test_changes_wait_for_batches_under_way_and_for_commits(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
+        table = store.create_table(config(rows=2))
+        module = tierstore.TieredEmbeddingBag(table)
+        train(module, 1, 2)
+        store.commit()
+        out = module(torch.tensor([[3]]))
+        assert store.changed_tables == ("item",)
+        with pytest.raises(TableError, match="in use"):
+            store.rollback(1)
+        del out
+        with pytest.raises(TableError, match="commit or roll back"):
+            store.change_table("item", name="goods")
+        store.rollback(1)
+        assert listed(table) == [1, 2]
+
+
+def test_unseen_ids_are_an_error_where_they_are_looked_up_not_where_they_are_prepared() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        store.create_table(config(unseen="error"))
+        bags, rows = tierstore.TieredEmbeddingBagCollection(store), tierstore.TieredEmbeddingCollection(store)
+        batches = [
+            tierstore.KeyedJaggedTensor(["item"], torch.tensor([step, step + 1]), lengths=torch.tensor([2]))
+            for step in range(5)
+        ]
+        for batch in tierstore.prefetch(batches, bags, depth=2):
+            bags(batch).values().sum().backward()
+        with torch.no_grad():
+            assert rows(batches[0])["item"].values().all()
+            unknown = tierstore.KeyedJaggedTensor(["item"], torch.tensor([70]), lengths=torch.tensor([1]))
+            with pytest.raises(IdError, match="70"):
+                rows(unknown)
+
+
+def test_stochastic_rounding_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """It draws by a row's number, so a store that is opened again gives new ids the rows that they would have got."""
+    found = []
+    for reopens in (False, True):
+        path = tmp_path / str(reopens)
+        store = tierstore.open(path, ddr="2MiB")
+        made = replace(config(rows=30), dtype="bfloat16", rounding="stochastic", optimizer=tierstore.optim.SGD(lr=0.01))
+        store.create_table(made)
+        for step in range(12):
+            train(tierstore.TieredEmbeddingBag(store["item"]), *range(7 * step, 7 * step + 10))
+            if step % 4 == 3:
+                store.commit()
+                if reopens:
+                    store.close()
+                    store = tierstore.open(path, ddr="2MiB")
+        ids = torch.tensor(listed(store["item"]))
+        found.append((ids, store["item"].read(ids)))
+        store.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

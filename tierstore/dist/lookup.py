@@ -27,7 +27,7 @@ from ..kernels.slots import MODES
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import AnyLookup, Joined
 from ..lookup.lookup import make_lookup
-from ..lookup.tables import Ready, RowGradients, by_table
+from ..lookup.tables import Hold, Ready, RowGradients, by_table
 from ..optim.configs import RowWiseAdagradOfColumns
 from ..optim.rules import mean_squares
 from ..pool import Pool
@@ -92,6 +92,9 @@ class SendsGradients(ABC):
     Attributes:
         tables: as given.
     """
+
+    holds: Sequence[Hold] = ()
+    """Of no dynamic ids."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables

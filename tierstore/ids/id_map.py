@@ -111,11 +111,11 @@ def remove_rows(index: Uint32s, ids: Int64s, row_bits: int, rows: Int64s) -> Non
 
 
 @kernel
-def count_uses(rows: Int64s, counts: Int64s, scores: Uint32s, flags: Bytes) -> None:
-    """Add to the scores of rows, up to the largest."""
+def count_uses(rows: Int64s, scores: Uint32s, flags: Bytes) -> None:
+    """Add one to the scores of rows, up to the largest; a row may come several times."""
     for i in range(rows.size):
-        more = np.uint64(scores[rows[i]]) + np.uint64(counts[i])
-        scores[rows[i]] = np.uint32(min(more, np.uint64(0xFFFFFFFF)))
+        if scores[rows[i]] != np.uint32(0xFFFFFFFF):
+            scores[rows[i]] += np.uint32(1)
         flags[rows[i]] |= np.uint8(DIRTY)
 
 
@@ -201,6 +201,7 @@ class IdMap:
         scores: uint32 [capacity].
         flags: uint8 [capacity], ``USED``, ``DIRTY`` and ``KEPT``.
         num_used: rows with an id.
+        cursor: where rows without ids are looked for next.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -210,7 +211,7 @@ class IdMap:
         self.num_used = 0
         self._index: Uint32s = np.zeros(_places(capacity), np.uint32)
         self._row_bits = capacity.bit_length()
-        self._cursor = 0
+        self.cursor = 0
 
     @property
     def capacity(self) -> int:
@@ -258,13 +259,13 @@ class IdMap:
         assert count <= self.num_free, "the caller makes room"
         found = [np.empty(0, np.int64)]
         while count:
-            part = self.flags[self._cursor : self._cursor + _SCANNED_ROWS]
+            part = self.flags[self.cursor : self.cursor + _SCANNED_ROWS]
             free = np.flatnonzero(part & USED == 0)[:count]
-            found.append(free + self._cursor)
+            found.append(free + self.cursor)
             count -= len(free)
-            self._cursor += len(part) if count else int(free[-1]) + 1
-            if self._cursor >= self.capacity:
-                self._cursor = 0
+            self.cursor += len(part) if count else int(free[-1]) + 1
+            if self.cursor >= self.capacity:
+                self.cursor = 0
         return np.concatenate(found)
 
     def remove(self, rows: Int64s) -> None:

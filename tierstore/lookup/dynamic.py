@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats
 from .joined import AnyLookup, Joined, Unjoined
-from .tables import LookupTable, Ready, RowGradients
+from .tables import LookupTable, Ready, RowGradients, Use
 
 
 class DynamicLookup(AnyLookup):
@@ -20,12 +20,12 @@ class DynamicLookup(AnyLookup):
 
     @cached_property
     def _known(self) -> AnyLookup:
-        return self._make(self._batch.join(False))
+        return self._make(self._batch.join(Use.PREPARE))
 
     def admitted(self) -> AnyLookup:
         """A lookup whose ids were admitted, for a forward pass that trains."""
         self.release()
-        return self._make(self._batch.join(True))
+        return self._make(self._batch.join(Use.ADMIT))
 
     @property
     def joined(self) -> Joined:  # type: ignore[override]
@@ -43,6 +43,9 @@ class DynamicLookup(AnyLookup):
         return self._known.stage()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
+        """As ``Lookup.forward``, of the ids that have rows now: since it was prepared, rows may have got other ids."""
+        self.release()
+        self._known = self._make(self._batch.join(Use.KEEP if keep else Use.READ))
         self._known.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:

@@ -21,7 +21,7 @@ from ..optim.configs import Hyper
 from ..pool import Pool
 from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
-from .tables import LookupTable, TrainsRows
+from .tables import Hold, LookupTable, TrainsRows, Use
 
 _INT32_MAX: Final = 2**31 - 1
 Read = Callable[[Numbering | None, NDArray[Any]], None]
@@ -46,14 +46,14 @@ class Joined:
         tables: distinct, in order of first use.
         bags: where positions lie.
         parts: what it was merged from, or None.
-        held: the tables with dynamic ids that were told to keep its rows.
+        holds: what keeps the ids of its rows, if they are dynamic.
     """
 
     sent: DeviceBatch | None = None
     """The batch on the device, in terms of ``rows``, if it was joined there."""
     rows: DeviceRows | None = None
     parts: "Parts | None" = None
-    held: Sequence[LookupTable] = ()
+    holds: Sequence[Hold] = ()
 
     def __init__(
         self, features: Features, batch: int, starts: Any, scale: Floats = NO_FLOATS, *,
@@ -103,26 +103,23 @@ class Joined:
         columns = np.concatenate(parts.over_bags(_places(joined, widths)))
         made = cls(Features(tables, table_bags, columns), 1, starts, scale, read=parts.read)
         made.parts = parts
+        made.holds = [hold for each in joined for hold in each.holds]
         return made
 
-    def of_rows(self, *, admit: bool) -> "Joined":
+    def of_rows(self, use: Use) -> "Joined":
         """Of tables with dynamic ids: what of it has rows, or gets them. Other ids are left out of their bags."""
         given, begins, ends = self._ids
         places = np.concatenate([np.arange(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)])
         ids = given[places].astype(np.int64, copy=False)
-        keys = np.empty(len(ids), np.int64)
         bounds = self.bags.starts[self.bags.bounds].tolist()
-        for table, start, stop in zip(self.tables, bounds[:-1], bounds[1:], strict=True):
-            keys[start:stop] = table.keys_of(ids[start:stop], admit=admit)
+        parts = zip(self.tables, bounds[:-1], bounds[1:], strict=True)
+        found = [table.keys_of(ids[start:stop], use) for table, start, stop in parts]
+        keys = np.concatenate([each.keys for each in found])
         has_row = keys >= 0
         starts: Int64s = np.append(0, np.cumsum(has_row))[self.bags.starts]
         scale = self.bags.scale[has_row] if len(self.bags.scale) else NO_FLOATS
         made = Joined(self.features, self.batch, starts, scale, keys=keys[has_row], places=places[has_row])
-        if admit:
-            made.held = self.tables
-            bounds = starts[self.bags.bounds].tolist()
-            for table, start, stop in zip(self.tables, bounds[:-1], bounds[1:], strict=True):
-                table.hold(made, made.keys[start:stop] & ROW_MASK)
+        made.holds = [each.hold for each in found if each.hold is not None]
         return made
 
     def __len__(self) -> int:
@@ -234,14 +231,16 @@ class Joined:
             place += stop - start
 
     def let_go(self) -> None:
-        """Its rows may lose their ids."""
-        held, self.held = self.held, ()
-        for table in held:
-            table.let_go(self)
+        """It was trained: its rows may lose their ids."""
+        for hold in self.holds:
+            hold.let_go()
 
     def require_trainable(self) -> None:
-        """ReadOnlyError for tables of quantized rows; all are of one layout."""
+        """ReadOnlyError for tables of quantized rows; all are of one layout. RuntimeError: ids have lost rows since it
+        was trained."""
         self.tables[0].require_float()
+        for hold in self.holds:
+            hold.require()
 
     def groups(self, arg_max: Int32s, num_columns: int, *, is_mean: bool) -> Groups:
         """Its positions, to be grouped by row, for an output of so many columns; ``arg_max``: int32 [bags, dim], or
@@ -263,11 +262,10 @@ class Joined:
 
 
 class Unjoined(NamedTuple):
-    """A batch of some features, of tables with dynamic ids, before its ids are rows. ``join``: with admission, or only
-    of ids that have rows."""
+    """A batch of some features, of tables with dynamic ids, before its ids are rows."""
 
     features: Features
-    join: Callable[[bool], Joined]
+    join: Callable[[Use], Joined]
 
 
 class AnyLookup(TrainsRows, Protocol):
@@ -290,6 +288,10 @@ class AnyLookup(TrainsRows, Protocol):
     @property
     def tables(self) -> Sequence[LookupTable]:
         return self.joined.tables
+
+    @property
+    def holds(self) -> Sequence[Hold]:
+        return self.joined.holds
 
     @property
     def demand(self) -> tuple[Pool, Int64s]:
@@ -344,7 +346,7 @@ class Jagged(NamedTuple):
     def join(self, features: Features, places: Sequence[int]) -> "Joined | Unjoined":
         """The ids of some features; ``places``: which of these each of them is."""
         if features.has_dynamic_ids:
-            return Unjoined(features, lambda admit: self._join(features, places).of_rows(admit=admit))
+            return Unjoined(features, lambda use: self._join(features, places).of_rows(use))
         return self._join(features, places)
 
     def _join(self, features: Features, places: Sequence[int]) -> Joined:

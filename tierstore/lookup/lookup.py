@@ -71,7 +71,6 @@ class Lookup(AnyLookup):
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-        self.joined.let_go()
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
@@ -133,6 +132,7 @@ class Lookup(AnyLookup):
             update = Update(groups, codes, hyper, grad_out.numpy(), seeds)
             pool.rows.update(self._batch_in(pool), update, self._lease_in(pool))
         self.release()
+        joined.let_go()
 
     def _groups(self, grad_out: Tensor) -> Groups:
         return self.joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)

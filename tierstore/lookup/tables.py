@@ -1,5 +1,6 @@
 """The contracts of tables and stores, as lookups use them."""
 
+import enum
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -42,6 +43,10 @@ class TrainsRows(Protocol):
     def tables(self) -> "Sequence[LookupTable]":
         """Those whose rows it trains, in order."""
 
+    @property
+    def holds(self) -> "Sequence[Hold]":
+        """What keeps the ids of its rows, if they are dynamic."""
+
     @abstractmethod
     def readied(self, grad_out: Tensor) -> "Ready":
         """Bring its rows in, for an update, if they fit in memory together. Given float32 [batch, columns],
@@ -62,6 +67,35 @@ class CollectsGradients(Protocol):
 
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Keep what training ``lookup`` by ``grad_out`` would apply, until the optimizer's step."""
+
+
+class Use(enum.Enum):
+    """What rows of dynamic ids are looked for, for."""
+
+    PREPARE = enum.auto()
+    """To bring them in; ids without a row are no error."""
+    READ = enum.auto()
+    KEEP = enum.auto()
+    """A backward follows: they keep their ids until then."""
+    ADMIT = enum.auto()
+    """So too, and they will be trained: ids count, and get rows by the table's rules."""
+
+
+class Hold(Protocol):
+    """Keeps the ids of a batch's rows as long as somebody refers to it."""
+
+    def let_go(self) -> None:
+        """Keep them no longer: the batch has been trained."""
+
+    def require(self) -> None:
+        """RuntimeError if they were let go of, and some ids have lost their rows since."""
+
+
+class Found(NamedTuple):
+    """int64 [n]: keys of the rows of some ids, -1 of one that has none."""
+
+    keys: Int64s
+    hold: Hold | None = None
 
 
 class LookupStore(Protocol):
@@ -127,14 +161,8 @@ class LookupTable(Protocol):
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is not a row."""
 
-    def keys_of(self, ids: Int64s, *, admit: bool) -> Int64s:
-        """int64 [n]: keys of the rows of these ids, or -1 of one that has none; with ``admit``, after ids were given
-        rows. Errors as ``id_error``."""
-
-    def hold(self, owner: object, rows: Int64s) -> None:
-        """These rows keep their ids until ``owner`` lets go of them, or is no more."""
-
-    def let_go(self, owner: object) -> None: ...
+    def keys_of(self, ids: Int64s, use: Use) -> Found:
+        """Of the rows of these ids; errors as ``id_error``."""
 
     def require_float(self) -> None:
         """Raises ReadOnlyError if its rows are quantized."""

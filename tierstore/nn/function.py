@@ -81,7 +81,7 @@ class Prepared:
 
     def rows_read(self) -> "RowsRead":
         """The tables, each with the count of changes that its rows have seen."""
-        return [(table, table.num_changes) for lookup in self.lookups for table in lookup.joined.tables]
+        return [(table, table.num_changes) for lookup in self.lookups for table in lookup.tables]
 
     def admit(self) -> None:
         """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""

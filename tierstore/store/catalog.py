@@ -98,8 +98,11 @@ class Catalog:
 
     @property
     def num_changes(self) -> dict[str, int]:
-        """Of each table."""
-        return {name: table.num_changes for name, table in self.tables.items()}
+        """Of each table, its ids included."""
+        return {
+            name: table.num_changes + (0 if table.ids is None else table.ids.num_changes)
+            for name, table in self.tables.items()
+        }
 
     @property
     def changed_tables(self) -> tuple[str, ...]:
@@ -141,8 +144,11 @@ class Catalog:
         """ValueError if a table's rows are too wide, or there are too many tables. TableError if the tier in device
         memory cannot have it."""
         self._require_supported(config)
+        store = self._store()
+        if store is not None and store.recorder is not None:
+            config.require_fixed_ids("recordings, one of which is going on")
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
-        if len(self._manifest.tables) >= MAX_TABLES:
+        if len(self._manifest.tables) + (config.ids is not None) >= MAX_TABLES:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables, with those that were dropped")
         if config.is_hidden:
             raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")

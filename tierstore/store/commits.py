@@ -1,5 +1,6 @@
 """The commits of a store open for writing: written one after another by a thread, while training goes on."""
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,10 +101,13 @@ class Commits:
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         self._pending = pending = PendingCommit(self._pools.epoch)
         try:
-            frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze()]
-            for ids in self._catalog.ids:
-                ids.freeze(pending.version)
-                frozen.append(ids)
+            with contextlib.ExitStack() as held:  # nothing is admitted between the two
+                for ids in self._catalog.ids:
+                    held.enter_context(ids.lock)
+                frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze()]
+                for ids in self._catalog.ids:
+                    ids.freeze(pending.version)
+                    frozen.append(ids)
             num_changes = self._catalog.num_changes
             reach("commit: rows frozen")
             shown = self._catalog.shown
@@ -152,9 +156,9 @@ class Commits:
                 ) from None
             self._pools.close()
             self._cold.rollback(version)
-            self._catalog.show(unpack(version, self._cold.payload))
             for ids in self._catalog.ids:
                 ids.forget()
+            self._catalog.show(unpack(version, self._cold.payload))
             self._pools.epoch = self._cold.last_version + 1
 
     def close(self) -> None:

@@ -227,6 +227,8 @@ class Follower:
             self._found = self._cold.find_newer()
             self.give_up(self._found)
             self._pools.require_unused("rehearse")
+            for ids in self._catalog.ids:
+                ids.rehearse()
             for pool in self._pools:
                 if not pool.tier.on_device:
                     rehearse(pool, self._catalog.source(self._cold.read))
@@ -258,14 +260,16 @@ class Follower:
                 for rows in newer.rows or ():
                     rows.show()
                 newer.found.show()
+                for changed in newer.ids:
+                    changed.show()
             except BaseException:
                 self._pools.close()
+                for ids in self._catalog.ids:
+                    ids.forget()
                 raise
             finally:
                 self.give_up(newer.found)
             if newer.rows is None:
                 self._pools.close()
             self._catalog.move(newer.manifest, newer.version)
-            for changed in newer.ids:
-                changed.show()
             return newer.version.number

@@ -13,7 +13,7 @@ from ..layout import KEY_ROW_BITS
 from ..lookup.gradients import train
 from ..lookup.joined import Joined
 from ..lookup.lookup import make_lookup
-from ..lookup.tables import RowGradients, TrainsRows
+from ..lookup.tables import Hold, RowGradients, TrainsRows
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .table import Table
@@ -51,16 +51,20 @@ class _Waiting:
         return self._lookup, self._grad_out
 
     def release(self) -> None:
-        """Release the rows."""
+        """Release the rows, which will not be trained."""
         self._lookup.release()
+        for hold in self._lookup.holds:
+            hold.let_go()
 
     @shielded
     def merge(self) -> None:
         """Merge each row's, and add them to the tables' ``grad``."""
+        holds = self._lookup.holds
         found = self._lookup.gradients(self._grad_out)
         for rows in self._rows:
             if rows.waiting is self:
                 rows.waiting = None
+            rows.holds.extend(holds)
             for gradients in found:
                 if gradients.table is rows.table:
                     rows.add_gradients(gradients)
@@ -72,13 +76,14 @@ class _GradAnchor(torch.nn.Parameter):
     table: Table  # the table
     waiting: _Waiting | None  # of the pass that has its gradient, if that is not merged yet
     is_applied: bool  # ``step`` has applied the gradient
+    holds: list[Hold]  # what keeps the ids of the rows that have a merged gradient
 
     @classmethod
     def of(cls, table: Table) -> "_GradAnchor":
         shape = table.config.num_embeddings, table.layout.dim
         content = torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape)
         made = cls(content, requires_grad=False)  # what makes gradients of zeros for parameters passes it by
-        made.table, made.waiting, made.is_applied = table, None, False
+        made.table, made.waiting, made.is_applied, made.holds = table, None, False, []
         return made
 
     @property
@@ -105,6 +110,12 @@ class _GradAnchor(torch.nn.Parameter):
     @property
     def has_grad(self) -> bool:
         return self.waiting is not None or super().grad is not None
+
+    def let_go(self) -> None:
+        """The gradient was applied, or forgotten."""
+        for hold in self.holds:
+            hold.let_go()
+        self.holds.clear()
 
     def add_gradients(self, gradients: RowGradients) -> None:
         """Add merged gradients of rows to those that are there."""
@@ -224,6 +235,8 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
             if set_to_none and rows.waiting is not None:
                 rows.waiting.release()
                 rows.waiting = None
+            if set_to_none:
+                rows.let_go()
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -259,6 +272,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         train([*(each.update for each in passes), *(_update(table, gradient) for table, gradient in merged)])
         for rows in self._rows:
             rows.is_applied = True
+            rows.let_go()
 
     def _set_rates(self) -> None:
         """Of all tables; say once which do not go on at the rate that they were trained at."""

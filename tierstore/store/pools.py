@@ -80,7 +80,7 @@ class Pools:
     def require_unused(self, action: str) -> None:
         """TableError, which says what to do before, if rows are in use; errors as ``look``."""
         self.look()
-        if not all(pool.becomes_unused() for pool in self):
+        if not all(pool.becomes_unused() for pool in self) or any(ids.in_use for ids in self._catalog.ids):
             raise TableError(f"rows are in use by {IN_USE}; {action} before it")
 
     def freeze(self) -> Sequence[Pool]:

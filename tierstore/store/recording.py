@@ -78,6 +78,8 @@ class Recorder:
             raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
         if not store.tables:
             raise ValueError(f"{store.directory} has no table yet; make its tables, then record")
+        for table in store.tables.values():
+            table.config.require_fixed_ids("recordings")
         self.path: Path = Path(os.path.abspath(path))
         names = [""] * (1 + max(table.index for table in store.tables.values()))
         for table in store.tables.values():

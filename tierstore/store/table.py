@@ -22,14 +22,15 @@ from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
 from ..lookup.lookup import make_lookup
-from ..lookup.tables import id_error
+from ..lookup.tables import Found, Use, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
 from ..pool.in_place import InMemory
 from ..system.hints import Unpicklable
+from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
-from .table_ids import IdStats, TableIds
+from .table_ids import FoundRows, IdStats, TableIds
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -220,26 +221,18 @@ class Table(Unpicklable):
                 'torch.no_grad() or open the store with mode="r"'
             )
 
-    def keys_of(self, ids: Int64s, *, admit: bool) -> Int64s:
+    def keys_of(self, ids: Int64s, use: Use) -> Found:
         """See ``LookupTable.keys_of``."""
         if self.ids is None:
-            return self._keys_of(ids)
-        if admit:
-            with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
-                rows = self.ids.admit(ids, lambda *whole: self.in_pool(lambda pool: pool.transfers.put(*whole)))
-        else:
-            rows = self.ids.find(ids)
-        return np.where(rows < 0, rows, rows | (self.index << KEY_ROW_BITS))
+            return Found(self._keys_of(ids))
+        rows, hold = self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
+        return Found(np.where(rows < 0, rows, rows | (self.index << KEY_ROW_BITS)), hold)
 
-    def hold(self, owner: object, rows: Int64s) -> None:
-        """See ``LookupTable.hold``."""
-        if self.ids is not None:
-            self.ids.hold(owner, rows)
-
-    def let_go(self, owner: object) -> None:
-        """See ``LookupTable.let_go``."""
-        if self.ids is not None:
-            self.ids.let_go(owner)
+    @shielded
+    def _admit(self, ids: Int64s) -> FoundRows:
+        known = self._require_dynamic("admit")
+        with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
+            return known.admit(ids, lambda *whole: self.in_pool(lambda pool: pool.transfers.put(*whole)))
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
@@ -247,7 +240,7 @@ class Table(Unpicklable):
 
     def _keys_of(self, rows: Ids) -> Int64s:
         if self.ids is not None:
-            return self.keys_of(rows.astype(np.int64, copy=False), admit=False)
+            return self.keys_of(rows.astype(np.int64, copy=False), Use.READ).keys
         keys: Int64s = np.empty(len(rows), np.int64)
         outside = row_keys(rows, self.rows.start, self.rows.stop, self.index << KEY_ROW_BITS, keys)
         if outside >= 0:
@@ -362,13 +355,15 @@ class Table(Unpicklable):
             DiskFullError. DamagedError: the rows' index cannot be read. ClosedError.
         """
         if self.ids is not None:
-            yield from map(torch.from_numpy, self.ids.listed())
+            self.store.require_open()
+            yield torch.from_numpy(self.ids.listed())
             return
         for part in self.store.written_rows(self):
             yield torch.from_numpy(part)
 
     def first_values(self, ids: Tensor) -> Tensor:
-        """float32 [n, embedding_dim]: what ``read`` gives of rows never written. Arguments and errors as there."""
+        """float32 [n, embedding_dim]: what ``read`` gives of rows never written, or once dynamic ids have got rows.
+        Arguments and errors as there."""
         layout = self.layout
         keys = self._keys(ids) if self.ids is None else check_ids(ids, device=self.store.device).astype(np.int64)
         slots = np.arange(len(keys), dtype=np.int32)
@@ -424,17 +419,17 @@ class Table(Unpicklable):
             ids: int64 or int32 [n].
 
         Returns:
-            how many of them, duplicates included, have a row then.
+            how many of them, duplicates included, have a row then (with ``unseen="error"`` all, or IdError).
 
         Raises:
             TableError: the table's ids are not dynamic. ReadOnlyError, ClosedError. Others as of ``read``.
         """
         self.store.require_writable()
         self._require_dynamic("admit")
-        keys = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), admit=True)
-        self.note_change()
-        return int(np.count_nonzero(keys >= 0))
+        found = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), Use.ADMIT)
+        return int(np.count_nonzero(found.keys >= 0))
 
+    @shielded
     def evict(self, ids: Tensor) -> int:
         """Take the rows from ids, which become as ids never seen.
 
@@ -449,7 +444,6 @@ class Table(Unpicklable):
         self.store.require_writable()
         known = self._require_dynamic("evict")
         given = check_ids(ids, device=self.store.device).astype(np.int64)
-        self.note_change()
         with self.store.shown.changing():
             return known.evict(given)
 

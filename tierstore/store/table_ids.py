@@ -1,7 +1,8 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
 They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
-id and score of row r, and candidates follow; row 0 has the count of batches. So what makes rows durable, versioned and
+id and score of row r, and candidates follow; row 0 has the count of batches, and where
+rows without ids are looked for next. So what makes rows durable, versioned and
 whole makes ids so. A commit writes those that changed.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
@@ -10,7 +11,7 @@ row for it than that of the id that had it before, in the version that has the n
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -26,13 +27,13 @@ from ..kernels.floats import code_of_dtype
 from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
+from ..lookup.tables import Use
 from ..pool.bags import Distinct
-from ..system.signals import shielded
 
 EVICTED_SHARE: Final = 1 / 32
 """Of the rows, those that lose their ids at once when there are no more."""
 _CHUNK_ROWS: Final = 2**16
-_MAX_STEPS: Final = 2**32 - 1
+_MAX_STEPS: Final = 2**32 - 2
 _HALF: Final = np.uint64(32)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
@@ -78,6 +79,32 @@ class ChangedIds(NamedTuple):
         self.ids.show(self.changed)
 
 
+class IdsHold:
+    """See ``Hold``. ``rows``: that keep their ids."""
+
+    def __init__(self, ids: "TableIds", rows: Int64s) -> None:
+        self.rows = rows
+        self._ids = ids
+        self._moves = -1
+
+    def let_go(self) -> None:
+        self.rows, self._moves = self.rows[:0], self._ids.num_moves
+
+    def require(self) -> None:
+        if 0 <= self._moves < self._ids.num_moves:
+            raise RuntimeError(
+                "a batch is trained a second time (retain_graph=True), and some ids have lost their rows since the "
+                "first: run the backward passes of a batch before the next batch's forward"
+            )
+
+
+class FoundRows(NamedTuple):
+    """int64 [n]: rows of some ids, -1 of one that has none."""
+
+    rows: Int64s
+    hold: IdsHold | None = None
+
+
 class IdStats(NamedTuple):
     """Of a table with dynamic ids.
 
@@ -100,6 +127,7 @@ class TableIds:
 
     Attributes:
         lock: held while ids are looked up or change.
+        num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
     """
 
@@ -107,13 +135,14 @@ class TableIds:
         assert config.ids is not None
         self.lock = threading.RLock()
         self.num_admitted = self.num_refused = self.num_evicted = 0
+        self.num_changes = self.num_moves = 0
         self._config = config
         self._rules = config.ids
         self._index = index
         self._layout = layout
         self._cold = cold
         self._workers = workers
-        self._held: weakref.WeakKeyDictionary[object, Int64s] = weakref.WeakKeyDictionary()
+        self._holds: weakref.WeakSet[IdsHold] = weakref.WeakSet()
         self._frozen: _Changed | None = None
         self._version = 0
         self.forget()
@@ -124,7 +153,8 @@ class TableIds:
             self.__dict__.pop("_known", None)
             self._step = 0
             self._frozen = None
-            self._held.clear()
+            self._holds.clear()
+            self.num_moves += 1
 
     @property
     def size_bytes(self) -> int:
@@ -139,12 +169,26 @@ class TableIds:
 
     # Looking ids up
 
-    def find(self, ids: Int64s) -> Int64s:
-        """int64 [n]: rows, -1 for an id without one. IdError for such an one, if the table asks for it."""
+    def find(self, ids: Int64s, use: Use = Use.READ) -> FoundRows:
+        """The rows of ids; not to admit them. IdError for one without a row, if the table asks for it, unless they are
+        only prepared."""
         with self.lock:
-            rows = self._rows.find(ids, self._workers)
-        self._require_seen(ids, rows)
-        return rows
+            found = self._found(self._rows.find(ids, self._workers), is_held=use is Use.KEEP)
+        if use is not Use.PREPARE:
+            self._require_seen(ids, found.rows)
+        return found
+
+    def _found(self, rows: Int64s, *, is_held: bool) -> FoundRows:
+        if not is_held:
+            return FoundRows(rows)
+        hold = IdsHold(self, rows[rows >= 0])
+        self._holds.add(hold)
+        return FoundRows(rows, hold)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a batch under way keeps rows."""
+        return any(len(hold.rows) for hold in self._holds)
 
     def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
         if self._rules.unseen == "error" and (rows < 0).any():
@@ -153,49 +197,41 @@ class TableIds:
                 'admitted, or was evicted. With DynamicIds(unseen="zeros") such ids give zeros'
             )
 
-    def listed(self) -> Iterator[Int64s]:
-        """All ids that have rows, int64, in parts."""
+    def listed(self) -> Int64s:
+        """All ids that have rows, int64, ascending."""
         with self.lock:
-            rows = self._rows.used_rows
-        for first in range(0, len(rows), _CHUNK_ROWS):
-            yield self._rows.ids[rows[first : first + _CHUNK_ROWS]]
+            return np.sort(self._rows.ids[self._rows.used_rows])
 
-    @shielded
-    def admit(self, ids: Int64s, put: Put) -> Int64s:
-        """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others."""
+    def admit(self, ids: Int64s, put: Put) -> FoundRows:
+        """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others. If
+        ``put`` fails, no id has got a row, though some may have lost theirs."""
         with self.lock:
+            self.num_changes += 1
             rows, step = self._rows, self._next_step()
             found = rows.find(ids, self._workers)
             missing = np.flatnonzero(found < 0)
             inverse, new = Distinct.of(ids[missing])
             counts = np.bincount(inverse, minlength=len(new))
-            chosen = self._admitted(new, counts, step)
-            room = self._make_room(int(np.count_nonzero(chosen)), found)
-            chosen[np.flatnonzero(chosen)[room:]] = False
+            seen = self._seen(new, counts)
+            chosen = np.flatnonzero(self._are_admitted(new, seen, step))
+            chosen = chosen[: self._make_room(len(chosen), found)]
             given = np.full(len(new), -1, np.int64)
-            if chosen.any():
-                given[chosen] = self._insert(new[chosen], counts[chosen], step, put)
-            self.num_admitted += int(np.count_nonzero(chosen))
-            self.num_refused += int(np.count_nonzero(~chosen))
+            given[chosen] = self._insert(new[chosen], counts[chosen], step, put)
+            self._count(new, seen, given >= 0, step)
+            self.num_admitted += len(chosen)
+            self.num_refused += len(new) - len(chosen)
             self._note_uses(found[found >= 0], step)
             found[missing] = given[inverse]
+            result = self._found(found, is_held=True)
         self._require_seen(ids, found)
-        return found
-
-    def hold(self, owner: object, rows: Int64s) -> None:
-        """These rows keep their ids until ``owner`` lets go of them, or is no more."""
-        with self.lock:
-            self._held[owner] = rows
-
-    def let_go(self, owner: object) -> None:
-        with self.lock:
-            self._held.pop(owner, None)
+        return result
 
     def evict(self, ids: Int64s) -> int:
         """Take the rows from these ids, but from those that a batch under way uses; returns how many had one."""
         with self.lock:
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
+            self.num_changes += 1
             return self._evict(rows[~self._in_use()[rows]])
 
     # The rules
@@ -214,38 +250,40 @@ class TableIds:
             self._evict(old[~self._in_use()[old]])
         return self._step
 
-    def _admitted(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Which of some ids without rows, distinct, get one."""
+    def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
+        """How often ids without rows, distinct, have been seen, this batch's ``counts`` included."""
+        if not isinstance(self._rules.admission, Frequency):
+            return counts
+        known = self._candidates.find(ids)
+        return counts + np.where(known >= 0, self._candidates.scores[known] & _SEEN, 0)
+
+    def _are_admitted(self, ids: Int64s, seen: Int64s, step: int) -> Bools:
+        """Which of them may get a row."""
         rule = self._rules.admission
         if isinstance(rule, Frequency):
-            return self._count(ids, counts, step) >= rule.times
+            return seen >= rule.times
         if isinstance(rule, Probability):
             return draws(ids, mix64(np.uint64(rule.seed % 2**64) ^ mix64(np.uint64(step)))) < rule.share
         return np.ones(len(ids), np.bool_)
 
-    def _count(self, ids: Int64s, counts: Int64s, step: int) -> Int64s:
-        """Count some ids without rows: how often each has been seen. One that is seen often enough is counted no
-        more."""
-        rule, candidates = self._rules.admission, self._candidates
-        assert isinstance(rule, Frequency)
+    def _count(self, ids: Int64s, seen: Int64s, has_row: Bools, step: int) -> None:
+        """Count those that have got no row; the others are counted no more."""
+        if not isinstance(self._rules.admission, Frequency):
+            return
+        candidates = self._candidates
         known = candidates.find(ids)
-        is_known = known >= 0
-        seen = counts.copy()
-        seen[is_known] += candidates.scores[known[is_known]] & _SEEN
-        is_candidate = seen < rule.times
-        candidates.remove(known[is_known & ~is_candidate])
-        stays = is_known & is_candidate
-        now = np.uint32((step & _AGE) << _SEEN_BITS)
-        candidates.scores[known[stays]] = seen[stays].astype(np.uint32) | now
+        scores = (np.minimum(seen, _SEEN) | (step & _AGE) << _SEEN_BITS).astype(np.uint32)
+        candidates.remove(known[has_row & (known >= 0)])
+        stays = ~has_row & (known >= 0)
+        candidates.scores[known[stays]] = scores[stays]
         candidates.flags[known[stays]] |= DIRTY
-        new = np.flatnonzero(~is_known & is_candidate)[-candidates.capacity :]
+        new = np.flatnonzero(~has_row & (known < 0))[-candidates.capacity :]
         if len(new) > candidates.num_free:
             used = candidates.used_rows
             seen_at = (candidates.scores[used] >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
             wanted = max(len(new) - candidates.num_free, int(candidates.capacity * EVICTED_SHARE))
             candidates.remove(used[lowest(seen_at, candidates.ids[used], wanted)])
-        candidates.put(candidates.free_rows(len(new)), ids[new], seen[new].astype(np.uint32) | now)
-        return seen
+        candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
 
     def _insert(self, ids: Int64s, counts: Int64s, step: int, put: Put) -> Int64s:
         is_counted = isinstance(self._rules.eviction, LFU)
@@ -268,7 +306,7 @@ class TableIds:
     def _note_uses(self, rows: Int64s, step: int) -> None:
         own = self._rows
         if isinstance(self._rules.eviction, LFU):
-            count_uses(rows, np.ones(len(rows), np.int64), own.scores, own.flags)
+            count_uses(rows, own.scores, own.flags)
         else:
             note_use(rows, step, own.scores, own.flags)
 
@@ -277,8 +315,8 @@ class TableIds:
     def _in_use(self) -> Bools:
         """bool [capacity]: the rows of batches under way."""
         in_use = np.zeros(self._rows.capacity, np.bool_)
-        for held in self._held.values():
-            in_use[held] = True
+        for hold in self._holds:
+            in_use[hold.rows] = True
         return in_use
 
     def _make_room(self, count: int, batch: Int64s) -> int:
@@ -287,12 +325,13 @@ class TableIds:
         rows = self._rows
         if count > rows.num_free:
             wanted = max(count - rows.num_free, int(rows.capacity * EVICTED_SHARE))
-            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held.values()]))
+            self._evict(rows.victims(wanted, [batch[batch >= 0], *(hold.rows for hold in self._holds)]))
         return min(count, rows.num_free)
 
     def _evict(self, rows: Int64s) -> int:
         self._rows.remove(rows)
         self.num_evicted += len(rows)
+        self.num_moves += 1
         return len(rows)
 
     # Commits
@@ -304,7 +343,7 @@ class TableIds:
             self._version = version
             if "_known" not in self.__dict__:
                 return
-            step = _Changed(np.zeros(1, np.int64), np.array([[self._step, 0]], np.uint64))
+            step = _Changed(np.zeros(1, np.int64), np.array([[self._step, self._rows.cursor]], np.uint64))
             parts = [step, *(_Changed.of(part, first) for first, part in self._parts(self._known))]
             self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for _, part in self._parts(self._known):
@@ -371,7 +410,7 @@ class TableIds:
         for start, part in self._parts(known):
             changed.enter(part, start)
         if len(changed.rows) and changed.rows[0] == 0:
-            self._step = int(changed.words[0, 0])
+            self._step, known[0].cursor = map(int, changed.words[0])
 
     def changed(self, newer: NewerVersion) -> ChangedIds:
         """What a newer version has of them."""
@@ -382,6 +421,12 @@ class TableIds:
         words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
         newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
         return ChangedIds(self, _Changed(keys & ROW_MASK, words))
+
+    def rehearse(self) -> None:
+        """Compile what ``changed`` and ``show`` use."""
+        made, rows = IdMap(1), np.zeros(1, np.int64)
+        made.put(rows, rows, rows.astype(np.uint32))
+        made.remove(rows)
 
     def show(self, changed: _Changed | None) -> None:
         with self.lock:
