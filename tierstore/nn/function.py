@@ -54,7 +54,6 @@ class Prepared:
         self.store = store
         self.padding = padding
         self.features: object = None
-        self.has_dynamic_ids = any(table.config.ids is not None for each in lookups for table in each.tables)
         self._all = lookups if padding is None else [*lookups, padding.lookup]
         self._sources = [source for source in sources if source is not None]
         self._versions: list[int] = []
@@ -234,7 +233,7 @@ class _PooledLookups(torch.autograd.Function):
         ctx.prepared = prepared
         ctx.trainable = trainable
         ctx.turn = Turn.now()
-        if trainable and prepared.has_dynamic_ids:
+        if trainable:
             prepared.admit()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it

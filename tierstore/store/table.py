@@ -310,10 +310,10 @@ class Table(Unpicklable):
     def _read(self, keys: Int64s) -> Tensor:
         """[n, embedding_dim]; zeros for keys -1."""
         self.store.require_open()
+        if self.ids is None and len(keys):
+            return self.in_pool(lambda pool: pool.tier.read(keys))
         has_row = keys >= 0
-        known = keys if has_row.all() else keys[has_row]
-        if len(known) and len(known) == len(keys):
-            return self.in_pool(lambda pool: pool.tier.read(known))
+        known = keys[has_row]
         out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
         if len(known):
             out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
