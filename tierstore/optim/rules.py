@@ -130,7 +130,7 @@ def _step_columns(
 ) -> None:  # fmt: skip
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
     """One step of some columns of a row. Of row-wise Adagrad, ``rate`` is divided by its root already."""
-    if code in (_SGD, _ROWWISE_ADAGRAD, _OF_COLUMNS):
+    if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:  # and _SGD
         step = rate * gradient
     elif code == _ADAGRAD:
         accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
