@@ -11,11 +11,14 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
-from .kernels.arrays import Int32s, Int64s, Weights
+from .kernels.arrays import Int32s, Int64s, Weights, Words
+from .kernels.floats import code_of_dtype
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
+from .kernels.quantized import fill_first_values
 from .kernels.simd import store
-from .layout import KEY_ROW_BITS, ROW_MASK
+from .layout import KEY_ROW_BITS, ROW_MASK, RowLayout
+from .system.kinds import by_kind
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
@@ -70,6 +73,20 @@ class Initializer:
             self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim,
             dtype_code,
         )  # fmt: skip
+
+    def fill_layout(self, keys: Int64s, slots: Int32s, weights: Weights, layout: RowLayout) -> None:
+        """``fill`` of rows of a layout, quantized ones too."""
+        dtype_code = code_of_dtype(layout.dtype)
+        if layout.is_quantized:
+            fill_first_values(self, keys, slots, weights, layout.dim, dtype_code)
+        else:
+            self.fill(keys, slots, weights, layout.dim, dtype_code)
+
+    def rows(self, keys: Int64s, layout: RowLayout) -> Words:
+        """Weights of whole rows before anything is written to them, uint64 [n, weight words of the layout]."""
+        words = np.zeros((len(keys), layout.weight_words), np.uint64)
+        self.fill_layout(keys, np.arange(len(keys), dtype=np.int32), words.view(layout.numpy_dtype), layout)
+        return words
 
     @property
     def random_seed(self) -> int:
@@ -161,11 +178,7 @@ _KINDS: Final[dict[str, type[Initializer]]] = {kind.kind: kind for kind in (Cons
 
 def from_dict(fields: dict[str, Any]) -> Initializer:
     """Inverse of ``Initializer.to_dict``. ValueError for an unknown kind."""
-    rest = dict(fields)
-    kind = rest.pop("kind", None)
-    if kind not in _KINDS:
-        raise ValueError(f"initializer kind {kind!r} is not one of {sorted(_KINDS)}")
-    return _KINDS[kind](**rest)
+    return by_kind(fields, _KINDS, "initializer")
 
 
 @inline

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, Literal, get_args
 
 from ..system.excerpt import excerpt
+from ..system.kinds import by_kind
 
 Unseen = Literal["zeros", "error"]
 MAX_SEEN: Final = 255
@@ -109,19 +110,12 @@ class TTL(Eviction):
         _require(self.steps, "steps", 1, 2**31)
 
 
-_KINDS: Final[dict[str, type[Any]]] = {each.kind: each for each in (Frequency, Probability, LRU, LFU, TTL)}
+_ADMISSIONS: Final[dict[str, type[Admission]]] = {each.kind: each for each in (Frequency, Probability)}
+_EVICTIONS: Final[dict[str, type[Eviction]]] = {each.kind: each for each in (LRU, LFU, TTL)}
 
 
 def _to_dict(part: Admission | Eviction) -> dict[str, Any]:
     return {"kind": part.kind, **asdict(part)}
-
-
-def _from_dict(fields: dict[str, Any]) -> Any:
-    rest = dict(fields)
-    kind = rest.pop("kind", None)
-    if kind not in _KINDS:
-        raise ValueError(f"{excerpt(kind)} is no kind of admission or eviction: {', '.join(_KINDS)}")
-    return _KINDS[kind](**rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +161,7 @@ class DynamicIds:
         """Inverse of ``to_dict``. ValueError, TypeError or KeyError for anything it did not write."""
         admission = fields["admission"]
         return cls(
-            admission=None if admission is None else _from_dict(admission),
-            eviction=_from_dict(fields["eviction"]),
+            admission=None if admission is None else by_kind(admission, _ADMISSIONS, "admission"),
+            eviction=by_kind(fields["eviction"], _EVICTIONS, "eviction"),
             unseen=fields["unseen"],
         )

@@ -235,15 +235,14 @@ class IdMap:
     def find(self, wanted: Int64s, workers: Workers | None = None) -> Int64s:
         """int64 [n]: the row of each id, -1 of one that has none."""
         rows = np.empty(len(wanted), np.int64)
-        parts = 1 if workers is None else workers.parts(len(wanted))
 
         def work(begin: int, end: int) -> None:
             find_rows(begin, end, wanted, self._index, self.ids, self._row_bits, rows)
 
-        if workers is None or parts == 1:
+        if workers is None:
             work(0, len(wanted))
         else:
-            workers.run(work, [len(wanted) * part // parts for part in range(parts + 1)])
+            workers.divide(work, len(wanted))
         return rows
 
     def put(self, rows: Int64s, ids: Int64s, scores: Uint32s) -> None:

@@ -153,6 +153,11 @@ class Workers:
         elif items:
             work(0, items)
 
+    def divide(self, work: Callable[[int, int], Any], count: int) -> None:
+        """``share`` of so many items of equal work."""
+        parts = self.parts(count)
+        self.run(work, [count * part // parts for part in range(parts + 1)])
+
     def native_team(self) -> int:
         """The address of ``GOMP_parallel``, if the calling thread may borrow torch's threads with it; else 0."""
         team = _torch_team() if threading.current_thread() is threading.main_thread() else None

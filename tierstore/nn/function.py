@@ -54,9 +54,12 @@ class Prepared:
         self.store = store
         self.padding = padding
         self.features: object = None
-        self._all = lookups if padding is None else [*lookups, padding.lookup]
         self._sources = [source for source in sources if source is not None]
         self._versions: list[int] = []
+
+    @property
+    def _all(self) -> Sequence[AnyLookup]:
+        return self.lookups if self.padding is None else [*self.lookups, self.padding.lookup]
 
     def note_versions(self) -> None:
         """Note how often its tensors were changed, for ``is_current``."""
@@ -85,7 +88,6 @@ class Prepared:
     def admit(self) -> None:
         """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""
         self.lookups = [lookup.admitted() for lookup in self.lookups]
-        self._all = self.lookups if self.padding is None else [*self.lookups, self.padding.lookup]
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from ..kernels.arrays import Floats, Int64s
+from ..system.kinds import by_kind
 
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
@@ -193,11 +194,7 @@ _KINDS: Final[dict[str, type[Optimizer]]] = {
 
 def from_dict(fields: dict[str, Any]) -> Optimizer:
     """Inverse of ``Optimizer.to_dict``. ValueError for an unknown kind."""
-    rest = dict(fields)
-    kind = rest.pop("kind", None)
-    if kind not in _KINDS:
-        raise ValueError(f"optimizer kind {kind!r} is not one of {sorted(_KINDS)}")
-    return _KINDS[kind](**rest)
+    return by_kind(fields, _KINDS, "optimizer")
 
 
 def adding(num_tables: int) -> tuple[Int64s, Floats]:

@@ -74,7 +74,7 @@ class Arena(RowArrays):
             raise ClosedError("the store is closed")
 
     def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
-        self.workers.share(work, np.arange(count + 1))
+        self.workers.divide(work, count)
 
 
 def pool_part(rows: RowArrays, workers: Workers, bags: Bags, pooling: Pooling, first: int, slots: Int32s) -> None:

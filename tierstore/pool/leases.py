@@ -6,7 +6,6 @@ To bring rows in is to reserve slots, write next victims back, and read rows or 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from ..cache import Admission, AdmitStatus, CacheCounters
 from ..config import TableConfig
 from ..errors import BudgetError
-from ..kernels import quantized
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
@@ -145,8 +143,7 @@ class Leases:
         for table_index in np.unique(table_indices):
             config = self._tables[int(table_index)]
             chosen = table_indices == table_index
-            fill = partial(quantized.fill_first_values, config.init) if layout.is_quantized else config.init.fill
-            fill(keys[chosen], slots[chosen], arena.weights, layout.dim, arena.dtype_code)
+            config.init.fill_layout(keys[chosen], slots[chosen], arena.weights, layout)
             arena.state[slots[chosen]] = 0
             arena.state[slots[chosen], : layout.state_dim] = config.optimizer.initial_state
 

@@ -4,14 +4,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import TableConfig, require_choice
-from ..errors import ClosedError, IdError, ReadOnlyError, TableError
+from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
 from ..hbm.lanes import refused_in_graph
 from ..kernels import quantized
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from .store import Store
 
 _T = TypeVar("_T")
+
+
+_ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 
 
 def _no_pool() -> None:
@@ -301,23 +304,23 @@ class Table(Unpicklable):
         Raises:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
-        rows = self.store.shown.at_one(lambda: self._read(self._keys(ids)))
-        if self.store.recorder is not None:
-            keys = self._keys(ids)
-            self.store.recorder.note_rows(keys[keys >= 0])
+        keys, rows = self.store.shown.at_one(lambda: self._read(ids))
+        if self.store.recorder is not None:  # which knows no dynamic ids
+            self.store.recorder.note_rows(keys)
         return rows
 
-    def _read(self, keys: Int64s) -> Tensor:
-        """[n, embedding_dim]; zeros for keys -1."""
+    def _read(self, ids: Tensor) -> tuple[Int64s, Tensor]:
+        """Keys, -1 of ids without a row, and [n, embedding_dim], zeros for those."""
+        keys = self._keys(ids)
         self.store.require_open()
         if self.ids is None and len(keys):
-            return self.in_pool(lambda pool: pool.tier.read(keys))
+            return keys, self.in_pool(lambda pool: pool.tier.read(keys))
         has_row = keys >= 0
         known = keys[has_row]
         out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
         if len(known):
             out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
-        return out
+        return keys, out
 
     def read_state(self, ids: Tensor) -> Tensor:
         """Optimizer state of rows. Arguments and errors as of ``read``.
@@ -366,15 +369,13 @@ class Table(Unpicklable):
         Arguments and errors as there."""
         layout = self.layout
         keys = self._keys(ids) if self.ids is None else check_ids(ids, device=self.store.device).astype(np.int64)
-        slots = np.arange(len(keys), dtype=np.int32)
-        weights: Any = np.zeros((len(keys), layout.weight_words), np.uint64).view(layout.numpy_dtype)
+        weights: Any = self.config.init.rows(keys, layout).view(layout.numpy_dtype)
         dtype_code = code_of_dtype(layout.dtype)
-        out = torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
         if layout.is_quantized:
-            quantized.fill_first_values(self.config.init, keys, slots, weights, layout.dim, dtype_code)
+            slots = np.arange(len(keys), dtype=np.int32)
+            out = torch.empty((len(keys), layout.dim), dtype=torch.float32, device="cpu")
             quantized.unpack_rows(slots, weights, layout.dim, dtype_code, out.numpy())
             return out
-        self.config.init.fill(keys, slots, weights, layout.dim, dtype_code)
         rows = torch.from_numpy(weights[:, : layout.dim].copy())
         return rows if dtype_code == FLOAT32 else rows.view(layout.torch_dtype).float()
 
@@ -391,7 +392,9 @@ class Table(Unpicklable):
         """
         self.store.require_writable()
         self.require_float()
-        keys = self._keys(ids) if self.ids is None else self._require_rows(ids)
+        keys = self._keys(ids)
+        if self.ids is not None:
+            self.ids.require_rows(check_ids(ids, device=self.store.device), keys, _ADMITS)
         if require_tensor(rows, "rows").dtype not in FLOAT_TYPES:
             raise TypeError(f"rows must be float32, float16 or bfloat16, not {rows.dtype}; rows.float() converts")
         if rows.shape != (len(keys), self.layout.dim):
@@ -401,16 +404,6 @@ class Table(Unpicklable):
         new = rows.detach().to(self.layout.torch_dtype)
         self.note_change()
         self.in_pool(lambda pool: pool.tier.write(keys, new))
-
-    def _require_rows(self, ids: Tensor) -> Int64s:
-        """Keys of the rows of ids, which may be dynamic. ValueError: one has no row."""
-        keys = self._keys(ids)
-        if (keys < 0).any():
-            raise IdError(
-                f"id {int(ids[int(np.argmax(keys < 0))])} has no row in table {self.name!r}, whose ids are dynamic: "
-                "forward passes that train admit ids, and Table.admit does"
-            )
-        return keys
 
     def admit(self, ids: Tensor) -> int:
         """Use ids as a batch that trains does: they count, and get rows by the rules of ``config.ids``.

@@ -1,9 +1,8 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
 They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
-id and score of row r, and candidates follow; row 0 has the count of batches, and where
-rows without ids are looked for next. So what makes rows durable, versioned and
-whole makes ids so. A commit writes those that changed.
+id and score of row r, and candidates follow; row 0 has the count of batches, and where rows without ids are looked for
+next. So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -13,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from ..errors import IdError
 from ..ids.configs import LFU, TTL, Frequency, Probability
 from ..ids.id_map import DIRTY, USED, IdMap, count_uses, draws, lowest, map_bytes, note_use
 from ..io import ColdTier, NewerVersion
-from ..kernels.arrays import Bools, Int64s, Words
-from ..kernels.floats import code_of_dtype
+from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
@@ -58,10 +56,14 @@ class _Changed(NamedTuple):
         words[:, 1] = (part.flags[rows] & np.uint8(USED)).astype(np.uint64) << _HALF | part.scores[rows]
         return cls(rows + first, words)
 
+    def of_part(self, part: IdMap, first: int) -> "_Changed":
+        """What is of that part, in terms of its rows."""
+        own = (self.rows >= first) & (self.rows < first + part.capacity)
+        return _Changed(self.rows[own] - first, self.words[own])
+
     def enter(self, part: IdMap, first: int) -> None:
         """Have that part hold what this says of it, as it is stored."""
-        own = (self.rows >= first) & (self.rows < first + part.capacity)
-        rows, words = self.rows[own] - first, self.words[own]
+        rows, words = self.of_part(part, first)
         part.remove(rows[part.flags[rows] & USED != 0])
         used = words[:, 1] >> _HALF & np.uint64(USED) != 0
         part.put(rows[used], words[used, 0].view(np.int64), words[used, 1].astype(np.uint32))
@@ -188,14 +190,18 @@ class TableIds:
     @property
     def in_use(self) -> bool:
         """Whether a batch under way keeps rows."""
-        return any(len(hold.rows) for hold in self._holds)
+        return any(map(len, self._held))
 
     def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
-        if self._rules.unseen == "error" and (rows < 0).any():
-            raise IdError(
-                f"id {int(ids[int(np.argmax(rows < 0))])} has no row in table {self._config.name!r}: it was never "
-                'admitted, or was evicted. With DynamicIds(unseen="zeros") such ids give zeros'
+        if self._rules.unseen == "error":
+            self.require_rows(
+                ids, rows, 'it was never admitted, or was evicted. With DynamicIds(unseen="zeros") such ids give zeros'
             )
+
+    def require_rows(self, ids: Ids, rows: Int64s, way: str) -> None:
+        """IdError, which ends with the way out, if one of these has no row: -1."""
+        if (rows < 0).any():
+            raise IdError(f"id {int(ids[int(np.argmax(rows < 0))])} has no row in table {self._config.name!r}: {way}")
 
     def listed(self) -> Int64s:
         """All ids that have rows, int64, ascending."""
@@ -232,7 +238,7 @@ class TableIds:
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
-            return self._evict(rows[~self._in_use()[rows]])
+            return self._evict(self._not_held(rows))
 
     # The rules
 
@@ -246,8 +252,7 @@ class TableIds:
             rows.scores >>= np.uint32(1)
             rows.flags |= np.where(rows.is_used, np.uint8(DIRTY), np.uint8(0))
         if isinstance(rule, TTL) and self._step > rule.steps and self._step % max(1, rule.steps // 16) == 0:
-            old = np.flatnonzero(rows.is_used & (rows.scores < self._step - rule.steps))
-            self._evict(old[~self._in_use()[old]])
+            self._evict(self._not_held(np.flatnonzero(rows.is_used & (rows.scores < self._step - rule.steps))))
         return self._step
 
     def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
@@ -288,20 +293,12 @@ class TableIds:
     def _insert(self, ids: Int64s, counts: Int64s, step: int, put: Put) -> Int64s:
         is_counted = isinstance(self._rules.eviction, LFU)
         scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
-        rows = self._rows.free_rows(len(ids))
-        put(rows | (self._index << KEY_ROW_BITS), *self._first_values(ids))
+        rows, layout = self._rows.free_rows(len(ids)), self._layout
+        state = np.zeros((len(ids), layout.state_words), np.uint64)
+        state.view(np.float32)[:, : layout.state_dim] = self._config.optimizer.initial_state
+        put(rows | (self._index << KEY_ROW_BITS), self._config.init.rows(ids, layout), state)
         self._rows.put(rows, ids, scores)  # not before its row is whole
         return rows
-
-    def _first_values(self, ids: Int64s) -> tuple[Words, Words]:
-        config, layout = self._config, self._layout
-        weights = np.zeros((len(ids), layout.weight_words), np.uint64)
-        view: Any = weights.view(layout.numpy_dtype)
-        slots = np.arange(len(ids), dtype=np.int32)
-        config.init.fill(ids, slots, view, layout.dim, code_of_dtype(layout.dtype))
-        state = np.zeros((len(ids), layout.state_words), np.uint64)
-        state.view(np.float32)[:, : layout.state_dim] = config.optimizer.initial_state
-        return weights, state
 
     def _note_uses(self, rows: Int64s, step: int) -> None:
         own = self._rows
@@ -312,12 +309,13 @@ class TableIds:
 
     # Eviction
 
-    def _in_use(self) -> Bools:
-        """bool [capacity]: the rows of batches under way."""
-        in_use = np.zeros(self._rows.capacity, np.bool_)
-        for hold in self._holds:
-            in_use[hold.rows] = True
-        return in_use
+    @property
+    def _held(self) -> list[Int64s]:
+        """The rows of batches under way."""
+        return [hold.rows for hold in self._holds]
+
+    def _not_held(self, rows: Int64s) -> Int64s:
+        return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
 
     def _make_room(self, count: int, batch: Int64s) -> int:
         """Evict, if need be, so that ``count`` ids can have rows; returns how many can. ``batch``: rows of this batch,
@@ -325,7 +323,7 @@ class TableIds:
         rows = self._rows
         if count > rows.num_free:
             wanted = max(count - rows.num_free, int(rows.capacity * EVICTED_SHARE))
-            self._evict(rows.victims(wanted, [batch[batch >= 0], *(hold.rows for hold in self._holds)]))
+            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held]))
         return min(count, rows.num_free)
 
     def _evict(self, rows: Int64s) -> int:
@@ -368,8 +366,7 @@ class TableIds:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
                 for first, part in self._parts(self._known):
-                    own = frozen.rows[(frozen.rows >= first) & (frozen.rows < first + part.capacity)]
-                    part.flags[own - first] |= DIRTY
+                    part.flags[frozen.of_part(part, first).rows] |= DIRTY
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""

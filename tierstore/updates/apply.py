@@ -18,9 +18,7 @@ from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..io import LmdbColdTier
 from ..kernels.arrays import Int64s, Words
-from ..kernels.floats import code_of_dtype
-from ..kernels.quantized import fill_first_values
-from ..layout import KEY_ROW_BITS, RowLayout
+from ..layout import KEY_ROW_BITS
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.version import ORIGIN_KEY, TableState, repack, unpack
@@ -188,7 +186,7 @@ class _Writer:
                 lost = sent.missing(changed.rows)
                 if len(lost):
                     keys = lost | (index << KEY_ROW_BITS)
-                    self._write(index, lost, _first_values(config, self._layouts[index], keys))
+                    self._write(index, lost, config.init.rows(keys, self._layouts[index]))
 
 
 class _Sent:
@@ -208,17 +206,6 @@ class _Sent:
             self._rows = more[0]
             missing = missing[~np.isin(missing, self._rows, assume_unique=True)]
         return missing
-
-
-def _first_values(config: TableConfig, layout: RowLayout, keys: Int64s) -> Words:
-    """Weights of rows never written, uint64 [n, weight words]."""
-    words = np.zeros((len(keys), layout.weight_words), np.uint64)
-    slots, values = np.arange(len(keys), dtype=np.int32), words.view(layout.numpy_dtype)
-    if layout.is_quantized:
-        fill_first_values(config.init, keys, slots, values, layout.dim, code_of_dtype(layout.dtype))
-    else:
-        config.init.fill(keys, slots, values, layout.dim, code_of_dtype(layout.dtype))
-    return words
 
 
 def roll_back_replica(directory: str | os.PathLike[str]) -> Origin:
