@@ -47,7 +47,7 @@ class Model:
         chosen = [key for key in new if seen[key] >= least]
         free = self.capacity - len(self.rows)
         if len(chosen) > free:
-            wanted = max(len(chosen) - free, self.capacity // 32)
+            wanted = max(len(chosen) - free, self.capacity // 16)
             victims = sorted((row.score, key) for key, row in self.rows.items() if key not in had | in_use)
             self.evict({key for _, key in victims[:wanted]})
         given = chosen[: self.capacity - len(self.rows)]
@@ -79,6 +79,6 @@ class Model:
         lacking = len(self.candidates) + len(entering) - most
         if lacking > 0:
             oldest = sorted((last, key) for key, (_, last) in self.candidates.items())
-            for _, key in oldest[: max(lacking, most // 32)]:
+            for _, key in oldest[: max(lacking, most // 16)]:
                 del self.candidates[key]
         self.candidates |= {key: (seen[key], self.step) for key in entering}

@@ -149,7 +149,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         known.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]
         assert sorted(ids) == sorted(self.model.rows)
-        scores = known._rows.scores[known.find(np.array(ids, np.int64)).rows]
+        scores = known._rows.scores(known.find(np.array(ids, np.int64)).rows)
         assert scores.tolist() == [self.model.rows[key].score for key in ids]
         stats = self.table.id_stats()
         assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))

@@ -427,6 +427,14 @@ def put_rows(
             row[word] = source[word]
 
 
+@kernel
+def fill_state(slots: Int32s, state: Floats, dim: int, value: float) -> None:
+    """``state[slots[i], :dim] = value``, and 0 from there on."""
+    for slot in slots:
+        for column in range(state.shape[1]):
+            state[slot, column] = np.float32(value if column < dim else 0)
+
+
 @uncounted_kernel
 def group_rows(
     begin: int, end: int, table_bags: Int64s, bag_starts: Int64s, columns: Ids, batch: int, num_columns: int,

@@ -115,10 +115,11 @@ class Joined:
         parts = zip(self.tables, bounds[:-1], bounds[1:], strict=True)
         found = [table.keys_of(ids[start:stop], use) for table, start, stop in parts]
         keys = np.concatenate([each.keys for each in found])
-        has_row = keys >= 0
-        starts: Int64s = np.append(0, np.cumsum(has_row))[self.bags.starts]
-        scale = self.bags.scale[has_row] if len(self.bags.scale) else NO_FLOATS
-        made = Joined(self.features, self.batch, starts, scale, keys=keys[has_row], places=places[has_row])
+        starts, scale, has_row = self.bags.starts, self.bags.scale, keys >= 0
+        if not has_row.all():
+            starts = np.append(0, np.cumsum(has_row))[starts]
+            keys, places, scale = keys[has_row], places[has_row], scale[has_row[: len(scale)]]
+        made = Joined(self.features, self.batch, starts, scale, keys=keys, places=places)
         made.holds = [each.hold for each in found if each.hold is not None]
         return made
 

@@ -138,14 +138,21 @@ class Leases:
         self.seconds += time.perf_counter() - started
 
     def _fill_first_values(self, keys: Int64s, slots: Int32s) -> None:
-        arena, layout = self._arena, self._arena.layout
         table_indices = keys >> KEY_ROW_BITS
         for table_index in np.unique(table_indices):
-            config = self._tables[int(table_index)]
             chosen = table_indices == table_index
-            config.init.fill_layout(keys[chosen], slots[chosen], arena.weights, layout)
-            arena.state[slots[chosen]] = 0
-            arena.state[slots[chosen], : layout.state_dim] = config.optimizer.initial_state
+            self.fill_first_values(keys[chosen], keys[chosen], slots[chosen])
+
+    def fill_first_values(self, keys: Int64s, ids: Int64s, slots: Int32s) -> None:
+        """First values and state of rows of one table, by ``ids``, int64 [n]: keys, unless ids are dynamic."""
+        arena, layout = self._arena, self._arena.layout
+        config = self._tables[int(keys[0]) >> KEY_ROW_BITS]
+
+        def work(begin: int, end: int) -> None:
+            config.init.fill_layout(ids[begin:end], slots[begin:end], arena.weights, layout)
+            kernels.fill_state(slots[begin:end], arena.state, layout.state_dim, config.optimizer.initial_state)
+
+        arena.over_threads(work, len(ids))
 
     def acquire_rows(self, inverse: Int32s, keys: Int64s) -> Lease | None:
         """Pin the rows of a whole batch, given as ``Distinct``; otherwise as ``acquire_whole``. Rows used last are

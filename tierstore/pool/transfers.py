@@ -24,6 +24,9 @@ from .writeback import WriteBack
 if TYPE_CHECKING:
     from .in_place import InMemory
 
+_Fill = Callable[[Int32s, Any], None]
+"""Fills slots, given the places of their rows among the keys: int64 [n] or a slice."""
+
 
 class Transfers:
     def __init__(self, arena: Arena, leases: Leases, writeback: WriteBack) -> None:
@@ -116,37 +119,46 @@ class Transfers:
         """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it. The cold
         tier's errors: victims could not be written. Some of the given rows may be in; the tier above has values as
         new."""
+        self._overwrite(keys, lambda slots, places: self._put(slots, weights[places], state[places]))
+
+    def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
+        """``put`` of first values and state: those that rows ``ids`` of the table would have. Keys are of one table."""
+        self._overwrite(keys, lambda slots, places: self._leases.fill_first_values(keys[places], ids[places], slots))
+
+    def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
         start = 0
         while start < len(keys):
-            fill = partial(self._put_admitted, weights=weights[start:], state=state[start:])
-            lease = self._leases.admit_some(keys[start:], read=False, fill=fill)
+            lease = self._leases.admit_some(
+                keys[start:], read=False, fill=partial(self._fill_admitted, fill=fill, start=start)
+            )
             start += lease.num_positions
             lease.release()
 
-    def _put_admitted(self, admission: Admission, weights: Words, state: Words) -> None:
+    def _fill_admitted(self, admission: Admission, fill: _Fill, start: int) -> None:
         """The caller holds ``fill_lock``."""
         cache, slots = self._arena.cache, admission.slots
         with self._arena.lock:
             is_missing = np.zeros(len(slots), np.bool_)
             is_missing[admission.missing[: admission.num_missing]] = True
             # Whole before anybody else can see them: waiting for the outbox lets others in.
-            self._put_some(is_missing, slots, weights, state)
+            _fill_some(is_missing, slots, fill, start)
             cache.filled(slots[is_missing])
             self._writeback.begin_update(slots)
-            self._put_some(~is_missing, slots, weights, state)
+            _fill_some(~is_missing, slots, fill, start)
 
-    def _put_some(self, chosen: Bools, slots: Int32s, weights: Words, state: Words) -> None:
-        places = np.flatnonzero(chosen)
-        if len(places) == len(slots):
-            self._put_all(slots, weights, state)
-        elif len(places):
-            self._put_all(slots[places], weights[places], state[places])
-
-    def _put_all(self, slots: Int32s, weights: Words, state: Words) -> None:
+    def _put(self, slots: Int32s, weights: Words, state: Words) -> None:
         def work(begin: int, end: int) -> None:
             kernels.put_rows(begin, end, slots, self._arena.cache.weights, self._arena.cache.state, weights, state)
 
         self._arena.over_threads(work, len(slots))
+
+
+def _fill_some(chosen: Bools, slots: Int32s, fill: _Fill, start: int) -> None:
+    places = np.flatnonzero(chosen)
+    if len(places) == len(slots):
+        fill(slots, slice(start, start + len(slots)))
+    elif len(places):
+        fill(slots[places], start + places)
 
 
 def raw_weights(rows: Tensor) -> NDArray[Any]:

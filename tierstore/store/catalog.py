@@ -266,7 +266,7 @@ class Catalog:
             store.recorder.add_table(index, config.name)
         table = self.tables[config.name] = Table(store, config, index, self._kept(index, config))
         if config.ids is not None:
-            table.ids = TableIds(config, index, table.layout, self._cold, store.workers)
+            table.ids = TableIds(config, index, self._cold, store.workers)
         return table
 
     def _enter(self, shapes: dict[int, tuple[RowLayout, int]]) -> None:

@@ -229,13 +229,13 @@ class Table(Unpicklable):
         if self.ids is None:
             return Found(self._keys_of(ids))
         rows, hold = self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
-        return Found(np.where(rows < 0, rows, rows | (self.index << KEY_ROW_BITS)), hold)
+        return Found(rows | (self.index << KEY_ROW_BITS), hold)  # -1 stays -1
 
     @shielded
     def _admit(self, ids: Int64s) -> FoundRows:
         known = self._require_dynamic("admit")
         with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
-            return known.admit(ids, lambda *whole: self.in_pool(lambda pool: pool.transfers.put(*whole)))
+            return known.admit(ids, lambda *new: self.in_pool(lambda pool: pool.transfers.put_first_values(*new)))
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))

@@ -19,30 +19,29 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import IdError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import DIRTY, USED, IdMap, count_uses, draws, lowest, map_bytes, note_use
+from ..ids.id_map import MAX_SCORE, IdMap, absent, draws, give_rows, lowest, map_bytes
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
-from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
+from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Use
-from ..pool.bags import Distinct
 
-EVICTED_SHARE: Final = 1 / 32
+EVICTED_SHARE: Final = 1 / 16
 """Of the rows, those that lose their ids at once when there are no more."""
 _CHUNK_ROWS: Final = 2**16
-_MAX_STEPS: Final = 2**32 - 2
+_HAS_ID: Final = np.uint64(1)
 _HALF: Final = np.uint64(32)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
-_AGE: Final = 2**24 - 1
+_AGE: Final = 2**23 - 1
 """Of a candidate's score: how often it was seen, and above that the batch that had it last, modulo this plus one."""
-Put = Callable[[Int64s, Words, Words], None]
-"""Overwrites whole rows, given keys, weights and state."""
+Put = Callable[[Int64s, Int64s], None]
+"""Overwrites whole rows with first values and state, given their keys and their ids."""
 
 
 class _Changed(NamedTuple):
-    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2]: id; flags << 32 | score."""
+    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2]: id; whether the row has it << 32 | score."""
 
     rows: Int64s
     words: Words
@@ -50,10 +49,10 @@ class _Changed(NamedTuple):
     @classmethod
     def of(cls, part: IdMap, first: int) -> "_Changed":
         """What changed of a part whose row 0 is the companion's row ``first``."""
-        rows = np.flatnonzero(part.flags & DIRTY)
+        rows = part.dirty_rows
         words = np.empty((len(rows), 2), np.uint64)
         words[:, 0] = part.ids[rows].view(np.uint64)
-        words[:, 1] = (part.flags[rows] & np.uint8(USED)).astype(np.uint64) << _HALF | part.scores[rows]
+        words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
         return cls(rows + first, words)
 
     def of_part(self, part: IdMap, first: int) -> "_Changed":
@@ -64,10 +63,10 @@ class _Changed(NamedTuple):
     def enter(self, part: IdMap, first: int) -> None:
         """Have that part hold what this says of it, as it is stored."""
         rows, words = self.of_part(part, first)
-        part.remove(rows[part.flags[rows] & USED != 0])
-        used = words[:, 1] >> _HALF & np.uint64(USED) != 0
+        part.remove(rows[part.has_id(rows)])
+        used = words[:, 1] >> _HALF & _HAS_ID != 0
         part.put(rows[used], words[used, 0].view(np.int64), words[used, 1].astype(np.uint32))
-        part.flags[rows] &= ~np.uint8(DIRTY)
+        part.clean(rows)
 
 
 class ChangedIds(NamedTuple):
@@ -82,7 +81,7 @@ class ChangedIds(NamedTuple):
 
 
 class IdsHold:
-    """See ``Hold``. ``rows``: that keep their ids."""
+    """See ``Hold``. ``rows``: that keep their ids, and -1."""
 
     def __init__(self, ids: "TableIds", rows: Int64s) -> None:
         self.rows = rows
@@ -133,7 +132,7 @@ class TableIds:
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
     """
 
-    def __init__(self, config: TableConfig, index: int, layout: RowLayout, cold: ColdTier, workers: Workers) -> None:
+    def __init__(self, config: TableConfig, index: int, cold: ColdTier, workers: Workers) -> None:
         assert config.ids is not None
         self.lock = threading.RLock()
         self.num_admitted = self.num_refused = self.num_evicted = 0
@@ -141,7 +140,6 @@ class TableIds:
         self._config = config
         self._rules = config.ids
         self._index = index
-        self._layout = layout
         self._cold = cold
         self._workers = workers
         self._holds: weakref.WeakSet[IdsHold] = weakref.WeakSet()
@@ -183,7 +181,7 @@ class TableIds:
     def _found(self, rows: Int64s, *, is_held: bool) -> FoundRows:
         if not is_held:
             return FoundRows(rows)
-        hold = IdsHold(self, rows[rows >= 0])
+        hold = IdsHold(self, rows)
         self._holds.add(hold)
         return FoundRows(rows, hold)
 
@@ -214,10 +212,9 @@ class TableIds:
         with self.lock:
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
-            found = rows.find(ids, self._workers)
-            missing = np.flatnonzero(found < 0)
-            inverse, new = Distinct.of(ids[missing])
-            counts = np.bincount(inverse, minlength=len(new))
+            is_counted = isinstance(self._rules.eviction, LFU)
+            found = rows.find(ids, self._workers, score=0 if is_counted else step)
+            new, counts = absent(ids, found)
             seen = self._seen(new, counts)
             chosen = np.flatnonzero(self._are_admitted(new, seen, step))
             chosen = chosen[: self._make_room(len(chosen), found)]
@@ -226,8 +223,9 @@ class TableIds:
             self._count(new, seen, given >= 0, step)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
-            self._note_uses(found[found >= 0], step)
-            found[missing] = given[inverse]
+            if is_counted:
+                rows.count_uses(found[found >= 0])
+            give_rows(found, given)
             result = self._found(found, is_held=True)
         self._require_seen(ids, found)
         return result
@@ -244,15 +242,16 @@ class TableIds:
 
     def _next_step(self) -> int:
         """Number this batch; forget counts, and ids that were not used for long, as the rules say."""
-        if self._step >= _MAX_STEPS:
+        if self._step >= MAX_SCORE:
             raise OverflowError(f"table {self._config.name!r} has seen {self._step} batches; ids cannot count more")
         rows, rule = self._rows, self._rules.eviction
         self._step += 1
         if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
-            rows.scores >>= np.uint32(1)
-            rows.flags |= np.where(rows.is_used, np.uint8(DIRTY), np.uint8(0))
+            used = rows.used_rows
+            rows.set_scores(used, rows.scores(used) >> np.uint32(1))
         if isinstance(rule, TTL) and self._step > rule.steps and self._step % max(1, rule.steps // 16) == 0:
-            self._evict(self._not_held(np.flatnonzero(rows.is_used & (rows.scores < self._step - rule.steps))))
+            used = rows.used_rows
+            self._evict(self._not_held(used[rows.scores(used) < self._step - rule.steps]))
         return self._step
 
     def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
@@ -260,7 +259,7 @@ class TableIds:
         if not isinstance(self._rules.admission, Frequency):
             return counts
         known = self._candidates.find(ids)
-        return counts + np.where(known >= 0, self._candidates.scores[known] & _SEEN, 0)
+        return counts + np.where(known >= 0, self._candidates.scores(known) & _SEEN, 0)
 
     def _are_admitted(self, ids: Int64s, seen: Int64s, step: int) -> Bools:
         """Which of them may get a row."""
@@ -280,39 +279,29 @@ class TableIds:
         scores = (np.minimum(seen, _SEEN) | (step & _AGE) << _SEEN_BITS).astype(np.uint32)
         candidates.remove(known[has_row & (known >= 0)])
         stays = ~has_row & (known >= 0)
-        candidates.scores[known[stays]] = scores[stays]
-        candidates.flags[known[stays]] |= DIRTY
+        candidates.set_scores(known[stays], scores[stays])
         new = np.flatnonzero(~has_row & (known < 0))[-candidates.capacity :]
         if len(new) > candidates.num_free:
             used = candidates.used_rows
-            seen_at = (candidates.scores[used] >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
+            seen_at = (candidates.scores(used) >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
             wanted = max(len(new) - candidates.num_free, int(candidates.capacity * EVICTED_SHARE))
-            candidates.remove(used[lowest(seen_at, candidates.ids[used], wanted)])
+            candidates.remove(lowest(used, seen_at, candidates.ids, wanted))
         candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
 
     def _insert(self, ids: Int64s, counts: Int64s, step: int, put: Put) -> Int64s:
         is_counted = isinstance(self._rules.eviction, LFU)
         scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
-        rows, layout = self._rows.free_rows(len(ids)), self._layout
-        state = np.zeros((len(ids), layout.state_words), np.uint64)
-        state.view(np.float32)[:, : layout.state_dim] = self._config.optimizer.initial_state
-        put(rows | (self._index << KEY_ROW_BITS), self._config.init.rows(ids, layout), state)
-        self._rows.put(rows, ids, scores)  # not before its row is whole
+        rows = self._rows.free_rows(len(ids))
+        put(rows | (self._index << KEY_ROW_BITS), ids)
+        self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
         return rows
-
-    def _note_uses(self, rows: Int64s, step: int) -> None:
-        own = self._rows
-        if isinstance(self._rules.eviction, LFU):
-            count_uses(rows, own.scores, own.flags)
-        else:
-            note_use(rows, step, own.scores, own.flags)
 
     # Eviction
 
     @property
     def _held(self) -> list[Int64s]:
         """The rows of batches under way."""
-        return [hold.rows for hold in self._holds]
+        return [hold.rows[hold.rows >= 0] for hold in self._holds]
 
     def _not_held(self, rows: Int64s) -> Int64s:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
@@ -323,11 +312,11 @@ class TableIds:
         rows = self._rows
         if count > rows.num_free:
             wanted = max(count - rows.num_free, int(rows.capacity * EVICTED_SHARE))
-            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held]))
+            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held], self._workers))
         return min(count, rows.num_free)
 
     def _evict(self, rows: Int64s) -> int:
-        self._rows.remove(rows)
+        self._rows.remove(rows, self._workers)
         self.num_evicted += len(rows)
         self.num_moves += 1
         return len(rows)
@@ -345,7 +334,7 @@ class TableIds:
             parts = [step, *(_Changed.of(part, first) for first, part in self._parts(self._known))]
             self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for _, part in self._parts(self._known):
-                part.flags &= ~np.uint8(DIRTY)
+                part.clean(slice(None))
 
     def write_frozen(self) -> None:
         """See ``Frozen``."""
@@ -366,7 +355,7 @@ class TableIds:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
                 for first, part in self._parts(self._known):
-                    part.flags[frozen.of_part(part, first).rows] |= DIRTY
+                    part.soil(frozen.of_part(part, first).rows)
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
