@@ -34,7 +34,7 @@ class Model:
         rule = self.rules.eviction
         if isinstance(rule, LFU) and rule.half_life_steps and self.step % rule.half_life_steps == 0:
             for row in self.rows.values():
-                row.score //= 2
+                row.score = max(1, row.score // 2)
         if isinstance(rule, TTL) and self.step > rule.steps and self.step % max(1, rule.steps // 16) == 0:
             old = {key for key, row in self.rows.items() if row.score < self.step - rule.steps}
             self.evict(old - in_use)
@@ -47,7 +47,7 @@ class Model:
         chosen = [key for key in new if seen[key] >= least]
         free = self.capacity - len(self.rows)
         if len(chosen) > free:
-            wanted = max(len(chosen) - free, self.capacity // 16)
+            wanted = max(len(chosen) - free, self.capacity // 16 if isinstance(rule, LFU) else 0)
             victims = sorted((row.score, key) for key, row in self.rows.items() if key not in had | in_use)
             self.evict({key for _, key in victims[:wanted]})
         given = chosen[: self.capacity - len(self.rows)]

@@ -15,7 +15,7 @@ EDGES = [-(2**63), -1, 0, 1, 2**63 - 1]
 class EveryThread(Workers):
     """However little there is to do."""
 
-    def parts(self, work: int) -> int:  # noqa: ARG002
+    def parts(self, work: int) -> int:
         return self.threads
 
 
@@ -45,28 +45,41 @@ def test_finds_what_was_inserted_and_not_removed(capacity: int, seed: int, sprea
     workers.close()
 
 
-@given(capacity=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), most=st.sampled_from([1, 3, 2**31 - 1]))
-def test_victims_are_the_lowest_that_are_not_kept(capacity: int, seed: int, most: int) -> None:
+@given(capacity=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), highest=st.sampled_from([1, 3, 400, 2**30 - 1]))
+def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, highest: int) -> None:
     generator = np.random.default_rng(seed)
-    made = IdMap(capacity)
-    rows = made.free_rows(int(generator.integers(1, capacity + 1)))
-    ids = generator.permutation(2 * capacity)[: len(rows)]
-    scores = generator.integers(1, most, len(rows), endpoint=True).astype(np.uint32)
-    made.put(rows, ids, scores)
-    kept = generator.permutation(rows)[: generator.integers(0, len(rows) + 1)]
-    wanted = int(generator.integers(1, capacity + 1))
+    made, known, most = IdMap(capacity), dict[int, int](), 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(id_map, "_SAMPLED_ROWS", 16)
         patch.setattr(id_map, "_SCANNED_ROWS", 64)
-        found = made.victims(wanted, [kept, kept])
-    others = sorted((int(made.scores(np.array([row]))[0]), int(made.ids[row])) for row in set(rows) - set(kept))
-    assert sorted(made.ids[found].tolist()) == sorted(each for _, each in others[:wanted])
-    assert made.victims(capacity, []).tolist() == rows.tolist()
+        for _ in range(12):
+            new = generator.integers(0, 2**62, int(generator.integers(0, made.num_free + 1)))
+            scores = generator.integers(1, highest, len(new), endpoint=True).astype(np.uint32)
+            made.put(made.free_rows(len(new)), new, scores)
+            known |= dict(zip(new.tolist(), scores.tolist(), strict=True))
+            used = generator.permutation(made.used_rows)[: made.num_used // 3]
+            if generator.integers(0, 2):
+                made.count_uses(used)
+                known |= {each: min(known[each] + 1, 2**30 - 1) for each in made.ids[used].tolist()}
+            kept = generator.permutation(made.used_rows)[: generator.integers(0, made.num_used + 1)]
+            most = max(most, int(generator.choice([1, highest, 2**30 - 1])))
+            wanted = int(generator.integers(1, capacity + 1))
+            may_go = set(known) - set(made.ids[kept].tolist())
+            lowest_first = sorted((known[each], each) for each in may_go if known[each] <= most)
+            gone = made.ids[made.evict(wanted, [kept, kept], most=most)].tolist()
+            assert sorted(gone) == sorted(each for _, each in lowest_first[:wanted])
+            for each in gone:
+                del known[each]
+            made.check_integrity()
 
 
 def test_bytes_an_id() -> None:
     made = IdMap(1000)
-    assert made._records.nbytes + made._flags.nbytes + made._index.nbytes == map_bytes(1000) <= 20 * 1000
+    rows = made.free_rows(1000)
+    made.put(rows, rows, np.arange(1, 1001, dtype=np.uint32))
+    made.evict(1, [])
+    assert made._records.nbytes + made._index.nbytes + 8 * 125 == map_bytes(1000) <= 20 * 1000
+    assert abs(len(made._queue) - 125) < 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), unique=True, min_size=1), st.integers(0, 60))

@@ -34,7 +34,7 @@ class Frequency(Admission):
 
     Attributes:
         times: 2 to 255; an id counts as often as it stands in a batch.
-        candidates: ids that are counted, 19 bytes each; default: as many as the table has rows.
+        candidates: ids that are counted, 20 bytes each; default: as many as the table has rows.
     """
 
     times: int
@@ -67,8 +67,8 @@ class Probability(Admission):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Base: which ids lose their rows when there are no more. A few percent go at once, those with the lowest scores,
-    of equal scores the lowest ids."""
+    """Base: which ids lose their rows when there are no more: those with the lowest scores, of equal scores the lowest
+    ids; as many as new ones need."""
 
     kind: ClassVar[str] = ""
 
@@ -82,7 +82,7 @@ class LRU(Eviction):
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """Those used least often.
+    """Those used least often, a sixteenth of all at once.
 
     Attributes:
         half_life_steps: all counts are halved after each so many batches; None: never.

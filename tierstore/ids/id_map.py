@@ -3,7 +3,8 @@
 A place of the table is one uint32: row + 1 in its lower bits, as many as the capacity needs, and in the others how far
 it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its
 own home alone, and a deletion reads none. With 1.7 places a row, it takes 12 bytes for its id and its
-score, which are used together and so lie in one cache line, 6.8 of the table and one of flags.
+score, which are used together and so lie in one cache line, 6.8 of the table, and one of the queue of those that may
+lose their ids next.
 
 Sources: mixer as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
 (2019); deletion by backward shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
@@ -15,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.arrays import Bools, Bytes, Float64s, Int32s, Int64s
+from ..kernels.arrays import Bools, Float64s, Int32s, Int64s, Words
 from ..kernels.hashing import mix64, unit
 from ..kernels.jit import inline, kernel, prefetch_item
 from ..kernels.threads import Workers
@@ -24,19 +25,20 @@ Uint32s = NDArray[np.uint32]
 Records = NDArray[np.void]
 
 ABSENT: Final = -1
-MAX_SCORE: Final = 2**31 - 1
+MAX_SCORE: Final = 2**30 - 1
+_KEPT: Final = 2**30
 _DIRTY: Final = 2**31
-"""In the mark of a row, above its score: something of it changed since it was last frozen."""
-_USED: Final = 1
-_KEPT: Final = 2
-"""Flags of a row: it has an id; it may not lose its id now."""
+"""The mark of a row has its score, 0 if it has no id, and above that: it may not lose its id now; something of it
+changed since it was last frozen."""
 _RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
-_ALL_USED: Final = np.uint64(0x0101010101010101)
 _FAR: Final = 32
 _NEAR: Final = 16
 _HALF: Final = np.uint64(32)
+_ROW: Final = np.uint64(2**32 - 1)
 _SAMPLED_ROWS: Final = 2**14
-_SCANNED_ROWS: Final = 2**18
+_SCANNED_ROWS: Final = 2**17
+_QUEUED_SHARE: Final = 1 / 8
+_DIGITS: Final = 2**11
 
 
 @inline
@@ -63,7 +65,7 @@ def find_rows(
             entry = np.int64(index[_home(wanted[i + _NEAR], size)])
             if entry != 0:
                 prefetch_item(records, (entry & mask) - 1)
-        place, distance, row = _home(wanted[i], size), 0, ABSENT
+        place, distance, row = _home(wanted[i], size), 0, np.int64(ABSENT)
         while True:
             entry = np.int64(index[place])
             if entry == 0:
@@ -92,7 +94,7 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 @kernel
 def insert_rows(
-    begin: int, end: int, first: int, index: Uint32s, records: Records, flags: Bytes, row_bits: int, rows: Int64s,
+    begin: int, end: int, first: int, index: Uint32s, records: Records, row_bits: int, rows: Int64s,
     ids: Int64s, scores: Uint32s, is_in: Bools,
 ) -> None:  # fmt: skip
     """Give rows these ids, distinct and not in the table, whose homes are in [begin, end). Note which are in: not one
@@ -115,13 +117,12 @@ def insert_rows(
             index[place - size if place >= size else place] = _entry(rows[i], place - home, row_bits)
             records[rows[i]]["id"] = ids[i]
             records[rows[i]]["mark"] = scores[i] | np.uint32(_DIRTY)
-            flags[rows[i]] = _USED
             is_in[i] = True
 
 
 @kernel
 def remove_rows(
-    begin: int, end: int, first: int, index: Uint32s, records: Records, flags: Bytes, row_bits: int, rows: Int64s
+    begin: int, end: int, first: int, index: Uint32s, records: Records, row_bits: int, rows: Int64s
 ) -> None:
     """Take rows out of the table, whose homes are in [begin, end); ``first``: the first home there is."""
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
@@ -150,7 +151,6 @@ def remove_rows(
                 hole, gap = place, 0
         index[hole] = np.uint32(0)
         records[rows[i]]["mark"] = np.uint32(_DIRTY)
-        flags[rows[i]] = 0
 
 
 @kernel
@@ -162,16 +162,13 @@ def count_uses(rows: Int64s, records: Records) -> None:
 
 
 @kernel
-def free_from(cursor: int, flags: Bytes, rows: Int64s) -> Any:
+def free_from(cursor: int, records: Records, rows: Int64s) -> Any:
     """Rows without ids, from that one on and around the end, into all of ``rows``; returns where to go on."""
-    eights = flags[: flags.size // 8 * 8].view(np.uint64)
     for i in range(rows.size):
-        while flags[cursor]:
-            all_used = cursor % 8 == 0 and cursor // 8 < eights.size and eights[cursor // 8] == _ALL_USED
-            cursor += 8 if all_used else 1
-            cursor = cursor if cursor < flags.size else 0
+        while records[cursor]["mark"] & np.uint32(MAX_SCORE):
+            cursor = cursor + 1 if cursor + 1 < records.size else 0
         rows[i] = cursor
-        cursor = cursor + 1 if cursor + 1 < flags.size else 0
+        cursor = cursor + 1 if cursor + 1 < records.size else 0
     return cursor
 
 
@@ -196,9 +193,10 @@ def number_absent(wanted: Int64s, rows: Int64s, scratch: Int32s, new: Int64s, co
 @kernel
 def give_rows(rows: Int64s, given: Int64s) -> None:
     """Put those in that were ``given``, int64 [n], -1 for none, to the ids by number."""
-    for i in range(rows.size):
-        if rows[i] < ABSENT:
-            rows[i] = given[-2 - rows[i]]
+    for i in range(rows.size if given.size else 0):
+        number = -2 - rows[i]
+        row = given[max(number, 0)]  # without a jump that is taken at random
+        rows[i] = row if number >= 0 else rows[i]
 
 
 def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
@@ -223,6 +221,15 @@ def draws(ids: Int64s, seed: np.uint64) -> Float64s:
     return out
 
 
+def _lowest_ids(rows: Any, ids: Int64s, count: int) -> Any:
+    """Of rows, those ``count`` that have the lowest of ``ids``, which are distinct, and all rows'; all if there are no
+    more."""
+    if not 0 < count < len(rows):
+        return rows[:count]
+    own = ids[rows]
+    return rows[own <= np.partition(own, count - 1)[count - 1]]
+
+
 def lowest(rows: Int64s, scores: Uint32s, ids: Int64s, count: int) -> Int64s:
     """Those ``count`` rows, or all, with the lowest ``scores``, which are theirs, of equal ones those with the lowest
     of ``ids``, which are all rows'."""
@@ -230,10 +237,7 @@ def lowest(rows: Int64s, scores: Uint32s, ids: Int64s, count: int) -> Int64s:
         return rows[:count]
     last = np.partition(scores, count - 1)[count - 1]
     below, equal = rows[scores < last], rows[scores == last]
-    rest = count - len(below)
-    if rest < len(equal):
-        equal = equal[np.argpartition(ids[equal], rest - 1)[:rest]]
-    return np.concatenate([below, equal])
+    return np.concatenate([below, _lowest_ids(equal, ids, count - len(below))])
 
 
 def _places(capacity: int) -> int:
@@ -246,18 +250,75 @@ def map_bytes(capacity: int) -> int:
 
 
 @kernel
-def gather_up_to(
-    begin: int, end: int, records: Records, flags: Bytes, most: int, rows: Int32s, scores: Uint32s
-) -> Any:
-    """The first of ``rows`` and ``scores``: rows in [begin, end) that may lose their ids, with scores up to ``most``;
+def gather_up_to(begin: int, end: int, records: Records, most: np.uint32, found: Words) -> Any:
+    """The first of ``found``: score << 32 | row, of rows in [begin, end) with ids, and with scores up to ``most``;
     returns how many."""
-    count, most = 0, np.uint32(most)
+    count = 0
     for row in range(begin, end):
         score = records[row]["mark"] & np.uint32(MAX_SCORE)
-        if score <= most and flags[row] == _USED:
-            rows[count], scores[count] = row, score
+        if 0 < score <= most:
+            found[count] = np.uint64(score) << _HALF | np.uint64(row)
             count += 1
     return count
+
+
+@kernel
+def sort_by_score(entries: Words, spare: Words) -> Any:
+    """Entries of a queue by their scores, otherwise in order, in one of the two arrays, which is returned."""
+    low, high = entries[0] >> _HALF, entries[0] >> _HALF
+    for entry in entries:
+        low, high = min(low, entry >> _HALF), max(high, entry >> _HALF)
+    shift = np.uint64(0)
+    while (high - low) >> shift:
+        starts = np.zeros(_DIGITS + 1, np.int64)
+        for entry in entries:
+            starts[np.int64(((entry >> _HALF) - low) >> shift & np.uint64(_DIGITS - 1)) + 1] += 1
+        for digit in range(_DIGITS):
+            starts[digit + 1] += starts[digit]
+        for entry in entries:
+            own = np.int64(((entry >> _HALF) - low) >> shift & np.uint64(_DIGITS - 1))
+            spare[starts[own]] = entry
+            starts[own] += 1
+        entries, spare = spare, entries
+        shift += np.uint64(11)
+    return entries
+
+
+@inline
+def _is_as_queued(entry: np.uint64, mark: np.uint32) -> Any:
+    return np.uint64(mark & np.uint32(MAX_SCORE)) == entry >> _HALF
+
+
+@kernel
+def next_victims(queue: Words, wanted: int, records: Records, rows: Int32s) -> Any:
+    """Of a queue of score << 32 | row, ascending, the first ``wanted`` rows that have these scores still and may lose
+    their ids, and all others of the score of the last, into ``rows``: (how many, of how many the score is lower than
+    that of the last, where the queue goes on: with those of that score, and before them those that are kept)."""
+    count, below, place, first, any_kept = 0, 0, 0, 0, False
+    while place < queue.size:
+        if place + _FAR < queue.size:
+            prefetch_item(records, np.int64(queue[place + _FAR] & _ROW))
+        if queue[place] >> _HALF != queue[first] >> _HALF:
+            if count >= wanted:
+                break
+            below, first = count, place
+        row = np.int64(queue[place] & _ROW)
+        mark = records[row]["mark"]
+        if _is_as_queued(queue[place], mark):
+            if mark & np.uint32(_KEPT):
+                any_kept = True
+            else:
+                rows[count] = row
+                count += 1
+        place += 1
+    start = first
+    if any_kept:
+        for place in range(first - 1, -1, -1):
+            mark = records[np.int64(queue[place] & _ROW)]["mark"]
+            if _is_as_queued(queue[place], mark) and mark & np.uint32(_KEPT):
+                start -= 1
+                queue[start] = queue[place]
+    return count, below, start
 
 
 def _divide(workers: Workers | None, work: Callable[[int, int], None], count: int) -> None:
@@ -280,14 +341,15 @@ class IdMap:
         self._records: Records = np.zeros(capacity, _RECORD)
         self.ids: Int64s = self._records["id"]
         self._marks: Uint32s = self._records["mark"]
-        self._flags: Bytes = np.zeros(capacity, np.uint8)
+        self._queue: Words = np.empty(0, np.uint64)
+        self._bound = 0
         self.num_used = self.cursor = 0
         self._row_bits = capacity.bit_length()
         self._index: Uint32s = np.zeros(_places(capacity), np.uint32)
 
     @property
     def capacity(self) -> int:
-        return len(self._flags)
+        return len(self._records)
 
     @property
     def num_free(self) -> int:
@@ -296,11 +358,11 @@ class IdMap:
     @property
     def used_rows(self) -> Int64s:
         """int64 [num_used], ascending."""
-        return np.flatnonzero(self._flags)
+        return np.flatnonzero(self._marks & np.uint32(MAX_SCORE))
 
     def has_id(self, rows: Int64s) -> Bools:
         """bool [n]."""
-        found: Bools = self._flags[rows].view(np.bool_)
+        found: Bools = self.scores(rows) != 0
         return found
 
     def scores(self, rows: Int64s) -> Uint32s:
@@ -309,6 +371,8 @@ class IdMap:
         return scores
 
     def set_scores(self, rows: Int64s, scores: Uint32s) -> None:
+        """These are above 0, and the rows have ids."""
+        self._forget_queue()
         self._marks[rows] = scores | np.uint32(_DIRTY)
 
     @property
@@ -318,14 +382,15 @@ class IdMap:
 
     def clean(self, rows: Int64s | slice) -> None:
         """Nothing of these has changed."""
-        self._marks[rows] &= np.uint32(MAX_SCORE)
+        self._marks[rows] &= np.uint32(MAX_SCORE | _KEPT)
 
     def soil(self, rows: Int64s) -> None:
         """They have changed."""
         self._marks[rows] |= np.uint32(_DIRTY)
 
     def find(self, wanted: Int64s, workers: Workers | None = None, *, score: int = 0) -> Int64s:
-        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, unless it is 0."""
+        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, as high as any,
+        unless it is 0."""
         rows = np.empty(len(wanted), np.int64)
 
         def work(begin: int, end: int) -> None:
@@ -336,16 +401,17 @@ class IdMap:
 
     def count_uses(self, rows: Int64s) -> None:
         """Add one to the score of each, as often as it comes."""
+        self._forget_queue()
         count_uses(rows, self._records)
 
     def put(self, rows: Int64s, ids: Int64s, scores: Uint32s, workers: Workers | None = None) -> None:
-        """Give rows that have none these ids, which are distinct and have no row."""
+        """Give rows that have none these ids, which are distinct and have no row, and scores, which are above 0."""
+        if scores.min(initial=MAX_SCORE) <= self._bound:
+            self._forget_queue()
         is_in = np.zeros(len(rows), np.bool_)
 
         def work(begin: int, end: int, first: int) -> None:
-            insert_rows(
-                begin, end, first, self._index, self._records, self._flags, self._row_bits, rows, ids, scores, is_in
-            )
+            insert_rows(begin, end, first, self._index, self._records, self._row_bits, rows, ids, scores, is_in)
 
         self._over_places(workers, work, len(rows))
         if not is_in.all():
@@ -368,49 +434,74 @@ class IdMap:
         end."""
         assert count <= self.num_free, "the caller makes room"
         rows = np.empty(count, np.int64)
-        self.cursor = int(free_from(self.cursor, self._flags, rows))
+        self.cursor = int(free_from(self.cursor, self._records, rows))
         return rows
 
     def remove(self, rows: Int64s, workers: Workers | None = None) -> None:
         """Take rows from their ids; distinct, and used."""
 
         def work(begin: int, end: int, first: int) -> None:
-            remove_rows(begin, end, first, self._index, self._records, self._flags, self._row_bits, rows)
+            remove_rows(begin, end, first, self._index, self._records, self._row_bits, rows)
 
         self._over_places(workers, work, len(rows))
         self.num_used -= len(rows)
 
-    def victims(self, wanted: int, kept: Sequence[Int64s], workers: Workers | None = None) -> Int64s:
-        """int64 [n <= wanted]: rows with the lowest scores, of equal ones those with the lowest ids, but none of
-        ``kept``, which are used."""
+    # Rows with the lowest scores wait in a queue, by score and row, each as score << 32 | row; those that have another
+    # score by now are passed over. Every row with a score up to ``_bound`` is in it.
+
+    def _forget_queue(self) -> None:
+        self._queue, self._bound = self._queue[:0], 0
+
+    def evict(
+        self, wanted: int, kept: Sequence[Int64s], workers: Workers | None = None, *, most: int = MAX_SCORE
+    ) -> Int64s:
+        """Take rows from their ids; returns which, int64 [n <= wanted]: those with the lowest scores, up to ``most``,
+        which never falls, of equal ones those with the lowest ids; none of ``kept``."""
         try:
             for rows in kept:
-                self._flags[rows] |= _KEPT
-            some = slice(None, None, max(1, self.capacity // _SAMPLED_ROWS))
-            scores = np.sort(self._marks[some][self._flags[some] == _USED] & np.uint32(MAX_SCORE))
-            place = int(len(scores) * 1.1 * wanted / max(1, self.num_used)) + _SAMPLED_ROWS // 2**8
-            found = self._up_to(int(scores[place]) if place < len(scores) else MAX_SCORE, workers)
-            if len(found[0]) < wanted:
-                found = self._up_to(MAX_SCORE, workers)
+                self._marks[rows] |= np.uint32(_KEPT)
+            victims = self._next(wanted)
+            for bound in (self._likely_bound(wanted, most), most) if len(victims) < wanted else ():
+                if len(victims) < wanted and bound > self._bound:
+                    self._queue, self._bound = self._up_to(bound, workers), bound
+                    victims = self._next(wanted)
+        except BaseException:
+            self._forget_queue()
+            raise
         finally:
             for rows in kept:
-                self._flags[rows] &= ~np.uint8(_KEPT)
-        return lowest(*found, self.ids, wanted)
+                self._marks[rows] &= ~np.uint32(_KEPT)
+        self.remove(victims, workers)
+        return victims
 
-    def _up_to(self, most: int, workers: Workers | None) -> tuple[Int64s, Uint32s]:
-        """Rows that are used and not kept, with scores up to that, and the scores."""
-        parts = [(np.empty(0, np.int32), np.empty(0, np.uint32))]
+    def _likely_bound(self, wanted: int, most: int) -> int:
+        """A score up to which there are probably ``wanted`` rows, and more for what is wanted next."""
+        scores = np.sort(self._marks[:: max(1, self.capacity // _SAMPLED_ROWS)] & np.uint32(MAX_SCORE))
+        scores = scores[np.searchsorted(scores, 1) :]
+        place = int(len(scores) * (wanted / max(1, self.num_used) + _QUEUED_SHARE))
+        return min(int(scores[place]), most) if place < len(scores) else most
+
+    def _up_to(self, most: int, workers: Workers | None) -> Words:
+        """The queue of all rows with scores up to that."""
+        parts = {0: self._queue[:0]}
 
         def work(begin: int, end: int) -> None:
-            rows, scores = np.empty(_SCANNED_ROWS, np.int32), np.empty(_SCANNED_ROWS, np.uint32)
+            found = np.empty(_SCANNED_ROWS, np.uint64)
             for first in range(begin, end, _SCANNED_ROWS):
-                stop = min(first + _SCANNED_ROWS, end)
-                count = gather_up_to(first, stop, self._records, self._flags, most, rows, scores)
-                parts.append((rows[:count].copy(), scores[:count].copy()))
+                count = gather_up_to(first, min(first + _SCANNED_ROWS, end), self._records, np.uint32(most), found)
+                parts[first] = found[:count].copy()
 
         _divide(workers, work, self.capacity)
-        rows, scores = map(np.concatenate, zip(*parts, strict=True))
-        return rows.astype(np.int64), scores
+        found = np.concatenate([parts[first] for first in sorted(parts)])
+        queue: Words = sort_by_score(found, np.empty_like(found)) if len(found) else found
+        return queue
+
+    def _next(self, wanted: int) -> Int64s:
+        rows = np.empty(len(self._queue), np.int32)
+        count, below, start = next_victims(self._queue, wanted, self._records, rows)
+        self._queue = self._queue[start:]
+        equal = _lowest_ids(rows[below:count], self.ids, wanted - below)
+        return np.concatenate([rows[:below], equal], dtype=np.int64)
 
     def check_integrity(self) -> None:
         """AssertionError unless every used row is found by its id, once, and all others are free."""

@@ -28,13 +28,14 @@ from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Use
 
 EVICTED_SHARE: Final = 1 / 16
-"""Of the rows, those that lose their ids at once when there are no more."""
+"""Of rows whose uses are counted, and of candidates, those that lose their ids at once when there are no more: new ones
+have the lowest counts, so to find the lowest is to look at all."""
 _CHUNK_ROWS: Final = 2**16
 _HAS_ID: Final = np.uint64(1)
 _HALF: Final = np.uint64(32)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
-_AGE: Final = 2**23 - 1
+_AGE: Final = 2**22 - 1
 """Of a candidate's score: how often it was seen, and above that the batch that had it last, modulo this plus one."""
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
@@ -217,9 +218,11 @@ class TableIds:
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
             chosen = np.flatnonzero(self._are_admitted(new, seen, step))
-            chosen = chosen[: self._make_room(len(chosen), found)]
+            free = self._free_rows(len(chosen), found)
+            chosen = chosen[: len(free)]
             given = np.full(len(new), -1, np.int64)
-            given[chosen] = self._insert(new[chosen], counts[chosen], step, put)
+            given[chosen] = free
+            self._insert(free, new[chosen], counts[chosen], step, put)
             self._count(new, seen, given >= 0, step)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
@@ -236,7 +239,7 @@ class TableIds:
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
-            return self._evict(self._not_held(rows))
+            return self._remove(self._not_held(rows))
 
     # The rules
 
@@ -248,10 +251,10 @@ class TableIds:
         self._step += 1
         if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
             used = rows.used_rows
-            rows.set_scores(used, rows.scores(used) >> np.uint32(1))
+            rows.set_scores(used, np.maximum(rows.scores(used) >> np.uint32(1), np.uint32(1)))
         if isinstance(rule, TTL) and self._step > rule.steps and self._step % max(1, rule.steps // 16) == 0:
             used = rows.used_rows
-            self._evict(self._not_held(used[rows.scores(used) < self._step - rule.steps]))
+            self._remove(self._not_held(used[rows.scores(used) < self._step - rule.steps]))
         return self._step
 
     def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
@@ -288,13 +291,11 @@ class TableIds:
             candidates.remove(lowest(used, seen_at, candidates.ids, wanted))
         candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
 
-    def _insert(self, ids: Int64s, counts: Int64s, step: int, put: Put) -> Int64s:
+    def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, step: int, put: Put) -> None:
         is_counted = isinstance(self._rules.eviction, LFU)
         scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
-        rows = self._rows.free_rows(len(ids))
         put(rows | (self._index << KEY_ROW_BITS), ids)
         self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
-        return rows
 
     # Eviction
 
@@ -306,17 +307,26 @@ class TableIds:
     def _not_held(self, rows: Int64s) -> Int64s:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
 
-    def _make_room(self, count: int, batch: Int64s) -> int:
-        """Evict, if need be, so that ``count`` ids can have rows; returns how many can. ``batch``: rows of this batch,
-        or -1."""
+    def _free_rows(self, count: int, batch: Int64s) -> Int64s:
+        """Rows without ids, int64 [n <= count]; others lose theirs, if need be. ``batch``: rows of this batch, or less
+        than 0."""
         rows = self._rows
         if count > rows.num_free:
-            wanted = max(count - rows.num_free, int(rows.capacity * EVICTED_SHARE))
-            self._evict(rows.victims(wanted, [batch[batch >= 0], *self._held], self._workers))
-        return min(count, rows.num_free)
+            wanted, kept, most = count - rows.num_free, self._held, self._step - 1  # all of this batch have its number
+            if isinstance(self._rules.eviction, LFU):
+                wanted, most = max(wanted, int(rows.capacity * EVICTED_SHARE)), MAX_SCORE
+                kept.append(batch[batch >= 0])
+            victims = rows.evict(wanted, kept, self._workers, most=most)
+            self._note_evicted(victims)
+            if len(victims) == rows.num_free <= count:
+                return victims  # in this order wherever the run was resumed: there were no other free rows
+        return rows.free_rows(min(count, rows.num_free))
 
-    def _evict(self, rows: Int64s) -> int:
+    def _remove(self, rows: Int64s) -> int:
         self._rows.remove(rows, self._workers)
+        return self._note_evicted(rows)
+
+    def _note_evicted(self, rows: Int64s) -> int:
         self.num_evicted += len(rows)
         self.num_moves += 1
         return len(rows)
