@@ -1,5 +1,7 @@
 """The map from id to row, beside a dict."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from tierstore.ids import id_map
 from tierstore.ids.id_map import IdMap, absent, give_rows, lowest, map_bytes
+from tierstore.kernels.arrays import Bools, Int64s
 from tierstore.kernels.threads import Workers
 
 EDGES = [-(2**63), -1, 0, 1, 2**63 - 1]
@@ -45,6 +48,10 @@ def test_finds_what_was_inserted_and_not_removed(capacity: int, seed: int, sprea
     workers.close()
 
 
+def _chosen(made: IdMap, spared: set[int], rows: Int64s) -> Bools:
+    return np.array([each not in spared for each in made.ids[rows].tolist()], np.bool_)
+
+
 @given(capacity=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), highest=st.sampled_from([1, 3, 400, 2**30 - 1]))
 def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, highest: int) -> None:
     generator = np.random.default_rng(seed)
@@ -52,7 +59,7 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(id_map, "_SAMPLED_ROWS", 16)
         patch.setattr(id_map, "_SCANNED_ROWS", 64)
-        for _ in range(12):
+        for step in range(12):
             new = generator.integers(0, 2**62, int(generator.integers(0, made.num_free + 1)))
             scores = generator.integers(1, highest, len(new), endpoint=True).astype(np.uint32)
             made.put(made.free_rows(len(new)), new, scores)
@@ -66,8 +73,11 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
             wanted = int(generator.integers(1, capacity + 1))
             may_go = set(known) - set(made.ids[kept].tolist())
             lowest_first = sorted((known[each], each) for each in may_go if known[each] <= most)
-            gone = made.ids[made.evict(wanted, [kept, kept], most=most)].tolist()
-            assert sorted(gone) == sorted(each for _, each in lowest_first[:wanted])
+            spared = {each for _, each in lowest_first[:: int(generator.integers(1, 5))]}
+            chosen = partial(_chosen, made, spared if step % 3 else set())
+            gone = made.ids[made.evict(wanted, [kept, kept], chosen, most=most)].tolist()
+            expected = [each for _, each in lowest_first[:wanted] if not step % 3 or each not in spared]
+            assert sorted(gone) == sorted(expected)
             for each in gone:
                 del known[each]
             made.check_integrity()
@@ -77,7 +87,7 @@ def test_bytes_an_id() -> None:
     made = IdMap(1000)
     rows = made.free_rows(1000)
     made.put(rows, rows, np.arange(1, 1001, dtype=np.uint32))
-    made.evict(1, [])
+    made.evict(1, [], partial(_chosen, made, set()))
     assert made._records.nbytes + made._index.nbytes + 8 * 125 == map_bytes(1000) <= 20 * 1000
     assert abs(len(made._queue) - 125) < 4
 

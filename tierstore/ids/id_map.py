@@ -453,10 +453,12 @@ class IdMap:
         self._queue, self._bound = self._queue[:0], 0
 
     def evict(
-        self, wanted: int, kept: Sequence[Int64s], workers: Workers | None = None, *, most: int = MAX_SCORE
-    ) -> Int64s:
+        self, wanted: int, kept: Sequence[Int64s], choose: Callable[[Int64s], Bools], workers: Workers | None = None,
+        *, most: int = MAX_SCORE,
+    ) -> Int64s:  # fmt: skip
         """Take rows from their ids; returns which, int64 [n <= wanted]: those with the lowest scores, up to ``most``,
-        which never falls, of equal ones those with the lowest ids; none of ``kept``."""
+        which never falls, of equal ones those with the lowest ids; none of ``kept``. ``choose``, given such rows, says
+        which of them go, bool [n]."""
         try:
             for rows in kept:
                 self._marks[rows] |= np.uint32(_KEPT)
@@ -465,14 +467,24 @@ class IdMap:
                 if len(victims) < wanted and bound > self._bound:
                     self._queue, self._bound = self._up_to(bound, workers), bound
                     victims = self._next(wanted)
+            go = choose(victims)
+            self._requeue(victims[~go])
         except BaseException:
             self._forget_queue()
             raise
         finally:
             for rows in kept:
                 self._marks[rows] &= ~np.uint32(_KEPT)
-        self.remove(victims, workers)
-        return victims
+        gone: Int64s = victims[go]
+        self.remove(gone, workers)
+        return gone
+
+    def _requeue(self, rows: Int64s) -> None:
+        """Put rows that ``_next`` gave back; those of the last score are in the queue still."""
+        if len(rows):
+            entries = self.scores(rows).astype(np.uint64) << _HALF | rows.astype(np.uint64)
+            entries = entries[entries >> _HALF < self._queue[0] >> _HALF]
+            self._queue = np.concatenate([entries, self._queue])
 
     def _likely_bound(self, wanted: int, most: int) -> int:
         """A score up to which there are probably ``wanted`` rows, and more for what is wanted next."""

@@ -316,7 +316,7 @@ class TableIds:
             if isinstance(self._rules.eviction, LFU):
                 wanted, most = max(wanted, int(rows.capacity * EVICTED_SHARE)), MAX_SCORE
                 kept.append(batch[batch >= 0])
-            victims = rows.evict(wanted, kept, self._workers, most=most)
+            victims = rows.evict(wanted, kept, lambda each: np.ones(len(each), np.bool_), self._workers, most=most)
             self._note_evicted(victims)
             if len(victims) == rows.num_free <= count:
                 return victims  # in this order wherever the run was resumed: there were no other free rows
