@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 import tierstore
+from tests.train.readers.rows import category_of, some_rows, to_text
 from tierstore.plan import plan_file
 from tierstore.train import train
-from tierstore.train.config import Override, load
+from tierstore.train.config import Override, load, parse_override
 from tierstore.train.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +145,20 @@ def test_the_example_of_a_plan_is_valid() -> None:
 @pytest.mark.parametrize("path", sorted(set(EXAMPLES.glob("*.toml")) - {PLAN}), ids=lambda path: path.name)
 def test_every_other_toml_is_a_valid_run_file(path: Path) -> None:
     assert load(path).data.train_rows > 0
+
+
+def test_criteo_with_dynamic_ids_has_rows_for_the_categories_seen_twice(tmp_path: Path) -> None:
+    rows = [(label, dense, [x and x % 9 for x in categories]) for label, dense, categories in some_rows(120)]
+    (tmp_path / "rows.tsv").write_text(to_text(rows))
+    given = {"data.path": tmp_path / "rows.tsv", "store.path": tmp_path / "store"}
+    texts = [*(f'{key}="{value}"' for key, value in given.items()), "data.train_rows=96", "data.test_rows=24"]
+    config = load(EXAMPLES / "criteo-dynamic.toml", map(parse_override, texts))
+    assert train(config).test is not None
+    with tierstore.open(config.store.path, mode="r") as store:
+        for column in range(26):
+            seen = Counter(f"{row[2][column]:08x}" for row in rows[:96] if row[2][column] is not None)
+            twice = sorted(category_of(text, rule=config.data.rule) for text, count in seen.items() if count > 1)
+            assert torch.cat(list(store[f"C{column + 1}"].written())).tolist() == twice
 
 
 @pytest.mark.slow

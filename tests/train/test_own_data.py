@@ -13,8 +13,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
 from tests.serve.models.stores import asked, models_of
+from tests.train.readers.rows import category_of
 from tests.train.readers.test_hashing import splitmix64
-from tests.train.readers.test_values import category_of
 from tierstore.serve.messages import InferTensor
 from tierstore.serve.tensors import objects
 from tierstore.train import train
@@ -56,13 +56,20 @@ def labels():
     return np.random.default_rng(6).choice([-1, 1], ROWS).tolist()
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, columns, labels):
+@pytest.fixture(scope="module", params=["fixed", "dynamic"])
+def config(request, tmp_path_factory, columns, labels):
     path = tmp_path_factory.mktemp("own") / "rows.parquet"
     pq.write_table(pa.table({"clicked": labels, **columns}), path, row_group_size=20)
     return RunConfig(
-        data=DataSection(path=str(path), label_column="clicked", dense_columns=(), sparse_columns=COLUMNS),
-        embedding=EmbeddingSection(dim=4, num_embeddings=TABLE, pooling="mean"),
+        data=DataSection(
+            path=str(path),
+            label_column="clicked",
+            dense_columns=(),
+            sparse_columns=COLUMNS,
+            hash_seed=3,
+            hashing="none" if request.param == "dynamic" else "mix",
+        ),
+        embedding=EmbeddingSection(dim=4, num_embeddings=TABLE, pooling="mean", ids=request.param),
         model=ModelSection(bottom_mlp=(8,), top_mlp=(8,)),
         train=TrainSection(batch_size=BATCH, epochs=2, commit_every=2),
     )
@@ -72,14 +79,14 @@ def stored_in(config: RunConfig, path: Path, **more) -> RunConfig:
     return dataclasses.replace(config, store=StoreSection(path=str(path), ddr="8MiB", **more))
 
 
-def ids_by_hand(columns):
-    """Of each column, the bags of row ids, one value at a time."""
+def ids_by_hand(columns, rule):
+    """Of each column, the bags of ids, one value at a time."""
     return [
         [
             [
-                splitmix64(category + (number + 1) * 0x9E3779B97F4A7C15) % TABLE
-                for category in map(category_of, bag if isinstance(bag, list) else [bag])
-                if category is not None
+                category if rule.are_ids else splitmix64(category + (number + 1) * 0x9E3779B97F4A7C15) % TABLE
+                for value in (bag if isinstance(bag, list) else [bag])
+                if (category := category_of(value, rule=rule)) is not None
             ]
             for bag in columns[name]
         ]
@@ -100,7 +107,7 @@ def jagged(bags, rows):
 def by_hand(config, columns, labels, tmp_path_factory):
     """The digest of a plain loop, and the probabilities that its model gives all rows."""
     config = stored_in(config, tmp_path_factory.mktemp("by hand") / "store")
-    bags = ids_by_hand(columns)
+    bags = ids_by_hand(columns, config.data.rule)
     targets = torch.tensor([float(label == 1) for label in labels])
     with open_run_store(config) as store:
         run = build_run(config, store)

@@ -1,8 +1,8 @@
-"""XXH64 over 64-bit words, for use inside kernels.
+"""XXH64 over 64-bit words, and over texts, for use inside kernels.
 
-Source: the xxHash specification (Yann Collet), section "XXH64 Algorithm Description". Only whole words are hashed, so
-of the tail only the 8-byte step is needed. Words are little-endian on disk; on such a machine they are hashed as they
-lie.
+Source: the xxHash specification (Yann Collet), section "XXH64 Algorithm Description". Of rows only whole words are
+hashed, so of their tail only the 8-byte step is needed. Words are little-endian on disk; on such a machine they are
+hashed as they lie.
 """
 
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from ..kernels.arrays import Words
+from ..kernels.arrays import Bytes, Words
 from ..kernels.jit import JIT_ENABLED, inline
 
 _P1: Final = np.uint64(0x9E3779B185EBCA87)
@@ -73,6 +73,42 @@ def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> n
     while at < end:
         total = _tail(total, words[at])
         at += np.uint64(1)
+    return _avalanche(total)
+
+
+@inline
+def _word(letters: Bytes, at: int, size: int) -> np.uint64:
+    word = np.uint64(0)
+    for i in range(size):
+        word |= np.uint64(letters[at + i]) << np.uint64(8 * i)
+    return word
+
+
+@inline
+def text_hash(letters: Bytes, begin: int, end: int, seed: np.uint64) -> np.uint64:
+    """XXH64 of ``letters[begin:end]``."""
+    at = begin
+    if end - begin >= 32:
+        lane_1, lane_2, lane_3, lane_4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        while at + 32 <= end:
+            lane_1 = _round(lane_1, _word(letters, at, 8))
+            lane_2 = _round(lane_2, _word(letters, at + 8, 8))
+            lane_3 = _round(lane_3, _word(letters, at + 16, 8))
+            lane_4 = _round(lane_4, _word(letters, at + 24, 8))
+            at += 32
+        total = _join(lane_1, lane_2, lane_3, lane_4)
+    else:
+        total = seed + _P5
+    total += np.uint64(end - begin)
+    while at + 8 <= end:
+        total = _tail(total, _word(letters, at, 8))
+        at += 8
+    if at + 4 <= end:
+        total = _rotate(total ^ (_word(letters, at, 4) * _P1), 23) * _P2 + _P3
+        at += 4
+    while at < end:
+        total = _rotate(total ^ (np.uint64(letters[at]) * _P5), 11) * _P1
+        at += 1
     return _avalanche(total)
 
 

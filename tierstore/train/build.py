@@ -18,7 +18,7 @@ from ..store import Store
 from ..trace import TableTrace, Trace
 from .config import DataSection, EmbeddingSection, OptimizerSection, RunConfig
 from .processes import ALONE, Processes
-from .readers import Categories, FeatureHasher, Reader, Schema, open_reader
+from .readers import Categories, CategoryRule, FeatureHasher, Reader, Schema, open_reader
 from .readers.categories import read_texts
 
 
@@ -55,7 +55,7 @@ def open_test_data(config: RunConfig, reader: Reader) -> Reader:
 
 
 def _open(data: DataSection, path: str) -> Reader:
-    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
+    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns, rule=data.rule)
     return open_reader(path, data_format=data.format, schema=schema, quoting=data.quoting)
 
 
@@ -74,9 +74,10 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
     if column not in columns:
         raise ValueError(f"column={column!r}: {nearest(column, columns)}")
     values: Any = categories.tolist() if isinstance(categories, Tensor) else list(categories)
-    found = np.array([each if isinstance(each, int) else _category(each) for each in values], np.int64)
-    if (missing := np.flatnonzero(found < 0)).size:
-        at = int(missing[0])
+    rule = config.data.rule
+    found = np.array([each if isinstance(each, int) else _category(each, rule) for each in values], np.int64)
+    at = next((i for i, each in enumerate(values) if each == "" or found[i] < rule.least), None)
+    if at is not None:
         raise ValueError(
             f"categories[{at}]={values[at]!r} stands for a missing category, which has no row: leave it out"
         )
@@ -86,9 +87,9 @@ def row_ids(config: RunConfig, column: str, categories: Sequence[str | int] | Te
     return torch.from_numpy(FeatureHasher(config.table_sizes, mode=config.data.hashing)(given).values)
 
 
-def _category(text: str) -> int:
+def _category(text: str, rule: CategoryRule) -> int:
     raw = text.encode()
-    return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)])).item())
+    return int(read_texts(np.frombuffer(raw, np.uint8), np.array([0, len(raw)]), rule).item())
 
 
 def open_run_store(config: RunConfig, processes: Processes = ALONE) -> Any:

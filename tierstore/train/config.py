@@ -20,7 +20,7 @@ from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
-from .readers import DataFormat
+from .readers import CategoryRule, DataFormat
 from .readers.hashing import Hashing
 
 _MAX_THREADS: Final = 1024
@@ -100,6 +100,7 @@ class DataSection:
         '"mix": spread categories over a table; "mod": they are row numbers already; one beyond its table is an error; '
         '"none": they are ids of tables with embedding.ids = "dynamic"',
     )
+    hash_seed: int = option(0, "of the XXH64 that makes texts categories", low=0, high=_MAX_COUNT)
     log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
     label_column: str = option("label", "name of the label's column (Parquet, CSV)")
     dense_columns: tuple[str, ...] = option(
@@ -117,6 +118,11 @@ class DataSection:
         check_ranges(self)
         is_after = self.test_rows > 0 and not self.test_path
         _require(not is_after or self.train_rows > 0, "data.train_rows", 0, "1 or more with data.test_rows")
+
+    @property
+    def rule(self) -> CategoryRule:
+        """What values of categorical columns become."""
+        return CategoryRule(are_ids=self.hashing == "none", seed=self.hash_seed)
 
     @property
     def has_test(self) -> bool:

@@ -19,7 +19,7 @@ from ..serve.models.jagged import Features, merge
 from ..store import open_store
 from ..train import RunConfig, train
 from ..train.config import DataSection, EmbeddingSection, ModelSection, StoreSection, TrainSection
-from ..train.readers.categories import read_texts
+from ..train.readers.categories import FROM_ZERO, read_texts
 from ..train.synthetic import write_synthetic
 
 Work = Callable[[Path], None]  # does it in a new folder
@@ -85,7 +85,7 @@ def _train(table: TableConfig, folder: Path) -> None:
 
 
 def _read_requests(_: Path) -> None:
-    read_texts(np.frombuffer(b"red", np.uint8), np.array([0, 3]))
+    read_texts(np.frombuffer(b"red", np.uint8), np.array([0, 3]), FROM_ZERO)
     ids, lengths = InferTensor("INT64", np.arange(3)), InferTensor("INT32", np.array([1, 2], np.int32))
     merge([Features("rows", {"item": 4}, None).parse({"values": ids, "lengths": lengths})] * 2)
 

@@ -1,11 +1,14 @@
 """Rows for the readers' tests: drawn at random, written as text, and read back by a slow and plain parser."""
 
 import math
+import re
 
 import numpy as np
+import xxhash
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, FeatureHasher
+from tierstore.train.readers import Categories, CategoryRule, FeatureHasher
+from tierstore.train.readers.categories import FROM_ZERO
 
 DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
 CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))
@@ -39,6 +42,23 @@ def to_text(rows, newline="\n"):
         fields += ["" if x is None else f"{x:08x}" for x in categories]
         lines.append("\t".join(fields) + newline)
     return "".join(lines)
+
+
+IDS = CategoryRule(are_ids=True, seed=3)
+
+
+def category_of(value, *, floats=False, rule=FROM_ZERO):
+    """The documented rules; None if missing."""
+    if value is None or value == "" or value != value:
+        return None
+    if not isinstance(value, str):
+        return int(value)
+    sign = "-?" if rule.are_ids else ""
+    number = re.fullmatch(rf"(0|{sign}[1-9][0-9]*)" + r"(\.0)?" * floats, value)
+    if number and -(2**63) <= int(number[1]) < 2**63:
+        return int(number[1])
+    hashed = xxhash.xxh64_intdigest(value.encode(), rule.seed)
+    return hashed - (hashed >> 63 << 64) if rule.are_ids else hashed >> 1
 
 
 def bags(categories):

@@ -2,15 +2,16 @@
 
 import gzip
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore.train.readers import CriteoReader, DataError, criteo, open_reader
+from tierstore.train.readers import CRITEO_SCHEMA, CriteoReader, DataError, criteo, open_reader
 
-from .rows import HASHER, ROWS, check_reader, matrix, some_rows, to_text
+from .rows import HASHER, IDS, ROWS, category_of, check_reader, matrix, some_rows, to_text
 
 pytestmark = pytest.mark.kernel
 GOOD = to_text(some_rows(1)).rstrip("\n")
@@ -46,6 +47,9 @@ def test_any_rows_from_any_row_on(write, rows, compress, newlines, last_newline,
         dense = np.array([[np.nan if x is None else x for x in row[1]] for row in part], np.float32)
         assert np.array_equal(chunk.dense, dense, equal_nan=True)
         assert matrix(chunk.categories).tolist() == [[-1 if x is None else x for x in row[2]] for row in part]
+        as_ids = [[-1 if x is None else category_of(f"{x:08x}", rule=IDS) for x in row[2]] for row in part]
+        (texts,) = open_reader(path, schema=replace(CRITEO_SCHEMA, rule=IDS)).read_chunks(first, first + len(part), 12)
+        assert matrix(texts.categories).tolist() == as_ids
     with pytest.raises(DataError, match=f"ends before row {len(rows) + 1}"):
         list(reader.batches(HASHER, batch_size=batch_size, start_row=start, stop_row=len(rows) + 1))
 

@@ -11,6 +11,8 @@ from tierstore.train.build import open_data
 from tierstore.train.readers import Categories, FeatureHasher
 from tierstore.train.readers.hashing import OutsideTableError
 
+from .rows import IDS, category_of
+
 pytestmark = pytest.mark.kernel
 MASK = 2**64 - 1
 
@@ -79,16 +81,23 @@ def test_rows_of_categories_are_those_that_readers_train(tmp_path):
     """Texts, and integers, of each column, against what a CSV file of the same gives."""
     texts = ["17", "ab", "02134", "", "9" * 18]
     (tmp_path / "a.csv").write_text("y,u,v\n" + "".join(f"0,{text},{text}x\n" for text in texts))
-    for hashing in ("mix", "mod"):
+    for hashing in ("mix", "mod", "none"):
         (tmp_path / "run.toml").write_text(
             f"[data]\npath = '{tmp_path / 'a.csv'}'\nlabel_column = 'y'\ndense_columns = []\nhashing = '{hashing}'\n"
+            f"hash_seed = {IDS.seed}\n"
             f"sparse_columns = ['u', 'v']\n[embedding]\nnum_embeddings = {1000 if hashing == 'mix' else 2**40}\n"
+            f"ids = '{'dynamic' if hashing == 'none' else 'fixed'}'\n"
         )
         config = load(tmp_path / "run.toml")
         if hashing == "mod":
             assert row_ids(config, "u", torch.tensor([17, 5])).tolist() == [17, 5]
             with pytest.raises(ValueError, match="has no row in a table"):
                 row_ids(config, "u", ["ab"])
+            continue
+        if hashing == "none":
+            assert row_ids(config, "u", ["ab", "17", -1]).tolist() == [category_of("ab", rule=IDS), 17, -1]
+            with pytest.raises(ValueError, match="stands for a missing category"):
+                row_ids(config, "u", [""])
             continue
         (batch,) = open_data(config)[0].batches(FeatureHasher(config.table_sizes), batch_size=9)
         trained = batch.sparse.to_dict()

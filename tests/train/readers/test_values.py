@@ -5,7 +5,6 @@ import csv
 import gzip
 import io
 import math
-import re
 import shutil
 from unittest import mock
 
@@ -14,11 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, CriteoReader, CsvReader, DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers import (
+    Categories,
+    CategoryRule,
+    CriteoReader,
+    CsvReader,
+    DataError,
+    FeatureHasher,
+    Schema,
+    open_reader,
+)
 from tierstore.train.readers import csv as csv_reader
 from tierstore.train.readers.categories import read_texts
 
-from .rows import bags
+from .rows import IDS, bags, category_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -26,22 +34,7 @@ pytestmark = pytest.mark.kernel
 
 SCHEMA = Schema(label="y", dense=("a",), sparse=("c",))
 TEXTS = ["ab", "AB", "0ab", "F", "02134", "2134", "0", "00", "-1", "1.0", "\u00e9", "x" * 300, " 7", "9" * 18]
-TEXTS += [str(2**63 - 1), str(2**63), "9" * 19, "9" * 20]
-
-
-def category_of(value, *, floats=False):
-    """The documented rules; None if missing."""
-    if value is None or value == "" or value != value:
-        return None
-    if not isinstance(value, str):
-        return int(value)
-    number = re.fullmatch(r"(0|[1-9][0-9]*)(\.0)?" if floats else r"0|[1-9][0-9]*", value)
-    if number and int(value.removesuffix(".0")) < 2**63:
-        return int(value.removesuffix(".0"))
-    state = 0xCBF29CE484222325
-    for byte in value.encode():
-        state = (state ^ byte) * 0x100000001B3 % 2**64
-    return state >> 1
+TEXTS += [str(2**63 - 1), str(2**63), "9" * 19, "9" * 20, "-0", "-01", "-", "-5.0", str(-(2**63)), str(-(2**63) - 1)]
 
 
 def expected(column, *, floats=False):
@@ -51,16 +44,49 @@ def expected(column, *, floats=False):
     return [[[category for category in each if category is not None]] for each in found]
 
 
-@given(st.lists(st.one_of(st.text(max_size=8), st.integers(0, 10**19).map(str), st.sampled_from(TEXTS))), st.booleans())
-def test_texts_are_integers_or_hashed_in_full(texts, floats):
+@given(
+    st.lists(st.one_of(st.text(max_size=80), st.integers(-(10**19), 10**19).map(str), st.sampled_from(TEXTS))),
+    st.booleans(), st.builds(CategoryRule, are_ids=st.booleans(), seed=st.integers(0, 2**63 - 1)),
+)  # fmt: skip
+def test_texts_are_integers_or_hashed_in_full(texts, floats, rule):
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts if text.isprintable()]
     letters = np.frombuffer(b"".join(encoded), np.uint8)
     offsets = np.cumsum([0, *map(len, encoded)])
-    found = read_texts(letters, offsets, floats=floats).tolist()
-    wanted = [category_of(text, floats=floats) for text in texts if text.isprintable()]
+    found = read_texts(letters, offsets, rule, floats=floats).tolist()
+    wanted = [category_of(text, floats=floats, rule=rule) for text in texts if text.isprintable()]
     assert found == [-1 if category is None else category for category in wanted]
-    letters, offsets = np.frombuffer(b"afoobar", np.uint8), np.array([0, 1, 7])
-    assert read_texts(letters, offsets).tolist() == [0xAF63DC4C8601EC8C >> 1, 0x85944171F73967E8 >> 1], "as published"
+
+
+def test_hashes_of_texts_are_as_published():
+    """Vectors of xxHash's own test suite: the first bytes of a generator's output, with seeds 0 and 2654435761."""
+    state, letters = 2654435761, bytearray()
+    for _ in range(222):
+        letters.append(state >> 56)
+        state = state * 11400714785074694797 % 2**64
+    for length, *expected in (
+        (1, 0xE934A84ADB052768, 0x5014607643A9B4C3), (4, 0x9136A0DCA57457EE, 0xCAAB286BD8E9FDB5),
+        (14, 0x8282DCC4994E35C8, 0xC3BD6BF63DEB6DF0), (222, 0xB641AE8CB691C174, 0x20CB8AB7AE10C14A),
+    ):  # fmt: skip
+        for seed, hashed in zip((0, 2654435761), expected, strict=True):
+            text = np.frombuffer(bytes(letters[:length]), np.uint8)
+            found = read_texts(text, np.array([0, length]), CategoryRule(are_ids=True, seed=seed))
+            assert found.view(np.uint64).item() == hashed
+
+
+def test_ids_are_any_int64_and_the_same_in_every_format(tmp_path):
+    ids, schema = [5, -(2**63), -17, 2**63 - 1, 0], Schema(label="y", dense=("a",), sparse=("c",), rule=IDS)
+    pq.write_table(table_of(pa.array([*ids, None])), tmp_path / "ids.parquet")
+    pq.write_table(table_of([*map(str, ids), None]), tmp_path / "texts.parquet")
+    (tmp_path / "x.csv").write_text("y,a,c\n" + "".join(f"1,2,{text}\n" for text in [*ids, ""]))
+    for name, values in (("label", [1] * 6), ("dense", [[1]] * 6), ("sparse", [[each] for each in [*ids, -1]])):
+        np.save(tmp_path / f"{name}.npy", np.array(values))
+    for path in (tmp_path / "ids.parquet", tmp_path / "texts.parquet", tmp_path / "x.csv", tmp_path):
+        (batch,) = open_reader(path, schema=schema).batches(FeatureHasher([9], mode="none"), batch_size=9)
+        assert batch.sparse.values().tolist() == ids, path
+        assert batch.sparse.lengths().tolist() == [1, 1, 1, 1, 1, 0], path
+    pq.write_table(table_of(pa.array([-1, -5.0])), tmp_path / "floats.parquet")
+    (chunk,) = open_reader(tmp_path / "floats.parquet", schema=schema).read_chunks(0, None, 9)
+    assert bags(chunk.categories) == [[[-1]], [[-5]]]
 
 
 BAGS = st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=2), min_size=1, max_size=6)

@@ -16,7 +16,7 @@ from ...store import Store
 from ...train.build import build_model
 from ...train.checkpoint import load_model
 from ...train.config import RunConfig
-from ...train.readers import FeatureHasher, dense_features
+from ...train.readers import CategoryRule, FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
@@ -38,9 +38,10 @@ class Ranking:
         self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
         self._model = build_model(config, self._collection).eval()
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
+        self._rule = data.rule
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
         self._features = Features("ranking", limits, dropped)
-        self._refuses = dropped is None
+        self._refuses = dropped is None or self._rule.are_ids
         self.metadata = ModelMetadata(
             name="ranking",
             inputs=(
@@ -74,7 +75,7 @@ class Ranking:
     def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
         if self._refuses and "values" in inputs:
             _require_texts(inputs["values"])
-        inputs = {name: _as_categories(tensor) for name, tensor in inputs.items()}
+        inputs = {name: _as_categories(tensor, self._rule) for name, tensor in inputs.items()}
         check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense, "send finite numbers, 0 where one is missing")
@@ -113,9 +114,9 @@ def _require_texts(values: InferTensor) -> None:
         raise invalid("values", f"has '' at position {texts.index(b'')}: leave a missing category out of its bag")
 
 
-def _as_categories(tensor: InferTensor) -> InferTensor:
+def _as_categories(tensor: InferTensor, rule: CategoryRule) -> InferTensor:
     if tensor.datatype != "BYTES":
         return tensor
     texts = tensor.data.reshape(-1).tolist()
-    categories = read_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]))
+    categories = read_texts(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]), rule)
     return InferTensor("INT64", categories.reshape(tensor.data.shape))

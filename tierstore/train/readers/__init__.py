@@ -1,5 +1,6 @@
 """Readers: rows of click data as batches, from Criteo's text format, Parquet, CSV or npy arrays."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -8,7 +9,7 @@ from .arrow import ParquetReader
 from .arrow import is_data as _is_data
 from .arrow import names_below as _names_below
 from .base import CRITEO_SCHEMA, Batch, DataError, DataFile, RawRows, Reader, Schema, dense_features
-from .categories import Categories
+from .categories import Categories, CategoryRule
 from .criteo import CriteoReader
 from .csv import CsvReader
 from .hashing import FeatureHasher, HashedIds
@@ -18,6 +19,7 @@ __all__ = [
     "CRITEO_SCHEMA",
     "Batch",
     "Categories",
+    "CategoryRule",
     "CriteoReader",
     "CsvReader",
     "DataError",
@@ -49,7 +51,7 @@ def open_reader(
         data_format: "auto" takes a folder with label.npy as npy, ``*.csv`` and ``*.tsv``, plain or compressed, and a
             folder of such files as CSV, ``*.parquet``, ``*.pq`` and a folder of such files as Parquet. With Criteo's
             own columns it takes ``*.tsv`` and all other files as Criteo's text format.
-        schema: the columns to read; Criteo's text format knows only its own.
+        schema: the columns to read, of which Criteo's text format knows only its own, and what categories are.
         quoting: whether a field of CSV may stand in double quotes; False takes them as any other character.
 
     Raises:
@@ -62,7 +64,7 @@ def open_reader(
     if not path.exists():
         raise DataError(f"{path} does not exist; give the data's path with --data PATH or the key data.path")
     if data_format == "auto":
-        data_format = _guess(path, is_criteo=schema == CRITEO_SCHEMA)
+        data_format = _guess(path, is_criteo=replace(schema, rule=CRITEO_SCHEMA.rule) == CRITEO_SCHEMA)
     if data_format == "csv":
         return CsvReader(path, schema=schema, quoting=quoting)
     if not quoting:
@@ -75,9 +77,9 @@ def open_reader(
         raise ValueError(f'data_format={data_format!r}: expected "auto", "criteo", "parquet", "csv" or "npy"')
     if path.is_dir():
         raise DataError(f"{path} is a folder; {_ONE_FILE}")
-    if schema != CRITEO_SCHEMA:
+    if replace(schema, rule=CRITEO_SCHEMA.rule) != CRITEO_SCHEMA:
         raise ValueError("columns can be chosen for Parquet, CSV and npy; Criteo's text format has fixed ones")
-    return CriteoReader(path)
+    return CriteoReader(path, schema=schema)
 
 
 def _guess(path: Path, *, is_criteo: bool) -> DataFormat:

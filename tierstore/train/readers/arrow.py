@@ -25,7 +25,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, Categories, are_whole, exact_bits, read_texts
+from .categories import MAX_CATEGORY, Categories, CategoryRule, are_whole, exact_bits, read_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -189,7 +189,7 @@ class _Record:
             numbers = self._numbers(name, self._column(name))
             self._check(name, fits_float32(numbers), "finite as float32; null stands for missing")
             dense[:, column] = numbers
-        values, lengths = zip(*map(self._bags, schema.sparse), strict=True)
+        values, lengths = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
         categories = Categories.of_columns(values, lengths, self._record.num_rows)
         return RawRows(self._labels(schema.label), dense, categories)
 
@@ -231,7 +231,7 @@ class _Record:
         values: Floats | Float64s = numbers.to_numpy(zero_copy_only=False)
         return values
 
-    def _bags(self, name: str) -> tuple[Int64s, Any]:
+    def _bags(self, name: str, rule: CategoryRule) -> tuple[Int64s, Any]:
         """The column's categories [N], and how many each row has, [n]; or 1, if each has one."""
         import pyarrow as pa
         import pyarrow.compute
@@ -239,19 +239,21 @@ class _Record:
         column = self._column(name)
         types = pa.types
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-            values, is_there = self._categories(name, column)
+            values, is_there = self._categories(name, column, rule)
             return values, 1 if is_there is None else is_there
         lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(lengths)
         elements = column.flatten()
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
-        values, is_there = self._categories(name, elements, ends)
+        values, is_there = self._categories(name, elements, rule, ends)
         if is_there is None:
             return values, lengths
         return values, np.diff(np.append(0, np.cumsum(is_there))[np.append(0, ends)])
 
-    def _categories(self, name: str, elements: Any, ends: Int64s | None = None) -> tuple[Int64s, Bools | None]:
+    def _categories(
+        self, name: str, elements: Any, rule: CategoryRule, ends: Int64s | None = None
+    ) -> tuple[Int64s, Bools | None]:
         """The categories of those of the elements [N] that have one, and which have, [N]; None: all. The elements of
         row i end before ``ends[i]``; None: each row has one."""
         import pyarrow as pa
@@ -259,22 +261,22 @@ class _Record:
         kind = elements.type
         is_there: Bools | None = elements.is_valid().to_numpy(zero_copy_only=False) if elements.null_count else None
         if _is_text(kind):
-            values = self._texts(elements.cast(pa.large_binary()))
-            is_there = values >= 0 if is_there is None else is_there & (values >= 0)
+            values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
+            is_there = is_text if is_there is None else is_there & is_text
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
             expected = (
                 f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-            self._check_elements(name, elements, are_whole(values) & ~(values < 0), ends, expected)
+            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), ends, expected)
         elif pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
             filled = elements if pa.types.is_integer(kind) else elements.cast(pa.int64())
             values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
             if values.dtype == np.uint64:
                 expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
                 self._check_elements(name, elements, values <= MAX_CATEGORY, ends, expected)
-            elif values.min(initial=0) < 0:
+            elif values.min(initial=0) < rule.least:
                 self._check_elements(name, elements, values >= 0, ends, "an integer from 0 on; null is missing")
         else:
             to = "a list of numbers or of strings" if pa.types.is_nested(kind) else "strings"
@@ -286,11 +288,12 @@ class _Record:
             return np.asarray(values, np.int64), None
         return np.asarray(values[is_there], np.int64), is_there
 
-    def _texts(self, texts: Any) -> Int64s:
+    def _texts(self, texts: Any, rule: CategoryRule) -> tuple[Int64s, Bools]:
+        """Their categories, and which are not empty."""
         _, offsets, letters = texts.buffers()
         places = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
         read: Bytes = np.empty(0, np.uint8) if letters is None else np.frombuffer(letters, np.uint8)
-        return read_texts(read, places, floats=self._reads_floats)
+        return read_texts(read, places, rule, floats=self._reads_floats), places[1:] > places[:-1]
 
     def _check(self, name: str, good: Bools, expected: str) -> None:
         self._check_elements(name, self._record.column(name), good, None, expected)

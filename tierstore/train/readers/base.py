@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...kernels.arrays import Bools, Floats
 from ...nn import KeyedJaggedTensor
-from .categories import Categories
+from .categories import FROM_ZERO, Categories, CategoryRule
 from .hashing import FeatureHasher, OutsideTableError
 
 
@@ -30,11 +30,12 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """Which columns a row has: one label, C dense ones, which may be none, F categorical ones, the model's feature
-    names."""
+    names; and what values of categorical ones become."""
 
     label: str
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
+    rule: CategoryRule = FROM_ZERO
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.sparse]

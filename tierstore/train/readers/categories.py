@@ -1,4 +1,4 @@
-"""Categories: the values of categorical columns, as integers from 0 on, in bags of any number of them.
+"""Categories: the values of categorical columns, as integers, in bags of any number of them.
 
 Shapes: F columns, n rows, N categories.
 """
@@ -10,26 +10,47 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...io.checksum import text_hash
 from ...kernels.arrays import Bools, Bytes, Int64s
 from ...kernels.jit import inline, kernel
 
 MISSING: Final = -1
 """What a reader puts where a category is absent, before it is left out."""
 
-_FNV_BASIS: Final = np.uint64(0xCBF29CE484222325)
-_FNV_PRIME: Final = np.uint64(0x100000001B3)
 _MAX_DIGITS: Final = 19
 MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _MAX_CATEGORY: Final = np.uint64(MAX_CATEGORY)  # for the kernel
 _ZERO: Final = 48
 _POINT: Final = 46
+_MINUS: Final = 45
+
+
+class CategoryRule(NamedTuple):
+    """What values become.
+
+    Attributes:
+        are_ids: categories are ids, any int64: negative integers are taken, and Criteo's hexadecimal numbers are
+            texts. Otherwise categories are from 0 on.
+        seed: of the hashes of texts, in [0, 2**63).
+    """
+
+    are_ids: bool = False
+    seed: int = 0
+
+    @property
+    def least(self) -> int:
+        """The least category."""
+        return -MAX_CATEGORY - 1 if self.are_ids else 0
+
+
+FROM_ZERO: Final = CategoryRule()
 
 
 class Categories(NamedTuple):
     """Column after column, and in it row after row."""
 
     values: Int64s
-    """[N], from 0 on."""
+    """[N], from 0 on unless they are ids."""
     offsets: Int64s
     """[F, n + 1]: row r of column f has ``values[offsets[f, r]:offsets[f, r + 1]]``."""
 
@@ -47,8 +68,8 @@ class Categories(NamedTuple):
 
     @classmethod
     def of_matrix(cls, values: Int64s) -> "Categories":
-        """From one category a row and column, [n, F], where negative ones are missing."""
-        is_there = values.T >= 0
+        """From one category a row and column, [n, F], or ``MISSING``."""
+        is_there = values.T != MISSING
         columns = [column[row] for column, row in zip(values.T, is_there, strict=True)]
         return cls.of_columns(columns, is_there, len(values))
 
@@ -96,42 +117,53 @@ def are_whole(floats: NDArray[Any]) -> Bools:
     return good
 
 
-def read_texts(letters: Bytes, offsets: Int64s, *, floats: bool = False) -> Int64s:
+def read_texts(letters: Bytes, offsets: Int64s, rule: CategoryRule, *, floats: bool = False) -> Int64s:
     """The categories [n] that texts stand for, where text i is ``letters[offsets[i]:offsets[i + 1]]``, in UTF-8.
 
     A text that is written as an integer below 2**63, without sign and leading zeros, is that integer (with ``floats``
-    also "12.0"). Any other one is the upper 63 bits of its 64-bit FNV-1a hash (Fowler, Noll, Vo; IETF
-    draft-eastlake-fnv). An empty text is ``MISSING``.
+    also "12.0"). Any other one is the upper 63 bits of its XXH64. As ids, integers may be any int64, and hashes are
+    all 64 bits. An empty text is ``MISSING``, as an id may be.
     """
     categories = np.empty(len(offsets) - 1, np.int64)
-    _read_texts(letters, offsets, floats, categories)
+    _read_texts(letters, offsets, floats, rule.are_ids, np.uint64(rule.seed), categories)
     return categories
 
 
 @kernel
-def _read_texts(letters: Bytes, offsets: Int64s, floats: bool, categories: Int64s) -> None:
+def _read_texts(
+    letters: Bytes, offsets: Int64s, floats: bool, are_ids: bool, seed: np.uint64, categories: Int64s
+) -> None:
     for i in range(len(categories)):
         begin, end = offsets[i], offsets[i + 1]
-        is_float = floats and end - begin > 2 and letters[end - 2] == _POINT and letters[end - 1] == _ZERO
-        number = _read_integer(letters, begin, end - 2 if is_float else end)
-        if number < 0 and begin < end:
-            state = _FNV_BASIS
-            for at in range(begin, end):
-                state = np.uint64((state ^ np.uint64(letters[at])) * _FNV_PRIME)
-            number = np.int64(state >> np.uint64(1))
-        categories[i] = number
+        categories[i] = read_text(letters, begin, end, floats, are_ids, seed) if begin < end else MISSING
 
 
 @inline
-def _read_integer(letters: Bytes, begin: int, end: int) -> np.int64:
-    """-1 unless the text is written as an integer."""
+def read_text(letters: Bytes, begin: int, end: int, floats: bool, are_ids: bool, seed: np.uint64) -> np.int64:
+    """``read_texts`` of ``letters[begin:end]``, which is not empty."""
+    is_float = floats and end - begin > 2 and letters[end - 2] == _POINT and letters[end - 1] == _ZERO
+    is_integer, number = _read_integer(letters, begin, end - 2 if is_float else end, are_ids)
+    if is_integer:
+        return number
+    hashed = text_hash(letters, begin, end, seed)
+    return np.int64(hashed if are_ids else hashed >> np.uint64(1))
+
+
+@inline
+def _read_integer(letters: Bytes, begin: int, end: int, signed: bool) -> tuple[Any, np.int64]:
+    """Whether the text is written as an integer, and which."""
+    is_negative = signed and begin < end and letters[begin] == _MINUS
+    if is_negative:
+        begin += 1
     digits = end - begin
-    if digits == 0 or digits > _MAX_DIGITS or (letters[begin] == _ZERO and digits > 1):
-        return np.int64(-1)
+    if digits == 0 or digits > _MAX_DIGITS or (letters[begin] == _ZERO and (digits > 1 or is_negative)):
+        return False, np.int64(0)
     number = np.uint64(0)
     for at in range(begin, end):
         digit = np.int64(letters[at]) - _ZERO
         if digit < 0 or digit > 9:
-            return np.int64(-1)
+            return False, np.int64(0)
         number = np.uint64(number * np.uint64(10) + np.uint64(digit))
-    return np.int64(number) if number <= _MAX_CATEGORY else np.int64(-1)
+    if is_negative:
+        return number <= _MAX_CATEGORY + np.uint64(1), -np.int64(number)
+    return number <= _MAX_CATEGORY, np.int64(number)

@@ -14,8 +14,8 @@ import numpy as np
 from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
 from ...system.excerpt import excerpt
-from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, require_data_file
-from .categories import Categories
+from .base import CRITEO_SCHEMA, DataError, DataFile, RawRows, Reader, Schema, require_data_file
+from .categories import MISSING, Categories, CategoryRule, read_text
 
 BUFFER_BYTES: Final = 1 << 20
 """Text held at a time, and so the longest line."""
@@ -35,15 +35,14 @@ _LAST_COLUMN: Final = 39
 _MAX_DECIMAL_DIGITS: Final = 18
 _MAX_HEX_DIGITS: Final = 15
 _INVALID: Final = -2
-_EMPTY: Final = -1
 
 
 class CriteoReader(Reader):
     """Reads one file in Criteo's format; its first bytes say whether it is compressed."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
-        self.schema = CRITEO_SCHEMA
+        self.schema = schema
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -51,7 +50,7 @@ class CriteoReader(Reader):
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         with _open(self.path) as file:
-            text = _Text(self.path, file)
+            text = _Text(self.path, file, self.schema.rule)
             text.skip(start_row)
             while stop_row is None or text.row < stop_row:
                 wanted = chunk_rows if stop_row is None else min(chunk_rows, stop_row - text.row)
@@ -79,11 +78,12 @@ def _open(path: Path) -> BinaryIO:
 class _Text:
     """A window over the file's text: bytes ``[_begin, _end)`` of the buffer are read and not yet consumed."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, rule: CategoryRule) -> None:
         self.row = 0
         """Rows consumed."""
         self._path = path
         self._file = file
+        self._rule = rule.are_ids, np.uint64(rule.seed)
         # One byte more, for the newline that the last line may lack.
         self._buffer = np.empty(BUFFER_BYTES + 1, np.uint8)
         self._begin = 0
@@ -105,7 +105,7 @@ class _Text:
         before, filled = self.row, 0
         while filled < rows:
             filled, self._begin, broken = parse_lines(
-                self._buffer, self._begin, self._end, filled, labels, dense, categories
+                self._buffer, self._begin, self._end, filled, *self._rule, labels, dense, categories
             )
             self.row = before + filled
             if broken >= 0:
@@ -178,15 +178,16 @@ def skip_lines(text: Bytes, begin: int, end: int, lines: int) -> tuple[int, int]
 
 @kernel
 def parse_lines(
-    text: Bytes, begin: int, end: int, row: int, labels: Floats, dense: Floats, categories: Int64s
-) -> tuple[int, int, int]:
+    text: Bytes, begin: int, end: int, row: int, are_ids: bool, seed: np.uint64,
+    labels: Floats, dense: Floats, categories: Int64s,
+) -> tuple[int, int, int]:  # fmt: skip
     """Convert whole lines of ``text[begin:end]`` into rows from ``row`` on, until the arrays are full. Returns the
     rows that are filled; the start of the first line that was not consumed; the column where that stopped making
     sense, or -1."""
     position = begin
     broken = -1
     while row < len(labels):
-        at, broken = _parse_line(text, position, end, row, labels, dense, categories)
+        at, broken = _parse_line(text, position, end, row, are_ids, seed, labels, dense, categories)
         if at < 0:
             break
         position = at
@@ -196,14 +197,18 @@ def parse_lines(
 
 @inline
 def _parse_line(
-    text: Bytes, at: int, end: int, row: int, labels: Floats, dense: Floats, categories: Int64s
-) -> tuple[int, int]:
+    text: Bytes, at: int, end: int, row: int, are_ids: bool, seed: np.uint64,
+    labels: Floats, dense: Floats, categories: Int64s,
+) -> tuple[int, int]:  # fmt: skip
     """Position after the line, or -1 if it is cut off at ``end`` or broken; the column where it is broken, or -1."""
     for column in range(_LAST_COLUMN + 1):
         if column > _LAST_DENSE:
+            first = at
             at, category = _parse_hexadecimal(text, at, end)
-            categories[row, column - _LAST_DENSE - 1] = category
             valid = category != _INVALID
+            if are_ids and category >= 0:
+                category = int(read_text(text, first, at, False, are_ids, seed))
+            categories[row, column - _LAST_DENSE - 1] = category
         else:
             at, number, valid = _parse_decimal(text, at, end)
             if column > 0:
@@ -258,7 +263,7 @@ def _parse_hexadecimal(text: Bytes, at: int, end: int) -> tuple[int, int]:
         at += 1
     digits = at - first
     if digits == 0:
-        return at, _EMPTY
+        return at, MISSING
     if digits > _MAX_HEX_DIGITS:
         return at, _INVALID
     return at, number

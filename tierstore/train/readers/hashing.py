@@ -40,7 +40,7 @@ class FeatureHasher:
     With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, the
     output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014). With
     ``mode="mod"`` categories are row ids already, and with ``mode="none"`` they are ids of tables that take any.
-    ``limits``: what categories of each column must be below.
+    ``limits``: what categories of each column must be below; None if they may be any int64.
     """
 
     def __init__(self, num_embeddings: Sequence[int], *, mode: Hashing = "mix") -> None:
@@ -49,7 +49,8 @@ class FeatureHasher:
         if self._num_embeddings.ndim != 1 or not (self._num_embeddings > 0).all():
             raise ValueError(f"num_embeddings={list(num_embeddings)}: every table needs at least one row")
         self._mode = mode
-        self.limits: tuple[int, ...] = tuple(int(size) if mode == "mod" else 1 << 63 for size in num_embeddings)
+        everywhere: dict[str, int | None] = {"mix": 1 << 63, "none": None}
+        self.limits: tuple[int | None, ...] = tuple(everywhere.get(mode, int(size)) for size in num_embeddings)
 
     def __call__(self, categories: Categories) -> HashedIds:
         """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""

@@ -22,7 +22,7 @@ from .base import (
     fits_float32,
     require_data_file,
 )
-from .categories import MAX_CATEGORY, MISSING, Categories, are_whole, exact_bits
+from .categories import MAX_CATEGORY, MISSING, Categories, CategoryRule, are_whole, exact_bits
 
 _HEAD_BYTES: Final = 12
 _MAX_HEADER_BYTES: Final = 10_000
@@ -49,7 +49,8 @@ class NpyReader(Reader):
       categories a row, or [total] with ``NAME.offsets.npy`` [N + 1], where row r has those from ``offsets[r]`` to
       ``offsets[r + 1]``.
 
-    Categories are integers, booleans or whole floating-point numbers; negative and NaN ones are missing. DataError
+    Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
+    -1 is. DataError
     where a file is missing, is no array of the right kind, or is longer than another.
     """
 
@@ -93,9 +94,9 @@ class NpyReader(Reader):
 
     def _categories(self, begin: int, end: int) -> Categories:
         if self._matrix is not None:
-            matrix = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end])
+            matrix = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
             return Categories.of_matrix(matrix)
-        values, lengths = zip(*(column.read(begin, end) for column in self._columns), strict=True)
+        values, lengths = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
         return Categories.of_columns(values, lengths, end - begin)
 
 
@@ -118,27 +119,28 @@ class _Column(NamedTuple):
         size = 1 if values.ndim == 1 else values.shape[1]
         return cls(path, values.reshape(-1), np.arange(len(values) + 1) * size)
 
-    def read(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
+    def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s]:
         """The categories of rows ``[begin, end)``, and how many each row has."""
         offsets = self.offsets[begin : end + 1].astype(np.int64)
         lengths = np.diff(offsets)
         _check(self.path.with_suffix(".offsets.npy"), begin, offsets[1:], lengths >= 0, "at least the offset before it")
-        categories = _read_categories(self.path, int(offsets[0]), self.values[offsets[0] : offsets[-1]])
-        is_there = categories >= 0
+        categories = _read_categories(self.path, int(offsets[0]), self.values[offsets[0] : offsets[-1]], rule)
+        is_there = categories != MISSING
         if is_there.all():
             return categories, lengths
         return categories[is_there], np.diff(np.append(0, np.cumsum(is_there))[offsets - offsets[0]])
 
 
-def _read_categories(path: Path, begin: int, array: NDArray[Any]) -> Int64s:
-    """Categories of the array's shape, negative where missing; ``begin`` is the number of its first row."""
+def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> Int64s:
+    """Categories of the array's shape, or ``MISSING``; ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
         expected = f"a whole number below 2**{exact_bits(array)}, as {array.dtype} holds exactly; NaN is missing"
         _check(path, begin, array, are_whole(array), expected)
         array = np.where(np.isnan(array), MISSING, array)
     if array.dtype.kind == "u":
         _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
-    return array.astype(np.int64)
+    categories = array.astype(np.int64)
+    return np.where(categories < rule.least, MISSING, categories)
 
 
 def _check(path: Path, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
