@@ -82,6 +82,19 @@ def test_what_is_on_ssd_has_to_fit() -> None:
             assert (not misfit(make_setup(workload, host=make_host(storage=(drive,))), DEMANDS[workload])) == fits
 
 
+def test_dynamic_ids_have_to_fit_on_ssd_and_in_the_map_of_rows() -> None:
+    """A block has 127 of their rows, which are of 32 bytes; a segment has 12 blocks and 3 pages of index."""
+    tables = tuple(replace(table, ids="dynamic", candidates=5) for table in SERVED.tables)
+    workload, segments = replace(SERVED, tables=tables), (600_000 / 225, 600_012 / (12 * 127))
+    stored = 1.05 * 4096 * (16 * segments[0] + 15 * segments[1])
+    in_memory = 64 * MIB + 4 * (600_000 + 600_012) + 50 * sum(map(math.ceil, segments))
+    for spare, fits in ((1.0001, True), (0.9999, False)):
+        drive = replace(DRIVE, capacity_bytes=stored * spare)
+        assert (not misfit(make_setup(workload, host=make_host(storage=(drive,))), DEMANDS[SERVED])) == fits
+        memory = replace(make_host().ddr, capacity_bytes=in_memory * spare)
+        assert (not misfit(make_setup(workload, host=make_host(ddr=memory)), DEMANDS[SERVED])) == fits
+
+
 def test_the_map_of_rows_has_to_fit_beside_the_budget() -> None:
     """4 bytes a row and 50 a segment, in each process."""
     for workload, segments, workers in ((TRAINED, 2.8 * 600_000 / 210, 1), (SERVED, 600_000 / 225, 3)):

@@ -137,6 +137,8 @@ def test_a_run_file_brings_its_tables_and_its_dense_model(tmp_path: Path, intera
     linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
     assert found.dense_products == len(linears) + (interaction == "dot")
     assert [each.figure for each in found.assumed] == ["pooling_factor", "exponent"]
+    dynamic = load_workload(ROOT / "examples" / "criteo-dynamic.toml").tables
+    assert {(each.ids, each.num_embeddings, each.candidates) for each in dynamic} == {("dynamic", 50_000, 50_000)}
 
 
 def _values_by_hand(run: Any, interaction: str) -> float:

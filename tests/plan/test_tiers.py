@@ -26,6 +26,11 @@ TABLES = (
 WORKLOAD = Workload(name="w", tables=TABLES, batch_samples=200, optimizer="rowwise_adagrad")
 
 
+def dynamic_ids(table: TableShape) -> tierstore.DynamicIds | None:
+    rule = tierstore.ids.Frequency(2, candidates=table.candidates) if table.candidates else None
+    return tierstore.DynamicIds(admission=rule) if table.ids == "dynamic" else None
+
+
 def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: int = 0) -> tierstore.Store:
     store = tierstore.open(folder, ddr=ddr, hbm=hbm, policy=policy, threads=1)
     for table in workload.tables:
@@ -35,6 +40,7 @@ def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: 
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
                 pooling="sum",
+                ids=dynamic_ids(table),
                 optimizer=tierstore.optim.RowWiseAdagrad(),
             )
         )
@@ -54,6 +60,21 @@ def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, poli
         assert [load.is_full for load in loads] == [isinstance(pool.cache, FullCache) for pool in pools]
         on_device = [pool.tier.cache.capacity for pool in pools if pool.tier.on_device]
         assert [load.hbm_rows for load in loads if load.hbm_rows] == on_device
+
+
+@pytest.mark.parametrize("ddr", [5_000_000, 15_000_000, 60_000_000])
+def test_dynamic_ids_take_of_a_budget_what_they_take_in_the_store(store_dir: Path, ddr: int) -> None:
+    kept = [replace(TABLES[0], ids="dynamic"), replace(TABLES[1], ids="dynamic", candidates=70_000), TABLES[2]]
+    workload = replace(WORKLOAD, tables=tuple(kept))
+    loads = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), Demand.analytic(workload))
+    with make_store(store_dir, workload, ddr=ddr, policy="lru") as store:
+        assert [load.ddr_rows for load in loads] == [store[name].pool.cache.capacity for name in ("a", "b")]
+        assert workload.id_bytes == store["a"].id_stats().bytes + store["b"].id_stats().bytes
+        assert workload.id_bytes == pytest.approx(19 * 150_000, rel=1e-3)
+    with pytest.raises(ValueError, match="dynamic ids; give at least"):
+        pool_loads(make_setup(workload, ddr_bytes=2_500_000.0), Demand.analytic(workload))
+    half = make_setup(workload, ddr_bytes=2_500_000.0, hosts=2)
+    assert all(load.ddr_rows for load in pool_loads(half, Demand.analytic(workload))), "each host has half of the ids"
 
 
 class Trained(NamedTuple):

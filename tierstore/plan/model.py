@@ -11,7 +11,7 @@ from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, lanes_of, loads
 from .prediction import Prediction, Setup, TierLoad
 from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
-from .tiers import PoolLoad, file_of, pool_loads
+from .tiers import ID_LAYOUT, PoolLoad, file_of, pool_loads
 
 SEGMENT_BYTES: Final = 50
 """Of the map of rows, for each segment."""
@@ -94,7 +94,8 @@ def misfit(setup: Setup, demand: Demand) -> str:
             return f"rows in device memory (setup.hbm): {reason}"
         if setup.hbm_bytes > setup.gpu.hbm.capacity_bytes:
             return _too_little("memory of an accelerator", setup.hbm_bytes, setup.gpu.hbm.capacity_bytes)
-    files = [file_of(pool.layout, -(-pool.num_rows // setup.hosts), setup.workload) for pool in demand.pools]
+    rows = [*((pool.layout, pool.num_rows) for pool in demand.pools), (ID_LAYOUT, setup.workload.id_rows)]
+    files = [file_of(layout, -(-count // setup.hosts), setup.workload) for layout, count in rows if count]
     wide = max((file.place_bytes for file in files), default=0)
     maps = sum(wide * file.rows + SEGMENT_BYTES * file.segments for file in files)
     memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps

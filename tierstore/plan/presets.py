@@ -115,7 +115,12 @@ def scaled(workload: Workload, factor: float) -> Workload:
     if not 0 < factor < float("inf"):
         raise ValueError(f"factor={factor}: expected a number above 0")
     tables = tuple(
-        replace(table, num_embeddings=max(1, round(table.num_embeddings * factor))) for table in workload.tables
+        replace(
+            table,
+            num_embeddings=max(1, round(table.num_embeddings * factor)),
+            candidates=round(table.candidates * factor),
+        )
+        for table in workload.tables
     )
     return replace(workload, name=f"{workload.name} x {factor:g}", tables=tables)
 
@@ -142,10 +147,11 @@ def _of_run(path: Path) -> Workload:
 
     run = load(path)
     dim, columns = run.embedding.dim, run.data.sparse_columns
+    ids, counts = run.embedding.ids, run.embedding.ids == "dynamic" and run.embedding.admit_after > 1
     layers: dict[str, Any] = asdict(run.model)
     return specified(
         [
-            TableSpec(name=name, num_embeddings=size, embedding_dim=dim)
+            TableSpec(name=name, num_embeddings=size, embedding_dim=dim, ids=ids, candidates=counts * size)
             for name, size in zip(columns, run.table_sizes, strict=True)
         ],
         name=path.stem,

@@ -31,6 +31,8 @@ _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
 """Of a file of segments, over their bytes: the tree above them, and free pages."""
+ID_LAYOUT: Final = RowLayout(dim=4)
+"""Of rows that keep ids."""
 _Counts = tuple[tuple[RowLayout, int], ...]
 
 
@@ -97,7 +99,8 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
         hot = _hbm_sizes(int(setup.hbm_bytes), rows, setup.policy) if setup.hbm_bytes else {}
         staging = sum(size.host_bytes(layout) for layout, size in hot.items())
         budget = int(setup.ddr_bytes / setup.workers)
-        division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging)
+        ids = math.ceil(setup.workload.id_bytes / setup.hosts)
+        division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging, ids)
     except BudgetError as error:
         raise ValueError(str(error)) from None
     stored = sum(-(-count // layout.rows_per_segment) * segment_bytes(layout) for layout, count in rows)
@@ -111,8 +114,10 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _division(budget: int, rows: _Counts, num_tables: int, policy: str, staging: int) -> Division:
-    return divide(budget, dict(rows), num_tables=num_tables, policy=policy, given=budget, hbm_staging=staging)
+def _division(budget: int, rows: _Counts, num_tables: int, policy: str, staging: int, ids: int) -> Division:
+    return divide(
+        budget, dict(rows), num_tables=num_tables, policy=policy, given=budget, hbm_staging=staging, ids_bytes=ids
+    )
 
 
 @lru_cache(maxsize=4096)

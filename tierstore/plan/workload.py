@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..config import require_choice
+from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from ..settings.sections import option
@@ -33,11 +34,17 @@ class TableShape(Checked):
     exponent: float = option(
         EXPONENT, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0
     )
+    ids: Literal["fixed", "dynamic"] = option(
+        "fixed", '"dynamic": any int64 is an id, and num_embeddings is how many have rows at a time'
+    )
+    candidates: int = option(0, "dynamic ids without a row that are counted", low=0, high=MAX_ROWS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name:
             raise ValueError("name='': expected a text")
+        if self.ids == "fixed" and self.candidates:
+            raise ValueError(f'candidates={self.candidates}: expected 0 unless ids = "dynamic"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +142,17 @@ class Workload(Checked):
     def table_bytes(self) -> int:
         """Of all rows, were they all in memory."""
         return sum(table.num_embeddings * self.layout(table).row_bytes for table in self.tables)
+
+    @property
+    def id_rows(self) -> int:
+        """Rows in which a store keeps dynamic ids."""
+        return sum(1 + table.num_embeddings + table.candidates for table in self.tables if table.ids == "dynamic")
+
+    @property
+    def id_bytes(self) -> int:
+        """Memory for dynamic ids, in each process that has all of them."""
+        own = (table for table in self.tables if table.ids == "dynamic")
+        return sum(map_bytes(table.num_embeddings) + map_bytes(table.candidates) for table in own)
 
     @property
     def lookups(self) -> float:
