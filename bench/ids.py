@@ -1,10 +1,16 @@
 """What do dynamic ids cost, compared with rows that are numbered?"""
 
+import contextlib
+import gzip
+import importlib.util
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +20,13 @@ from numpy.typing import NDArray
 
 import tierstore
 from tierstore.ids.id_map import IdMap, map_bytes
+from tierstore.train import train
+from tierstore.train.config import load, parse_override
 
+from .child import Child
 from .common import Goal, Part, Report, Run, Spread, Table, Told, measure, per_second, program, run_parts
+from .data import ROOT, require_criteo
+from .peers import torchrec
 
 __all__ = ["run"]
 
@@ -23,6 +34,9 @@ Int64s = NDArray[np.int64]
 OURS: Final = "tierstore"
 SORTED: Final = "torch.searchsorted"
 DICT: Final = "dict"
+PANDAS: Final = "pandas.Index"
+MCH: Final = "TorchRec's MCH"
+ENUMERATED: Final = "numbered by first appearance"
 DYNAMIC: Final = "dynamic ids"
 FIXED: Final = "hashed into as many rows"
 _PLACES: Final = {"all rows in memory": "100%", "over tiers, DDR for a fifth": "20%"}
@@ -39,10 +53,13 @@ def _random_ids(count: int, seed: int) -> Int64s:
 
 
 def _measure_map(request: Run, _: dict[str, Any]) -> dict[str, Any]:
-    return {"sizes": [_map(request.config, count) for count in request.config["map_ids"]]}
+    missing = [] if torchrec.is_there() else [MCH]
+    missing += [] if importlib.util.find_spec("pandas") else [PANDAS]
+    return {"sizes": [_map(request, count, missing) for count in request.config["map_ids"]], "missing": missing}
 
 
-def _map(config: dict[str, Any], count: int) -> dict[str, Any]:
+def _map(request: Run, count: int, missing: list[str]) -> dict[str, Any]:
+    config = request.config
     ids = _random_ids(count, config["seed"])
     made = IdMap(count)
     started = time.perf_counter()
@@ -67,11 +84,20 @@ def _map(config: dict[str, Any], count: int) -> dict[str, Any]:
         OURS: each(made.find),
         SORTED: each(lambda some: torch.searchsorted(in_order, torch.from_numpy(some))),
     }
-    if count <= 10**7:  # a dict of more ids takes more memory than the machine has
-        known = dict(zip(ids.tolist(), range(count), strict=True))
-        actions[DICT] = each(lambda some: [known[one] for one in some.tolist()])
-    measure(actions, repetitions=2)
-    seconds = measure(actions, repetitions=len(wanted))
+    with contextlib.ExitStack() as stack:
+        if count <= 10**7:  # of more ids these take more memory than the machine has
+            known = dict(zip(ids.tolist(), range(count), strict=True))
+            actions[DICT] = each(lambda some: [known[one] for one in some.tolist()])
+            if PANDAS not in missing:
+                actions[PANDAS] = each(importlib.import_module("pandas").Index(ids).get_indexer)
+            if MCH not in missing:
+                np.save(request.folder / "ids.npy", ids)
+                np.save(request.folder / "wanted.npy", wanted)
+                child = stack.enter_context(Child([sys.executable, "-m", "bench.peers.mch", request.folder]))
+                assert int(child.ask("0")) == batch, "ids without slots"
+                actions[MCH] = each(lambda _: child.ask(str(turn["index"] % len(wanted))))
+        measure(actions, repetitions=2)
+        seconds = measure(actions, repetitions=len(wanted))
     return {
         "ids": count,
         "bytes_an_id": map_bytes(count) / count,
@@ -81,7 +107,7 @@ def _map(config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _tell_map(found: dict[str, Any]) -> Told:
-    names = [OURS, SORTED, DICT]
+    names = [OURS, SORTED, DICT, PANDAS, MCH]
     rows, goals = [], []
     for size in found["sizes"]:
         rates = {name: Spread(**rate).median for name, rate in size["lookups_per_s"].items()}
@@ -90,7 +116,8 @@ def _tell_map(found: dict[str, Any]) -> Told:
         goals.append(Goal(name=f"bytes an id, of {size['ids']:,}", value=round(size["bytes_an_id"], 1), at_most=20))
     columns = ["ids", *(f"{name}, lookups/s" for name in names), "insertions/s", "bytes an id"]
     table = Table(title="the map from id to row, in batches", columns=columns, rows=rows)
-    return Told(tables=[table], goals=goals, notes=["The map is asked by one thread."])
+    absent = f" Not there, and so not measured: {', '.join(found['missing'])}." if found["missing"] else ""
+    return Told(tables=[table], goals=goals, notes=[f"The map is asked by one thread.{absent}"])
 
 
 # A stream of ids that drifts
@@ -210,10 +237,136 @@ def _tell_commit(found: dict[str, Any]) -> Told:
     return Told(tables=[Table(title="a commit with new rows", columns=["", "ms"], rows=rows)], goals=[goal])
 
 
+# Real data
+
+
+def _enumerated(source: Path, target: Path) -> list[int]:
+    """Write Criteo's rows with the categories of each column numbered by first appearance; how many each has."""
+    known: list[dict[str, int]] = [{} for _ in range(26)]
+    with gzip.open(source, "rt") as lines, target.open("w") as out:
+        for line in lines:
+            fields = line.rstrip("\n").split("\t")
+            for column, seen in zip(range(14, 40), known, strict=True):
+                if fields[column]:
+                    fields[column] = f"{seen.setdefault(fields[column], len(seen)):x}"
+            out.write("\t".join(fields) + "\n")
+    return [max(1, len(seen)) for seen in known]
+
+
+def _measure_criteo(request: Run, _: dict[str, Any]) -> dict[str, Any]:
+    config, numbered, store = request.config, request.folder / "numbered.tsv", request.folder / "ids_criteo"
+    sizes = _enumerated(require_criteo(), numbered)
+    fixed = ['embedding.ids="fixed"', 'data.hashing="mod"', f"embedding.num_embeddings={sizes}"]
+    runs = {each["name"]: (require_criteo(), each["set"]) for each in config["criteo_runs"]}
+    return {
+        name: _learned([*config["criteo_set"], f'data.path="{path}"', f'store.path="{store}"', *own], store)
+        for name, (path, own) in {**runs, ENUMERATED: (numbered, fixed)}.items()
+    }
+
+
+def _learned(overrides: list[str], store: Path) -> dict[str, Any]:
+    shutil.rmtree(store, ignore_errors=True)
+    run = load(ROOT / "examples" / "criteo-dynamic.toml", map(parse_override, overrides))
+    test = train(run).test
+    assert test is not None
+    with tierstore.open(store, mode="r", ddr="64MiB") as opened:
+        tables = list(opened.tables.values())
+        rows = [sum(map(len, table.written())) for table in tables]
+        row_bytes = sum(count * table.layout.row_bytes for count, table in zip(rows, tables, strict=True))
+        id_bytes = sum(table.id_stats().bytes for table in tables if table.config.ids is not None)
+    files = sum(each.stat().st_blocks * 512 for each in store.iterdir())
+    shutil.rmtree(store)
+    return {"auc": test.auc, "rows": sum(rows), "row_bytes": row_bytes, "id_bytes": id_bytes, "file_bytes": files}
+
+
+def _tell_criteo(found: dict[str, Any]) -> Told:
+    kinds = {name: own for name, own in found.items() if isinstance(own, dict)}
+    rows = [
+        [
+            name, f"{own['auc']:.4f}", f"{own['rows']:,}",
+            *(f"{own[key] / 2**20:.1f}" for key in ("row_bytes", "id_bytes", "file_bytes")),
+        ]
+        for name, own in kinds.items()
+    ]  # fmt: skip
+    columns = ["", "test AUC", "rows in use", "rows, MiB", "ids, MiB", "file, MiB"]
+    goals = [
+        Goal(name=f"AUC with dynamic ids, {name}'s wanted", value=kinds[DYNAMIC]["auc"], at_least=own["auc"])
+        for name, own in kinds.items()
+        if name.startswith("hashed")
+    ]
+    return Told(tables=[Table(title="Criteo, by kinds of ids", columns=columns, rows=rows)], goals=goals)
+
+
+# A reader that follows
+
+
+def _measure_follower(request: Run, _: dict[str, Any]) -> dict[str, Any]:
+    config, folder = request.config, request.folder / "ids_followed"
+    shutil.rmtree(folder, ignore_errors=True)
+    new, rounds = config["follow_new"], config["follow_rounds"]
+    old = config["follow_rows"] // 2
+    command = [sys.executable, "-m", "bench.ids_writer", folder, config["follow_rows"], new, config["stream_dim"]]
+    with Child(command) as writer:
+        writer.line()
+        with tierstore.open(folder, mode="r", ddr="2GiB") as store, ThreadPoolExecutor(1) as threads:
+            table, is_over = store["item"], threading.Event()
+            table.read(torch.arange(old)[:new])
+            store.rehearse_newer()
+            lookups = threads.submit(_look_up, table, old, config["follow_batch"], is_over)
+            try:
+                spans: list[tuple[float, ...]] = []
+                for number in range(rounds + 1):
+                    start = time.monotonic()
+                    time.sleep(config["follow_seconds"])
+                    version = store.version
+                    began, done = map(float, writer.ask("more").split())
+                    while store.refresh() == version:
+                        time.sleep(0.001)
+                    seen = time.monotonic()
+                    table.read(torch.arange(new) + old + number * new)  # an id without a row is an error
+                    spans.append((start, start + config["follow_seconds"], began, done, seen))
+            finally:
+                is_over.set()
+            times = lookups.result()
+    shutil.rmtree(folder)
+    quiet = [took for at, took in times for start, end, *_ in spans[1:] if start <= at < end]
+    busy = [took for at, took in times for *_, began, _, seen in spans[1:] if began <= at + took and at < seen]
+    return {
+        "commits_s": [done - began for *_, began, done, _ in spans[1:]],
+        "delays_s": [seen - done for *_, done, seen in spans[1:]],
+        **{f"{name}_us_p99": 1e6 * float(np.percentile(own, 99)) for name, own in (("quiet", quiet), ("busy", busy))},
+    }
+
+
+def _look_up(table: tierstore.Table, rows: int, batch: int, is_over: threading.Event) -> list[tuple[float, float]]:
+    """Look up random ids until it is over: when each lookup began, and how many seconds it took."""
+    generator, times = torch.Generator().manual_seed(0), []
+    while not is_over.is_set():
+        ids = torch.randint(rows, (batch,), generator=generator)
+        start = time.monotonic()
+        table.read(ids)
+        times.append((start, time.monotonic() - start))
+    return times
+
+
+def _tell_follower(found: dict[str, Any]) -> Told:
+    slowest, ratio = max(found["delays_s"]), found["busy_us_p99"] / found["quiet_us_p99"]
+    goals = [
+        Goal(name="seconds from a commit to the reader that shows its ids", value=round(slowest, 3), at_most=0.5),
+        Goal(name="p99 of lookups meanwhile over that without", value=round(ratio, 2), at_most=1.5),
+    ]
+    cells = [f"{found[key]:.0f}" for key in ("quiet_us_p99", "busy_us_p99")]
+    rows = [[f"{1e3 * np.median(found['commits_s']):.0f}", f"{1e3 * np.median(found['delays_s']):.0f}", *cells]]
+    columns = ["commit, ms", "until shown, ms", "p99 without, us", "p99 meanwhile, us"]
+    return Told(tables=[Table(title="a reader that follows new ids", columns=columns, rows=rows)], goals=goals)
+
+
 PARTS: Final = {
     "map": Part(_measure_map, _tell_map),
     "stream": Part(_measure_stream, _tell_stream),
     "commit": Part(_measure_commit, _tell_commit),
+    "criteo": Part(_measure_criteo, _tell_criteo),
+    "follower": Part(_measure_follower, _tell_follower),
 }
 
 
