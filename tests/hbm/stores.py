@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.errors import BudgetError
-from tierstore.hbm.pool import HbmPool
+from tierstore.hbm.pool import HbmPool, HbmSize
+from tierstore.store import pools
 
 ROWS = 600
 ALL = torch.arange(ROWS)
@@ -55,6 +57,12 @@ def open_store(directory: Path, *configs: tierstore.TableConfig, hbm: int = LEAS
         if not store.readonly:
             store.create_table(each)
     return store
+
+
+def few_slots(count: int) -> Any:
+    """Within it, pools are made with so many slots in device memory, and four for overflow, whatever the budget."""
+    size = HbmSize(count, overflow_rows=4, staging_rows=16)
+    return mock.patch.object(pools, "divide_hbm", lambda _, rows, **_named: dict.fromkeys(rows, size))
 
 
 def hot(store: tierstore.Store, name: str = "t") -> HbmPool:

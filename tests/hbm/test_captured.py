@@ -258,3 +258,25 @@ def test_what_no_graph_can_have(store_dir: Path, device: Device, monkeypatch: py
         assert store["t"].state.step == 3
         monkeypatch.setattr(arguments, "is_there", lambda *_: False)
         refuse(device, "ids must be on the store's device", step)
+
+
+def test_dynamic_ids_come_from_the_device_and_are_refused_in_a_graph(
+    store_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(store_dir, simple(ids=tierstore.DynamicIds()), hbm=ENOUGH) as store:
+        table, offsets = store["t"], torch.tensor([0, 2])
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum", include_last_offset=True)
+
+        def step(*ids: int) -> None:
+            bag(torch.tensor(ids), offsets).sum().backward()
+
+        step(-5, 7)
+        step(-5, 8)
+        assert table.read(torch.tensor([-5, 7, 8, 9]))[:, 0].tolist() == [-2, -1, -1, 0]
+        refuse(device, "none of them dynamic", lambda: step(7, 9))
+        monkeypatch.setattr(arguments, "is_there", lambda *_: False)
+        for use in (lambda: step(7, 9), lambda: table.admit(torch.tensor([9])), lambda: table.read(torch.tensor([7]))):
+            refuse(device, "its ids are dynamic", use)
+        assert (table.id_stats().rows, table.state.step) == (3, 2)
+        step(7, 9)
+        assert table.read(torch.tensor([7, 9]))[:, 0].tolist() == [-2, -1]

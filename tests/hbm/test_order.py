@@ -10,6 +10,7 @@ import torch
 
 import tierstore
 from tests.hbm import test_order, tracing
+from tests.hbm.stores import few_slots
 from tierstore import optim
 from tierstore.hbm import backend, cache_triton, rows_triton
 from tierstore.hbm.full import FullRows
@@ -20,11 +21,14 @@ from tierstore.store import arguments
 ROWS, DIM, STEPS = 600, 4, 10
 
 
-def train(directory: Path, *, depth: int, rows: int = ROWS, steps: int = STEPS, **settings: Any) -> torch.Tensor:
+def train(
+    directory: Path, *, depth: int, rows: int = ROWS, steps: int = STEPS, is_dynamic: bool = False, **settings: Any
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     config = tierstore.TableConfig(
-        name="t", num_embeddings=rows, embedding_dim=DIM, init=tierstore.init.Uniform(-1, 1),
-        optimizer=optim.RowWiseAdagrad(lr=0.1),
+        name="t", num_embeddings=rows // 6 if is_dynamic else rows, embedding_dim=DIM,
+        init=tierstore.init.Uniform(-1, 1), optimizer=optim.RowWiseAdagrad(lr=0.1),
+        ids=tierstore.DynamicIds() if is_dynamic else None,
     )  # fmt: skip
     with tierstore.open(directory, ddr="2MiB", **settings) as store:
         bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
@@ -37,10 +41,14 @@ def train(directory: Path, *, depth: int, rows: int = ROWS, steps: int = STEPS, 
         return store["t"].read(torch.arange(rows))
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("hbm", ["8KiB", "64KiB"])
-def test_all_that_uses_a_row_is_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str) -> None:
+def test_all_that_uses_a_row_is_ordered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str, is_dynamic: bool
+) -> None:
     trace = tracing.install(monkeypatch, 0)
-    train(tmp_path / "store", depth=2, hbm=hbm)
+    with few_slots(40) if is_dynamic and hbm == "8KiB" else contextlib.nullcontext():
+        train(tmp_path / "store", depth=2, hbm=hbm, is_dynamic=is_dynamic)
     assert (trace.problems, trace.num_accesses > 1000) == ([], True)
 
 

@@ -1,6 +1,7 @@
 """Tables with dynamic ids under any order of training, eviction, commits, rollbacks and opens, beside a dict of ids and
 a table in memory that gives no row twice."""
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import tierstore
+from tests.hbm.stores import few_slots
 from tests.ids.model import Model
 from tierstore.errors import DiskFullError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
@@ -29,19 +31,24 @@ EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.
 class DynamicIdsMachine(RuleBasedStateMachine):
     @initialize(
         admission=ADMISSIONS, eviction=EVICTIONS, capacity=st.integers(1, 40),
-        ddr=st.sampled_from(["2MiB", "430KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
+        ddr=st.sampled_from(["2MiB", "450KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
+        hbm=st.sampled_from([0, 4, 20, 40]), is_deferred=st.booleans(),
     )  # fmt: skip
-    def begin(self, admission: Any, eviction: Any, capacity: int, ddr: str, policy: str) -> None:
+    def begin(
+        self, admission: Any, eviction: Any, capacity: int, ddr: str, policy: str, hbm: int, is_deferred: bool
+    ) -> None:
+        """``hbm``: slots in device memory, which may be all that rows need; 0: there is no such tier."""
+        self.few_slots = contextlib.ExitStack()
+        if 0 < hbm < capacity:
+            self.few_slots.enter_context(few_slots(hbm))
         self.directory = Path(tempfile.mkdtemp())
-        self.ddr, self.policy = ddr, policy
+        self.settings: Any = {"ddr": ddr, "policy": policy, "hbm": "1MiB" if hbm else 0, "device": "cpu"}
+        self.is_deferred = is_deferred
         rules = DynamicIds(admission=admission, eviction=eviction)
         config = tierstore.TableConfig(
             name="item", num_embeddings=capacity, embedding_dim=33, init=INIT, optimizer=OPTIMIZER, ids=rules
         )
-        self.open()
-        self.store.create_table(config)
-        self.table = self.store["item"]
-        self.module = tierstore.TieredEmbeddingBag(self.table)
+        self.open(config)
         self.oracle_store = tierstore.open(cold="memory", ddr="4MiB", keep=100)
         self.oracle = self.oracle_store.create_table(
             tierstore.TableConfig(name="item", num_embeddings=20_000, embedding_dim=33, optimizer=OPTIMIZER)
@@ -50,30 +57,58 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.model = Model(rules, capacity)
         self.committed: dict[int, tuple[Model, int]] = {}
 
-    def open(self) -> None:
-        self.store = tierstore.open(self.directory, ddr=self.ddr, policy=self.policy, keep=3)
-        if "item" in self.store:
-            self.table = self.store["item"]
-            self.module = tierstore.TieredEmbeddingBag(self.table)
+    def open(self, config: tierstore.TableConfig) -> None:
+        self.store = tierstore.open(self.directory, **self.settings, keep=3)
+        self.table = self.store.create_table(config)
+        self.bag, self.rows = tierstore.TieredEmbeddingBag(self.table), tierstore.TieredEmbedding(self.table)
+        self.optimizer = self.store.optimizer() if self.is_deferred else None
 
-    @rule(ids=BATCHES, seed=st.integers(0, 2**16), per_bag=st.integers(1, 7))
-    def train(self, ids: list[int], seed: int, per_bag: int) -> None:
-        given = self.model.train(ids)
-        if given:
-            rows = torch.tensor([self.model.rows[key].number for key in given])
-            self.oracle.write(rows, first_values(given))
-        offsets = torch.arange(0, len(ids) + per_bag, per_bag).clamp(max=len(ids))
-        known = [key in self.model.rows for key in ids]
-        numbers = torch.tensor([self.model.rows[key].number for key in ids if key in self.model.rows], dtype=torch.long)
-        before = torch.tensor([0, *known]).cumsum(0)
-        out = self.module(torch.tensor(ids), offsets[:-1])
-        expected = self.oracle_module(numbers, before[offsets[:-1]])
-        assert torch.equal(out, expected)
-        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
-        out.backward(gradient)
-        expected.backward(gradient)
+    @rule(
+        batches=st.lists(BATCHES, min_size=1, max_size=3), depth=st.integers(0, 2), seed=st.integers(0, 2**16),
+        per_bag=st.integers(0, 7),
+    )  # fmt: skip
+    def train(self, batches: list[list[int]], depth: int, seed: int, per_bag: int) -> None:
+        """Without bags if there are 0 ids in each."""
+        given = [torch.tensor(ids) for ids in batches]
+        generator = torch.Generator().manual_seed(seed)
+        module: Any = self.bag if per_bag else self.rows
+        starts = [torch.arange(0, len(ids), per_bag or 1) for ids in batches]
+        arguments = list(zip(given, starts, strict=True)) if per_bag else [(each,) for each in given]
+        ahead = tierstore.prefetch(arguments, module, depth=depth, features=lambda batch: batch)
+        for ids, begins, arguments_now in zip(batches, starts, ahead, strict=True):
+            numbers, known = self.admitted(ids)
+            out = module(*arguments_now)
+            expected = self.oracle_module(numbers, torch.tensor([0, *known]).cumsum(0)[begins])
+            assert torch.equal(out, expected)
+            gradient = torch.randn(out.shape, generator=generator)
+            out.backward(gradient)
+            expected.backward(gradient)
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
     train_again = train  # most of what happens to a table
+
+    def admitted(self, ids: list[int]) -> tuple[torch.Tensor, list[bool]]:
+        """Have model and oracle admit a batch: the oracle's rows of its ids, and which ids have one."""
+        if given := self.model.train(ids):
+            rows = torch.tensor([self.model.rows[key].number for key in given])
+            self.oracle.write(rows, first_values(given))
+        known = [key in self.model.rows for key in ids]
+        numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
+        return torch.tensor(numbers, dtype=torch.long), known
+
+    @rule(ids=BATCHES)
+    def admit(self, ids: list[int]) -> None:
+        assert self.table.admit(torch.tensor(ids)) == sum(self.admitted(ids)[1])
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), seed=st.integers(0, 2**16))
+    def write(self, data: Any, seed: int) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.model.rows)), min_size=1))
+        values = torch.randn(len(ids), 33, generator=torch.Generator().manual_seed(seed))
+        self.table.write(torch.tensor(ids), values)
+        self.oracle.write(torch.tensor([self.model.rows[key].number for key in ids]), values)
 
     @rule(ids=BATCHES)
     def read(self, ids: list[int]) -> None:
@@ -82,6 +117,8 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         assert not rows[~torch.tensor(known)].any()
         numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
         assert torch.equal(rows[torch.tensor(known)], self.oracle.read(torch.tensor(numbers, dtype=torch.long)))
+        state = self.table.read_state(torch.tensor(ids))[torch.tensor(known)]
+        assert torch.equal(state, self.oracle.read_state(torch.tensor(numbers, dtype=torch.long)))
 
     @rule(ids=BATCHES)
     def evict(self, ids: list[int]) -> None:
@@ -130,7 +167,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         """Without what was not committed, as after a kill."""
         self.store.close()
-        self.open()
+        self.open(self.table.config)
         self.go_to(self.store.version)
 
     def go_to(self, version: int) -> None:
@@ -147,6 +184,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         known = self.table.ids
         assert known is not None
         known.check_integrity()
+        self.table.pool.tier.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]
         assert sorted(ids) == sorted(self.model.rows)
         scores = known._rows.scores(known.find(np.array(ids, np.int64)).rows)
@@ -159,6 +197,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
             self.store.close()
             self.oracle_store.close()
             shutil.rmtree(self.directory)
+            self.few_slots.close()
 
 
 def first_values(ids: list[int]) -> torch.Tensor:

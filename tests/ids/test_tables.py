@@ -1,8 +1,9 @@
 """Tables with dynamic ids where the machine does not go: batches under way, readers, servers, options and refusals."""
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.hbm.stores import few_slots
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 from tierstore.updates import write_update
@@ -25,6 +27,13 @@ def config(name: str = "item", rows: int = 1000, **options: Any) -> tierstore.Ta
         name=name, num_embeddings=rows, embedding_dim=8, optimizer=tierstore.optim.Adagrad(lr=0.1),
         init=tierstore.init.Uniform(0.5, 1.0, seed=3), ids=DynamicIds(**options),
     )  # fmt: skip
+
+
+@pytest.fixture(params=["ddr", "few in hbm", "all in hbm"])
+def tiers(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Arguments of ``tierstore.open``."""
+    with few_slots(3) if request.param == "few in hbm" else contextlib.nullcontext():
+        yield {"ddr": "2MiB"} | ({} if request.param == "ddr" else {"hbm": "1MiB", "device": "cpu"})
 
 
 def listed(table: tierstore.Table) -> list[int]:
@@ -42,8 +51,8 @@ def train(module: Callable[..., torch.Tensor], *ids: int) -> torch.Tensor:
     return out.detach()
 
 
-def test_ids_of_a_batch_under_way_keep_their_rows() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+def test_ids_of_a_batch_under_way_keep_their_rows(tiers: dict[str, Any]) -> None:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(rows=4))
         module = tierstore.TieredEmbeddingBag(table)
         first = module(torch.tensor([[1, 2, BIG, -BIG]]))
@@ -59,8 +68,8 @@ def test_ids_of_a_batch_under_way_keep_their_rows() -> None:
         assert listed(table) == [9, 10, 11, 12]
 
 
-def test_a_newcomer_inherits_nothing() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+def test_a_newcomer_inherits_nothing(tiers: dict[str, Any]) -> None:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(rows=1))
         module = tierstore.TieredEmbeddingBag(table)
         train(module, 1)
@@ -71,13 +80,13 @@ def test_a_newcomer_inherits_nothing() -> None:
         assert torch.equal(train(module, 1), first[:1]), "and neither does one that comes back"
 
 
-def test_a_reader_follows(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s", ddr="2MiB", keep=2) as store:
+def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
+    with tierstore.open(tmp_path / "s", **tiers, keep=2) as store:
         table = store.create_table(config(rows=4))
         module = tierstore.TieredEmbeddingBag(table)
         train(module, 1, 2)
         store.commit()
-        with tierstore.open(tmp_path / "s", mode="r", ddr="2MiB") as reader:
+        with tierstore.open(tmp_path / "s", mode="r", **tiers) as reader:
             shown = reader["item"]
             with torch.enable_grad():
                 tierstore.TieredEmbeddingBag(shown)(torch.tensor([[77]]))  # read-only: nothing is admitted
@@ -92,7 +101,7 @@ def test_a_reader_follows(tmp_path: Path) -> None:
             assert listed(shown) == listed(table)
             assert shown.ids is not None
             shown.ids.check_integrity()
-        with tierstore.open(tmp_path / "s", mode="r", version=1, ddr="2MiB") as earlier:
+        with tierstore.open(tmp_path / "s", mode="r", version=1, **tiers) as earlier:
             assert listed(earlier["item"]) == [1, 2]
 
 
@@ -111,11 +120,13 @@ def batches(count: int) -> list[tierstore.KeyedJaggedTensor]:
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
-@pytest.mark.parametrize(("depth", "ddr"), [(0, "2MiB"), (3, "2MiB"), (3, "440KiB")])
-def test_a_collection_gives_the_same_bits_prefetched_and_deferred(depth: int, ddr: str, is_deferred: bool) -> None:
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_collection_gives_the_same_bits_prefetched_and_deferred(
+    depth: int, is_deferred: bool, tiers: dict[str, Any]
+) -> None:
     outputs = []
-    for how in ((0, "4MiB", False), (depth, ddr, is_deferred)):
-        with tierstore.open(cold="memory", ddr=how[1]) as store:
+    for how in ((0, {"ddr": "4MiB"}, False), (depth, {**tiers, "ddr": "512KiB"}, is_deferred)):
+        with tierstore.open(cold="memory", **how[1]) as store:
             store.create_table(config(rows=60, eviction=LFU(3)))
             store.create_table(config("shop", 30, admission=Frequency(2)))
             store.create_table(tierstore.TableConfig(name="plain", num_embeddings=9, embedding_dim=8))
@@ -134,8 +145,8 @@ def test_a_collection_gives_the_same_bits_prefetched_and_deferred(depth: int, dd
     assert torch.equal(*outputs)
 
 
-def test_embeddings_weights_and_empty_bags() -> None:
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+def test_embeddings_weights_and_empty_bags(tiers: dict[str, Any]) -> None:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(admission=Frequency(2)))
         rows = tierstore.TieredEmbedding(table)(torch.tensor([[5, 6], [5, 7]]))
         assert rows.any(dim=2).tolist() == [[True, False], [True, False]]
@@ -225,7 +236,6 @@ def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
         store.change_table("item", name="goods")
         assert have_rows(store["goods"], 1, 2) == [True, False]
     for action in (
-        lambda: tierstore.open(tmp_path / "s", ddr="2MiB", hbm="1MiB"),
         lambda: write_update(tmp_path / "s", tmp_path / "u"),
         lambda: tierstore.quantize(tmp_path / "s", tmp_path / "q", dtype="int8"),
     ):
@@ -237,9 +247,9 @@ def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
         assert list(store.tables) == ["plain"]
 
 
-def test_what_was_prepared_is_looked_up_by_the_rows_of_now() -> None:
+def test_what_was_prepared_is_looked_up_by_the_rows_of_now(tiers: dict[str, Any]) -> None:
     """Without gradients, too: a row that another id has by now is not that id's."""
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(rows=1))
         module = tierstore.TieredEmbeddingBag(table)
         table.admit(torch.tensor([1]))
@@ -251,9 +261,9 @@ def test_what_was_prepared_is_looked_up_by_the_rows_of_now() -> None:
         assert not store["item"].pool.in_use
 
 
-def test_readers_meet_no_row_of_another_id() -> None:
+def test_readers_meet_no_row_of_another_id(tiers: dict[str, Any]) -> None:
     """While ids move: a row is the id's own first value, or zeros."""
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(rows=8))
         own = table.first_values(torch.arange(64))
         seen, is_over = [], threading.Event()
@@ -278,9 +288,9 @@ def test_readers_meet_no_row_of_another_id() -> None:
         assert sum(count for _, count in seen) > 0
 
 
-def test_what_step_will_train_keeps_its_rows() -> None:
+def test_what_step_will_train_keeps_its_rows(tiers: dict[str, Any]) -> None:
     """Micro-batches whose gradients are merged, and two lookups of one pass."""
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
+    with tierstore.open(cold="memory", **tiers) as store:
         table = store.create_table(config(rows=4))
         module, optimizer = tierstore.TieredEmbeddingBag(table), store.optimizer()
         train(module, 1)
@@ -311,8 +321,8 @@ def test_a_batch_is_trained_twice_only_while_its_ids_have_their_rows() -> None:
             out.backward()
 
 
-def test_changes_wait_for_batches_under_way_and_for_commits(tmp_path: Path) -> None:
-    with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
+def test_changes_wait_for_batches_under_way_and_for_commits(tmp_path: Path, tiers: dict[str, Any]) -> None:
+    with tierstore.open(tmp_path / "s", **tiers) as store:
         table = store.create_table(config(rows=2))
         module = tierstore.TieredEmbeddingBag(table)
         train(module, 1, 2)

@@ -378,6 +378,18 @@ class DeviceRows(Tier, ABC):
     def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002
         return None
 
+    @shielded
+    def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
+        """Overwrite rows below, and those of them that are here."""
+        with self.lock, self.lane.side():
+            self._below.put_first_values(keys, ids)
+            if len(keys):
+                self._renew(keys)
+
+    @abstractmethod
+    def _renew(self, keys: Int64s) -> None:
+        """Take those of these rows that are here from below again. The caller holds ``lock``, on the side stream."""
+
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
         """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.

@@ -63,7 +63,6 @@ def add_hbm(
 
 def require_supported(config: TableConfig, *, readonly: bool) -> None:
     """TableError for a table that the device tier has no kernels for. ``readonly``: nothing will be trained."""
-    config.require_fixed_ids("the tier in device memory (hbm=)")
     if config.dtype in get_args(QuantizedName):
         raise TableError(
             f"table {config.name!r} has {config.dtype} rows, which are not supported with hbm; open the store "

@@ -247,6 +247,13 @@ class FullRows(DeviceRows):
             self._staging.take(self._keys_at(places.cpu().numpy()), places, self._below.put)
             self._marks[slots] = 0
 
+    def _renew(self, keys: Int64s) -> None:
+        if self._loaded is not None:
+            slots, _ = self._send_slots(keys)
+            self._follow_users()
+            self._staging.bring(keys, slots, self._below.take)
+            self._loaded = self.lane.mark()
+
     def _forget(self) -> None:
         """The next use brings all rows in again."""
         self._loaded = None

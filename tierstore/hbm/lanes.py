@@ -22,6 +22,12 @@ def refused_in_graph(what: str) -> RuntimeError:
     return RuntimeError(f"under capture into a CUDA graph {what}. {_WAY_OUT}")
 
 
+def refuse_capture(what: str) -> None:
+    """RuntimeError, see ``refused_in_graph``, while the calling thread's work is captured into a CUDA graph."""
+    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise refused_in_graph(what)
+
+
 class Mark(Protocol):
     """A moment in a stream's work."""
 

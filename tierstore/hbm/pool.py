@@ -423,6 +423,15 @@ class HbmPool(DeviceRows):
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
 
+    def _renew(self, keys: Int64s) -> None:
+        with self._changing():
+            self._follow_users()
+            sent = self._send_keys(keys)
+            slots, lying = self.cache.locate(sent), self.overflow.locate(sent)
+            slots = slots if lying is None else torch.maximum(slots, lying)
+            is_here = slots >= 0
+            self._staging.bring(keys[is_here.cpu().numpy()], slots[is_here], self._below.take)
+
     def _forget(self) -> None:
         with self.lane.side():
             self.cache.clear()

@@ -57,6 +57,9 @@ def train(updates: Sequence[tuple[TrainsRows, Tensor]]) -> None:
         # Parts may have to wait until rows that were pinned whole are released.
         for update in sorted(ready, key=operator.attrgetter("is_whole"), reverse=True):
             update.train()
+        for lookup, _ in updates:
+            for hold in lookup.holds:
+                hold.let_go()
     except BaseException as error:
         for lookup, _ in updates:
             lookup.release()

@@ -6,13 +6,12 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..hbm.base import POSITIONS_MAX, DeviceBatch, DeviceRows, rows_of
 from ..hbm.batch import DeviceIds
-from ..hbm.lanes import refused_in_graph
+from ..hbm.lanes import refuse_capture
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
@@ -231,11 +230,6 @@ class Joined:
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
 
-    def let_go(self) -> None:
-        """It was trained: its rows may lose their ids."""
-        for hold in self.holds:
-            hold.let_go()
-
     def require_trainable(self) -> None:
         """ReadOnlyError for tables of quantized rows; all are of one layout. RuntimeError: ids have lost rows since it
         was trained."""
@@ -453,14 +447,13 @@ class DeviceJagged:
     @cached_property
     def on_host(self) -> Jagged:
         """A copy; waits for the device."""
-        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            raise refused_in_graph("a batch must have ids, and the features of one lookup, all of them in order")
+        refuse_capture("a batch must have ids, none of them dynamic, and all features of one lookup, in order")
         return self._to_host()._replace(batch=self.batch)
 
     def join(self, features: Features, places: Sequence[int]) -> Joined | Unjoined:
-        """As ``Jagged.join``: on the device, if these are all features, in order, and their rows are there."""
+        """As ``Jagged.join``: on the device, if these are all features, in order, of tables without dynamic ids."""
         is_all = self.batch > 0 and list(places) == list(range(self._num_bags // self.batch))
-        if not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):
+        if features.has_dynamic_ids or not (is_all and 0 < len(self.given.ids) <= POSITIONS_MAX):
             return self.on_host.join(features, places)
         in_pool: Any = features.tables[0].in_pool
         made: Joined = in_pool(lambda pool: _JoinedThere(features, self, rows_of(pool)))

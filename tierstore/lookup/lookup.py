@@ -132,7 +132,6 @@ class Lookup(AnyLookup):
             update = Update(groups, codes, hyper, grad_out.numpy(), seeds)
             pool.rows.update(self._batch_in(pool), update, self._lease_in(pool))
         self.release()
-        joined.let_go()
 
     def _groups(self, grad_out: Tensor) -> Groups:
         return self.joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)

@@ -202,6 +202,10 @@ class Tier(Protocol):
     def write(self, keys: Int64s, rows: Tensor) -> None:
         """Overwrite weights of ``keys`` (int64 [n]) with ``rows`` [n, dim] of the table's dtype."""
 
+    @abstractmethod
+    def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
+        """As of ``Transfers``; no row of them is in use, but by batches that were prepared."""
+
     def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":
         """Lookups of a table by one compiled call; None if that is not to be had."""
 
@@ -233,6 +237,7 @@ class HostTier:
     def __init__(self, arena: Arena, rows: ResidentRows, transfers: Transfers) -> None:
         self.lock: AbstractContextManager[Any] = contextlib.nullcontext()
         self.one_table = rows.one_table
+        self.put_first_values = transfers.put_first_values
         self.are_in_memory = transfers.are_in
         self._arena = arena
         self._layout = arena.layout

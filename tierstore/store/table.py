@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import TableConfig, require_choice
 from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
-from ..hbm.lanes import refused_in_graph
+from ..hbm.lanes import refuse_capture, refused_in_graph
 from ..kernels import quantized
 from ..kernels.arrays import Floats, Ids, Int64s
 from ..kernels.floats import FLOAT32, code_of_dtype
@@ -228,6 +228,7 @@ class Table(Unpicklable):
         """See ``LookupTable.keys_of``."""
         if self.ids is None:
             return Found(self._keys_of(ids))
+        refuse_capture(f"no id of table {self.name!r} is found, as its ids are dynamic")
         rows, hold = self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
         return Found(rows | (self.index << KEY_ROW_BITS), hold)  # -1 stays -1
 
@@ -235,7 +236,7 @@ class Table(Unpicklable):
     def _admit(self, ids: Int64s) -> FoundRows:
         known = self._require_dynamic("admit")
         with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
-            return known.admit(ids, lambda *new: self.in_pool(lambda pool: pool.transfers.put_first_values(*new)))
+            return known.admit(ids, lambda *new: self.in_pool(lambda pool: pool.tier.put_first_values(*new)))
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
