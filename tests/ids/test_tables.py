@@ -161,6 +161,30 @@ def test_embeddings_weights_and_empty_bags(tiers: dict[str, Any]) -> None:
         assert torch.allclose(weights.grad, torch.tensor([0.0, float(value.sum()), 0.0]))
 
 
+@pytest.mark.parametrize("padding", [0, -1, -(2**63), BIG, 2**32 + 5])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_a_padding_index_is_any_id_and_never_has_a_row(padding: int, pooling: Any, tiers: dict[str, Any]) -> None:
+    ids = torch.tensor([[5, padding, 6], [padding, padding, padding], [7, 5, padding]])
+    with tierstore.open(cold="memory", **tiers) as store:
+        table = store.create_table(replace(config(unseen="error"), pooling=pooling))
+        rows = tierstore.TieredEmbedding(table, padding_idx=padding)
+        bag = tierstore.TieredEmbeddingBag(table, padding_idx=padding)
+        out, pooled = rows(ids), bag(ids)
+        own = torch.where(ids[..., None] == padding, torch.nan, table.first_values(ids.reshape(-1)).view(3, 3, 8))
+        assert torch.equal(out, own.nan_to_num(0))
+        kept = [each[~each.isnan().any(dim=1)] for each in own]
+        expected = torch.nn.EmbeddingBag.from_pretrained(torch.cat(kept), mode=pooling, include_last_offset=True)
+        assert torch.equal(pooled, expected(torch.arange(4), torch.tensor([0, 2, 2, 4])))
+        (out.sum() + pooled.sum()).backward()
+        assert listed(table) == [5, 6, 7]
+        assert table.id_stats().refused == 0
+        narrow = torch.tensor([5, 6], dtype=torch.int32)
+        for found in (bag(narrow, torch.tensor([0, 1])), rows(narrow)):
+            assert torch.equal(found.detach(), table.read(narrow))
+        with pytest.raises((ValueError, TypeError), match="padding_idx"):
+            tierstore.TieredEmbedding(table, padding_idx=2**63)
+
+
 def test_unseen_error_and_writes() -> None:
     with tierstore.open(cold="memory", ddr="2MiB") as store:
         table = store.create_table(config(unseen="error"))
@@ -225,7 +249,6 @@ def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
         for action in (
             lambda: store.change_table("item", num_embeddings=2000),
             lambda: store.change_table("item", optimizer=tierstore.optim.Adam()),
-            lambda: tierstore.TieredEmbeddingBag(table, padding_idx=3),
             lambda: tierstore.plain_model(tierstore.TieredEmbeddingBag(table)),
             lambda: tierstore.checkpoint.rows(store),
         ):

@@ -23,7 +23,8 @@ class TieredEmbedding(TieredModule):
         table: a table of an open store.
         padding_idx: an id whose row is not trained, at whichever place; negative counts from the end. While the row was
             never written it gives zeros, as that of a new ``torch.nn.Embedding``, and the first forward that trains
-            writes them: a server gives zeros, too.
+            writes them: a server gives zeros, too. Of dynamic ids, any int64: the module neither counts nor admits it,
+            and gives zeros.
 
     Raises:
         ValueError, TypeError: ``padding_idx`` is no row.
@@ -34,9 +35,9 @@ class TieredEmbedding(TieredModule):
         self.table = table
         self.num_embeddings = table.config.num_embeddings
         self.embedding_dim = table.config.embedding_dim
-        self.padding_idx = None
-        if padding_idx is not None:
-            self.padding_idx = checked_padding(padding_idx, table)
+        self.padding_idx = None if padding_idx is None else checked_padding(padding_idx, table)
+        self._has_padding_row = padding_idx is not None and table.ids is None
+        if self._has_padding_row:
             self._empty = table.first_values(torch.tensor([self.padding_idx])).to(table.store.device)
             self._written_at = -1  # in terms of ``Shown.changes``: a rollback may take the row back
 
@@ -53,7 +54,7 @@ class TieredEmbedding(TieredModule):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         shape = (*require_tensor(input, "input").shape, self.embedding_dim)
-        if self.padding_idx is not None and self.rows.requires_grad and torch.is_grad_enabled():
+        if self._has_padding_row and self.rows.requires_grad and torch.is_grad_enabled():
             self._write_padding()
         return self._run((input,), (input,), shape)
 
@@ -79,10 +80,10 @@ class TieredEmbedding(TieredModule):
         if self.padding_idx is None:
             offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device=flat.device)
         else:
-            is_used = flat != self.padding_idx
+            is_used = flat.long() != self.padding_idx
             flat = flat[is_used]
             offsets = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
-            if len(flat) < len(is_used):
+            if self._has_padding_row and len(flat) < len(is_used):
                 row = self.table.jagged(torch.tensor([self.padding_idx]), torch.tensor([0, 1]), mode="sum")
                 places = (~is_used).to(self.table.store.device)
                 padding = Padding(self.table.lookup(row, mode="sum"), places, self._empty)
@@ -111,7 +112,7 @@ class TieredEmbeddingBag(TieredModule):
             and servers pool, too. (There the default is "sum"; that of ``nn.EmbeddingBag`` is "mean".)
         include_last_offset: ``offsets`` has one entry more than there are bags, the last being the number of ids.
         padding_idx: an id that is left out of every bag, and of the number of ids in a mean; negative counts from the
-            end. A bag of nothing else is empty.
+            end. A bag of nothing else is empty. Of dynamic ids, any int64, as it is: the module does not admit it.
 
     Raises:
         ValueError: ``mode`` is none, or not the table's.
@@ -193,7 +194,7 @@ class TieredEmbeddingBag(TieredModule):
                 flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=is_last_given
             )
             _ = whole.on_host  # what is wrong with the whole batch is an error first
-            is_used = flat != self.padding_idx
+            is_used = flat.long() != self.padding_idx
             before = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
             flat, offsets = flat[is_used], before[offsets.long()]
             scale = None if scale is None else scale[is_used]

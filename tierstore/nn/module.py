@@ -214,8 +214,9 @@ def checked_table(table: Table) -> Table:
 
 
 def checked_padding(padding_idx: int, table: Table) -> int:
-    """The row that it names, from the end if negative; ValueError if there is none."""
-    table.config.require_fixed_ids("padding_idx")
+    """The row that it names, from the end if negative; ValueError if there is none. Of dynamic ids, itself."""
+    if table.ids is not None:
+        return require_int(padding_idx, "padding_idx", -(2**63), 2**63 - 1)
     rows = table.config.num_embeddings
     return require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
 
