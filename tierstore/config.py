@@ -159,10 +159,11 @@ class TableConfig:
             raise TableError(f"table {name!r} has dynamic ids, which are not supported by {what} yet")
 
     def table_of_ids(self, place: int) -> "TableConfig":
-        """What keeps the ids of this table, which is in that place: a row for each of its rows, one for what is of all,
-        and one for each candidate."""
+        """What keeps the ids of this table, which is in that place: a row for what is of all, and one for each of its
+        rows; if there are candidates, those and rows in turn."""
         assert self.ids is not None
-        rows = 1 + self.num_embeddings + self.ids.num_candidates(self.num_embeddings)
+        candidates = self.ids.num_candidates(self.num_embeddings)
+        rows = 1 + (2 * max(self.num_embeddings, candidates) if candidates else self.num_embeddings)
         return TableConfig(name=f"{_IDS}{place}", num_embeddings=rows, embedding_dim=4, init=initializers.Constant(0.0))
 
     @property

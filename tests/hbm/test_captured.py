@@ -278,5 +278,3 @@ def test_dynamic_ids_come_from_the_device_and_are_refused_in_a_graph(
         for use in (lambda: step(7, 9), lambda: table.admit(torch.tensor([9])), lambda: table.read(torch.tensor([7]))):
             refuse(device, "its ids are dynamic", use)
         assert (table.id_stats().rows, table.state.step) == (3, 2)
-        step(7, 9)
-        assert table.read(torch.tensor([7, 9]))[:, 0].tolist() == [-2, -1]

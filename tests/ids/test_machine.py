@@ -53,15 +53,17 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.oracle = self.oracle_store.create_table(
             tierstore.TableConfig(name="item", num_embeddings=20_000, embedding_dim=33, optimizer=OPTIMIZER)
         )
-        self.oracle_module = tierstore.TieredEmbeddingBag(self.oracle)
         self.model = Model(rules, capacity)
         self.committed: dict[int, tuple[Model, int]] = {}
 
     def open(self, config: tierstore.TableConfig) -> None:
         self.store = tierstore.open(self.directory, **self.settings, keep=3)
-        self.table = self.store.create_table(config)
+        self.take(self.store.create_table(config))
+
+    def take(self, table: tierstore.Table) -> None:
+        self.table = table
         self.bag, self.rows = tierstore.TieredEmbeddingBag(self.table), tierstore.TieredEmbedding(self.table)
-        self.optimizer = self.store.optimizer() if self.is_deferred else None
+        self.optimizer: Any = self.store.optimizer() if self.is_deferred else None
 
     @rule(
         batches=st.lists(BATCHES, min_size=1, max_size=3), depth=st.integers(0, 2), seed=st.integers(0, 2**16),
@@ -78,7 +80,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         for ids, begins, arguments_now in zip(batches, starts, ahead, strict=True):
             numbers, known = self.admitted(ids)
             out = module(*arguments_now)
-            expected = self.oracle_module(numbers, torch.tensor([0, *known]).cumsum(0)[begins])
+            expected = tierstore.TieredEmbeddingBag(self.oracle)(numbers, torch.tensor([0, *known]).cumsum(0)[begins])
             assert torch.equal(out, expected)
             gradient = torch.randn(out.shape, generator=generator)
             out.backward(gradient)
@@ -154,6 +156,24 @@ class DynamicIdsMachine(RuleBasedStateMachine):
             del cold.write
         if is_repeated:
             self.commit(True)
+
+    @precondition(lambda self: not self.is_deferred)
+    @rule(more=st.integers(1, 30))
+    def grow(self, more: int) -> None:
+        self.commit(False)
+        self.take(self.store.change_table("item", num_embeddings=self.model.capacity + more))
+        for model in (self.model, *(model for model, _ in self.committed.values())):
+            model.capacity += more
+
+    @precondition(lambda self: not self.is_deferred)
+    @rule(optimizer=st.sampled_from([OPTIMIZER, tierstore.optim.RowWiseAdagrad(lr=0.5), tierstore.optim.SGD(lr=0.5)]))
+    def change_optimizer(self, optimizer: Any) -> None:
+        """To another kind: earlier versions go."""
+        self.commit(False)
+        self.take(self.store.change_table("item", optimizer=optimizer))
+        self.oracle = self.oracle_store.change_table("item", optimizer=optimizer)
+        if self.store.version not in self.committed:
+            self.committed = {self.store.version: (self.model.copy(), self.oracle_store.version)}
 
     @precondition(lambda self: self.committed)
     @rule(data=st.data())

@@ -81,7 +81,7 @@ def test_a_newcomer_inherits_nothing(tiers: dict[str, Any]) -> None:
 
 
 def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
-    with tierstore.open(tmp_path / "s", **tiers, keep=2) as store:
+    with tierstore.open(tmp_path / "s", **tiers, keep=3) as store:
         table = store.create_table(config(rows=4))
         module = tierstore.TieredEmbeddingBag(table)
         train(module, 1, 2)
@@ -101,8 +101,17 @@ def test_a_reader_follows(tmp_path: Path, tiers: dict[str, Any]) -> None:
             assert listed(shown) == listed(table)
             assert shown.ids is not None
             shown.ids.check_integrity()
-        with tierstore.open(tmp_path / "s", mode="r", version=1, **tiers) as earlier:
-            assert listed(earlier["item"]) == [1, 2]
+            train(tierstore.TieredEmbeddingBag(store.change_table("item", num_embeddings=6)), 6, 7, 8)
+            store.commit()
+            with tierstore.open(tmp_path / "s", mode="r", version=1, **tiers) as earlier:
+                assert listed(earlier["item"]) == [1, 2]
+            reader.refresh()
+            assert listed(reader["item"]) == listed(store["item"]) == [2, 3, 5, 6, 7, 8]
+            train(tierstore.TieredEmbeddingBag(store.change_table("item", optimizer=tierstore.optim.Adam())), 1)
+            store.commit()
+            reader.refresh()
+            assert torch.equal(reader["item"].read(ids), store["item"].read(ids))
+            assert reader["item"].read_state(ids).any(dim=1).tolist() == [True, False, False, False, False]
 
 
 def batches(count: int) -> list[tierstore.KeyedJaggedTensor]:
@@ -181,8 +190,6 @@ def test_a_padding_index_is_any_id_and_never_has_a_row(padding: int, pooling: An
         narrow = torch.tensor([5, 6], dtype=torch.int32)
         for found in (bag(narrow, torch.tensor([0, 1])), rows(narrow)):
             assert torch.equal(found.detach(), table.read(narrow))
-        with pytest.raises((ValueError, TypeError), match="padding_idx"):
-            tierstore.TieredEmbedding(table, padding_idx=2**63)
 
 
 def test_unseen_error_and_writes() -> None:
@@ -195,6 +202,18 @@ def test_unseen_error_and_writes() -> None:
         assert table.pooled(torch.tensor([-4, -4]), torch.tensor([0, 2])).tolist() == [[4.0] * 8]
         with pytest.raises(IdError, match="admit"):
             store.create_table(config("other")).write(torch.tensor([1]), torch.ones(1, 8))
+
+
+def test_a_larger_table_keeps_ids_and_candidates() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        store.create_table(config(rows=3, admission=Frequency(2))).admit(torch.tensor([1, 1, 2, 3, 4]))
+        store.commit()
+        table = store.change_table("item", num_embeddings=5)
+        assert table.id_stats()[:2] == (1, 3)
+        with pytest.raises(ValueError, match="at least 5"):
+            store.change_table("item", num_embeddings=4)
+        table.admit(torch.arange(6))
+        assert listed(table) == [1, 2, 3, 4]
 
 
 def test_probability_is_a_function_of_seed_id_and_batch() -> None:
@@ -247,8 +266,6 @@ def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
         train(tierstore.TieredEmbeddingBag(table), 1)
         store.commit()
         for action in (
-            lambda: store.change_table("item", num_embeddings=2000),
-            lambda: store.change_table("item", optimizer=tierstore.optim.Adam()),
             lambda: tierstore.plain_model(tierstore.TieredEmbeddingBag(table)),
             lambda: tierstore.checkpoint.rows(store),
         ):

@@ -225,6 +225,7 @@ CHANGES = {
     "grow": 'store.change_table("a", num_embeddings=500, name="c")',
     "drop": 'store.drop_table("a")',
     "optimizer": 'store.change_table("a", optimizer=tierstore.optim.Adam())',
+    "ids": 'store.change_table("d", num_embeddings=70, optimizer=tierstore.optim.Adam())',
 }
 KILLED = """
     import json, shutil
@@ -267,19 +268,23 @@ def test_a_change_that_is_killed_at_any_step_leaves_the_old_table_or_the_new_one
     config = tierstore.TableConfig(name="a", num_embeddings=200, embedding_dim=DIM, optimizer=optim.Adagrad())
     with tierstore.open(tmp_path / "store", ddr=DDR, keep=3) as store:
         tables = [store.create_table(replace(config, name=name, feature_names=())) for name in ("a", "b")]
+        rules = tierstore.DynamicIds(admission=tierstore.ids.Frequency(2))
+        dynamic = store.create_table(replace(config, name="d", feature_names=(), num_embeddings=60, ids=rules))
         for _ in range(2):
             for table in tables:
                 table.write(torch.arange(50), torch.randn(50, DIM))
+            dynamic.admit(torch.arange(-20, 30))
             store.commit(extra={"k": 1}, tensors={"w": torch.ones(3)})
-        before = [table.read(torch.arange(200)) for table in tables]
+        before = [table.read(torch.arange(200)) for table in (*tables, dynamic)]
     run(KILLED, tmp_path / "store", json.dumps(CHANGES))
-    for kind, steps in {"grow": 2, "drop": 2, "optimizer": 15}.items():
+    for kind, steps in {"grow": 2, "drop": 2, "optimizer": 15, "ids": 15}.items():
         ends = Counter[Any]()
         for path in tmp_path.glob(f"{kind} *"):
             with tierstore.open(path, ddr=DDR, keep=3) as store:
                 shown = {name: each.config for name, each in store.tables.items()}
                 ends[tuple((name, each.num_embeddings, each.optimizer.kind) for name, each in shown.items())] += 1
-                assert torch.equal(store["b"].read(torch.arange(200)), before[1])
+                for name, rows in (("b", before[1]), ("d", before[2])):
+                    assert torch.equal(store[name].read(torch.arange(200)), rows)
                 for name in {"a", "c"} & store.tables.keys():
                     assert torch.equal(store[name].read(torch.arange(200)), before[0])
                     assert torch.equal(torch.cat([*store[name].written()]), torch.arange(50))

@@ -185,10 +185,10 @@ class Catalog:
         self.shown.committed = self.num_changes
 
     @contextlib.contextmanager
-    def written_to(self, place: int) -> Iterator[None]:
-        """Within the block, rows may be written for a place that is empty in the manifest."""
-        layout, config = self._entered[place][0], self._manifest.tables[place]
-        self._enter(self._entered | {place: (layout, config.num_embeddings)})
+    def written_to(self, places: range) -> Iterator[None]:
+        """Within the block, rows may be written for places that are empty in the manifest."""
+        shapes = {place: (self._entered[place][0], self._manifest.tables[place].num_embeddings) for place in places}
+        self._enter(self._entered | shapes)
         try:
             yield
         finally:

@@ -2,7 +2,8 @@
 
 A table is a place in the manifest, and its rows carry the number of the place. So what only concerns how a table is
 called, looked up or how large it is is a new manifest, written atomically. A table that is dropped leaves its place
-empty. One with another optimizer moves to a new place, as its rows get another layout:
+empty. One with another optimizer moves to a new place, with the table of its ids if they are dynamic, as its rows get
+another layout:
 
 1. a manifest with a new place, empty;
 2. the rows with new state, for that place, and a commit with them: no other version is kept, as none has these rows;
@@ -67,47 +68,63 @@ def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
         )
     catalog.require_possible(config)
     rule, other = before.optimizer, config.optimizer
-    if before.num_embeddings != config.num_embeddings or rule.kind != other.kind:
-        before.require_fixed_ids("Store.change_table, but for names, pooling and an optimizer of the same kind,")
     is_other = rule.kind != other.kind or rule.state_dim(before.embedding_dim) != other.state_dim(before.embedding_dim)
     if is_other and catalog.version.number:
         return _moved(cold, catalog, pools, table, config)
-    catalog.change(manifest.with_place(table.index, config))
+    manifest = manifest.with_place(table.index, config)
+    if config.ids is not None:
+        place = table.index + 1
+        num_rows = config.table_of_ids(table.index).num_embeddings
+        manifest = manifest.with_place(place, replace(manifest.tables[place], num_embeddings=num_rows))
+    catalog.change(manifest)
     return catalog.tables[config.name]
 
 
 def _moved(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config: TableConfig) -> Table:
     place = len(catalog.manifest.tables)
-    config = replace(config, init=config.init.of_place(table.index))
-    catalog.change(catalog.manifest.with_table(config.dropped(place)))
-    with catalog.written_to(place):
-        count = _copy(cold, table, config, place, pools.epoch)
+    if config.ids is None:
+        moved = [replace(config, init=config.init.of_place(table.index))]
+    else:  # first values go by ids
+        ids = config.table_of_ids(place)
+        moved = [config, replace(ids, init=ids.init.of_place(table.index + 1))]
+    manifest = catalog.manifest
+    for offset, each in enumerate(moved):
+        manifest = manifest.with_table(each.dropped(place + offset))
+    catalog.change(manifest)
+    with catalog.written_to(range(place, place + len(moved))):
+        counts = [
+            _copy(cold, catalog, table.index + offset, each, place + offset, pools.epoch)
+            for offset, each in enumerate(moved)
+        ]
         version, number = catalog.version, pools.epoch
         payload = repack(version._replace(tables=catalog.states), version.lineage.following(version.number))
         cold.commit(payload, number, keep=1)
         pools.epoch = number + 1
         catalog.shown.version = unpack(number, payload)
-        manifest = catalog.manifest.with_place(table.index, table.config.dropped(table.index))
-        catalog.change(manifest.with_place(place, config))
+        for offset, each in enumerate(moved):
+            gone = table.index + offset
+            manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone)).with_place(place + offset, each)
+        catalog.change(manifest)
     _LOG.warning(
         "table %r: the optimizer state of %s begins again, of %s in the place of %s",
-        config.name, format_count(count, "row"), config.optimizer.kind, table.config.optimizer.kind,
+        config.name, format_count(counts[0], "row"), config.optimizer.kind, table.config.optimizer.kind,
     )  # fmt: skip
     return catalog.tables[config.name]
 
 
-def _copy(cold: ColdTier, table: Table, config: TableConfig, place: int, epoch: int) -> int:
+def _copy(cold: ColdTier, catalog: Catalog, index: int, config: TableConfig, place: int, epoch: int) -> int:
     """Write a table's stored rows for another place, with state that begins; how many they are."""
-    before, after, count = table.layout, config.layout(cold.page_bytes), 0
+    before, after = (each.layout(cold.page_bytes) for each in (catalog.manifest.tables[index], config))
+    count = 0
     step = after.rows_within(_TRANSACTION_BYTES)
-    for part in cold.stored_rows(table.index):
+    for part in cold.stored_rows(index):
         for first in range(0, len(part), step):
             rows = part[first : first + step]
             slots, present = np.arange(len(rows), dtype=np.int32), np.empty(len(rows), np.bool_)
             weights, state = (
                 np.zeros((len(rows), words), np.uint64) for words in (before.weight_words, before.state_words)
             )
-            cold.read(rows | (table.index << KEY_ROW_BITS), slots, weights, state, present)
+            cold.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
             state = np.zeros((len(rows), after.state_words), np.uint64)
             state.view(np.float32)[:, : after.state_dim] = config.optimizer.initial_state
             cold.write(rows | (place << KEY_ROW_BITS), slots, weights, state, epoch=epoch)

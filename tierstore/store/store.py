@@ -181,7 +181,7 @@ class Store(Unpicklable):
         Args:
             table: its name now.
             name: the new one; feature names that are the default follow.
-            num_embeddings: at least what it has. New rows have first values.
+            num_embeddings: at least what it has. New rows have first values, and no ids if those are dynamic.
             optimizer: of the same kind, its parameters: rows keep their state, and the learning rate in force stays.
                 Of another kind, the state of all rows and the count of updates begin again, which is logged; its rows
                 are written once more, and the store keeps no version of before.

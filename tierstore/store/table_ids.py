@@ -1,8 +1,9 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
 They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
-id and score of row r, and candidates follow; row 0 has the count of batches, and where rows without ids are looked for
-next. So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed.
+id and score of row r, but if there are candidates, they and rows come in turn, so that the table may grow; row 0 has
+the count of batches, and where rows without ids are looked for next. So what makes
+rows durable, versioned and whole makes ids so. A commit writes those that changed.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -48,22 +49,23 @@ class _Changed(NamedTuple):
     words: Words
 
     @classmethod
-    def of(cls, part: IdMap, first: int) -> "_Changed":
-        """What changed of a part whose row 0 is the companion's row ``first``."""
+    def of(cls, part: IdMap, places: slice) -> "_Changed":
+        """What changed of a part, whose rows are in these places of the companion."""
         rows = part.dirty_rows
         words = np.empty((len(rows), 2), np.uint64)
         words[:, 0] = part.ids[rows].view(np.uint64)
         words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
-        return cls(rows + first, words)
+        return cls(rows * places.step + places.start, words)
 
-    def of_part(self, part: IdMap, first: int) -> "_Changed":
+    def of_part(self, part: IdMap, places: slice) -> "_Changed":
         """What is of that part, in terms of its rows."""
-        own = (self.rows >= first) & (self.rows < first + part.capacity)
-        return _Changed(self.rows[own] - first, self.words[own])
+        rows, rest = np.divmod(self.rows - places.start, places.step)
+        own = (rest == 0) & (rows >= 0) & (rows < part.capacity)
+        return _Changed(rows[own], self.words[own])
 
-    def enter(self, part: IdMap, first: int) -> None:
+    def enter(self, part: IdMap, places: slice) -> None:
         """Have that part hold what this says of it, as it is stored."""
-        rows, words = self.of_part(part, first)
+        rows, words = self.of_part(part, places)
         part.remove(rows[part.has_id(rows)])
         used = words[:, 1] >> _HALF & _HAS_ID != 0
         part.put(rows[used], words[used, 0].view(np.int64), words[used, 1].astype(np.uint32))
@@ -341,7 +343,7 @@ class TableIds:
             if "_known" not in self.__dict__:
                 return
             step = _Changed(np.zeros(1, np.int64), np.array([[self._step, self._rows.cursor]], np.uint64))
-            parts = [step, *(_Changed.of(part, first) for first, part in self._parts(self._known))]
+            parts = [step, *(_Changed.of(part, places) for places, part in self._parts(self._known))]
             self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for _, part in self._parts(self._known):
                 part.clean(slice(None))
@@ -364,8 +366,8 @@ class TableIds:
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
-                for first, part in self._parts(self._known):
-                    part.soil(frozen.of_part(part, first).rows)
+                for places, part in self._parts(self._known):
+                    part.soil(frozen.of_part(part, places).rows)
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
@@ -398,13 +400,14 @@ class TableIds:
         return known
 
     @staticmethod
-    def _parts(known: tuple[IdMap, IdMap]) -> list[tuple[int, IdMap]]:
-        """Each with the companion's row of its first."""
-        return [(1, known[0]), (1 + known[0].capacity, known[1])]
+    def _parts(known: tuple[IdMap, IdMap]) -> list[tuple[slice, IdMap]]:
+        """Each with the companion's rows that it has."""
+        step = 2 if known[1].capacity else 1
+        return [(slice(first, None, step), part) for first, part in enumerate(known, 1)]
 
     def _enter(self, changed: _Changed, known: tuple[IdMap, IdMap]) -> None:
-        for start, part in self._parts(known):
-            changed.enter(part, start)
+        for places, part in self._parts(known):
+            changed.enter(part, places)
         if len(changed.rows) and changed.rows[0] == 0:
             self._step, known[0].cursor = map(int, changed.words[0])
 
