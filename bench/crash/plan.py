@@ -16,9 +16,10 @@ from tierstore import optim
 
 __all__ = ["FEATURES", "Action", "Batch", "commits", "configs", "make_batch", "make_plan", "stretch"]
 
-FEATURES: Final = ("clicked", "viewed", "user")
+FEATURES: Final = ("clicked", "viewed", "user", "session")
 SAMPLES: Final = 24
 _LONGEST_BAG: Final = 6
+_SESSIONS: Final = 450
 _STEPS_A_COMMIT: Final = (2, 4, 3)
 _COMMITS_A_ROLLBACK: Final = 4
 
@@ -38,7 +39,8 @@ class Batch(NamedTuple):
 
 
 def configs() -> list[tierstore.TableConfig]:
-    """Two tables of different layouts and optimizers; two features share one of them."""
+    """Three tables of different layouts and optimizers; two features share one of them, and one has dynamic ids, of
+    which it has rows for a third."""
     return [
         tierstore.TableConfig(
             name="item",
@@ -54,6 +56,14 @@ def configs() -> list[tierstore.TableConfig]:
             embedding_dim=16,
             init=tierstore.init.Uniform(-1, 1, seed=4),
             optimizer=optim.Adam(lr=0.02),
+        ),
+        tierstore.TableConfig(
+            name="session",
+            num_embeddings=_SESSIONS // 3,
+            embedding_dim=12,
+            init=tierstore.init.Uniform(-1, 1, seed=5),
+            optimizer=optim.RowWiseAdagrad(lr=0.05),
+            ids=tierstore.DynamicIds(admission=tierstore.ids.Frequency(2)),
         ),
     ]
 
@@ -95,6 +105,7 @@ def make_batch(number: int) -> Batch:
     generator = torch.Generator().manual_seed(number)
     lengths = torch.randint(0, _LONGEST_BAG, (len(FEATURES) * SAMPLES,), generator=generator)
     rows = {name: config.num_embeddings for config in configs() for name in config.feature_names}
+    rows["session"] = _SESSIONS
     ids = []
     for name, own in zip(FEATURES, lengths.view(len(FEATURES), SAMPLES), strict=True):
         ids.append((torch.rand(int(own.sum()), generator=generator) ** 2 * rows[name]).long())

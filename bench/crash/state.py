@@ -37,7 +37,8 @@ class State:
 
     Attributes:
         position: actions done.
-        rows: of each table uint8 [rows, bytes]: weights and optimizer state of each row.
+        rows: of each table uint8 [rows, bytes]: weights and optimizer state of each row; if its ids are dynamic, of
+            those that have rows, in order, and before these the id and its score.
         tables: of each table its updates so far and its learning rate.
         tensors: dense tensors and random states, as uint8 vectors.
     """
@@ -52,8 +53,14 @@ class State:
         """What an open store shows."""
         rows = {}
         for name, table in store.tables.items():
-            weights, state = read_rows(table, 0, table.config.num_embeddings)
-            rows[name] = np.hstack([weights.view(np.uint8), state.view(np.uint8)])
+            if table.ids is None:
+                columns: list[Any] = list(read_rows(table, 0, table.config.num_embeddings))
+            else:
+                ids = table.ids.listed()
+                given = torch.from_numpy(ids)
+                scores = table.ids._rows.scores(table.ids.find(ids).rows)
+                columns = [ids[:, None], scores[:, None], table.read(given).numpy(), table.read_state(given).numpy()]
+            rows[name] = np.hstack([each.view(np.uint8) for each in columns])
         return cls(
             position=store.extra.get("position", 0),
             rows=rows,
