@@ -167,6 +167,16 @@ class TableConfig:
         return TableConfig(name=f"{_IDS}{place}", num_embeddings=rows, embedding_dim=4, init=initializers.Constant(0.0))
 
     @property
+    def step_of_ids(self) -> int:
+        """Row r's id is in row 1 + r * this of ``table_of_ids``."""
+        return 2 if self.ids is not None and self.ids.num_candidates(self.num_embeddings) else 1
+
+    @property
+    def has_table_of_ids(self) -> bool:
+        """Whether ``table_of_ids`` is in the next place."""
+        return self.ids is not None and not self.is_dropped
+
+    @property
     def is_dropped(self) -> bool:
         """Whether it only keeps the place of a table that was dropped, as a row's key has the table's place."""
         return self.name.startswith(_DROPPED)

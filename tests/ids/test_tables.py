@@ -1,7 +1,6 @@
 """Tables with dynamic ids where the machine does not go: batches under way, readers, servers, options and refusals."""
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ import tierstore
 from tests.hbm.stores import few_slots
 from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
-from tierstore.updates import write_update
 
 BIG = 2**63 - 1
 
@@ -258,29 +256,16 @@ def test_wrong_rules_are_refused(make: Callable[[], object], named: str) -> None
         make()
 
 
-def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
-    unsupported = re.escape("not supported by")
+def test_a_table_is_renamed_and_dropped(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
         table = store.create_table(config())
         plain = store.create_table(tierstore.TableConfig(name="plain", num_embeddings=9, embedding_dim=8))
         train(tierstore.TieredEmbeddingBag(table), 1)
         store.commit()
-        for action in (
-            lambda: tierstore.plain_model(tierstore.TieredEmbeddingBag(table)),
-            lambda: tierstore.checkpoint.rows(store),
-        ):
-            with pytest.raises(TableError, match=unsupported):
-                action()
         with pytest.raises(TableError, match="DynamicIds"):
             plain.admit(torch.tensor([1]))
         store.change_table("item", name="goods")
         assert have_rows(store["goods"], 1, 2) == [True, False]
-    for action in (
-        lambda: write_update(tmp_path / "s", tmp_path / "u"),
-        lambda: tierstore.quantize(tmp_path / "s", tmp_path / "q", dtype="int8"),
-    ):
-        with pytest.raises(TableError, match=unsupported):
-            action()
     with tierstore.open(tmp_path / "s", ddr="2MiB") as store:
         store.drop_table("goods")
         store.commit()

@@ -10,10 +10,12 @@ import torch
 
 from ..config import require_choice
 from ..errors import TierstoreError
+from ..kernels.arrays import Int64s
+from ..lookup.tables import Use
 from ..store import Store, Table, open_store
 from ..system.output import partial_file, require_room
-from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
-from .rows import CHUNK_BYTES, chunks, read_rows
+from .keys import DEFAULT_KEY, IDS, SCORES, StateTensor, state_key, state_tensors, weight_keys
+from .rows import CHUNK_BYTES, chunks, numbered, read_keys
 from .sources import Metadata, TableMetadata
 from .tensor_file import SafetensorsFile, TensorFile, TensorSpec, TorchFile
 
@@ -47,7 +49,8 @@ def write_parquet(
             writer.write_batch(pa.record_batch(_columns(table, ids, states, schema), schema=schema))
             count += len(ids)
             if progress is not None:
-                progress((int(ids[-1]) + 1) * table.layout.row_bytes, total)
+                done = int(ids[-1]) + 1 if table.ids is None else count
+                progress(done * table.layout.row_bytes, total)
     return tuple(schema.names), count
 
 
@@ -91,6 +94,20 @@ class _TablePlan(NamedTuple):
     table: Table
     specs: list[TensorSpec]
     states: Sequence[StateTensor]
+    ids: Sequence[Int64s]
+    """Of dynamic ids: int64 [rows] of those that have rows, ascending, and with state their scores."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.specs[0].shape[0]
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        """Rows ``[start, stop)`` of each tensor."""
+        table = self.table
+        keys = table.keys_of(self.ids[0][start:stop], Use.READ).keys if self.ids else numbered(table, start, stop)
+        rows = read_keys(table, keys)
+        states = [rows.state[:, state.first : state.last].copy() for state in self.states]
+        return [rows.weights, *states, *(each[start:stop] for each in self.ids)]
 
 
 def export_store(
@@ -109,6 +126,8 @@ def export_store(
 ) -> ExportReport:
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
+    Of a table with dynamic ids the rows are those of its ids, ascending, which are int64 [rows] ``ids`` alongside.
+
     In Parquet one table has only its rows that were ever written, as ``write_parquet`` says; it is not
     imported again. Elsewhere quantized rows are written as they are, uint8 [rows, stored columns]: what
     ``torch.ops.quantized`` looks up in. The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``,
@@ -122,6 +141,7 @@ def export_store(
         key: the tensors' names, ``{table}`` standing for the table's.
         state: add the optimizer state, float32, alongside each ``weight`` under the names that torch.optim uses:
             ``sum`` [rows] (row-wise Adagrad) or [rows, dim] (Adagrad); ``exp_avg``, ``exp_avg_sq`` [rows, dim] (Adam).
+            Of dynamic ids also ``scores`` int64 [rows].
         dense: add the commit's tensors under their own names.
         version: which of the kept versions; default: the last.
         force: replace an existing file.
@@ -135,8 +155,6 @@ def export_store(
     require_choice(format, tuple(FORMATS), "format")
     with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
-        for name in names:
-            store[name].config.require_fixed_ids("exports")
         keys = weight_keys(key, names)
         plans = [_plan(store[name], keys[name], state) for name in names]
         tensors = dict(sorted(store.tensors().items())) if dense else {}
@@ -156,7 +174,7 @@ def export_store(
                 file.append(descriptor, name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
             _write_tables(file, descriptor, plans, progress)
             file.finish(descriptor)
-        rows = sum(each.table.config.num_embeddings for each in plans)
+        rows = sum(each.num_rows for each in plans)
         return ExportReport(path, store.version, tuple(spec.name for spec in specs), rows, path.stat().st_size)
 
 
@@ -183,12 +201,17 @@ def _export_rows(
 
 def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:
     config = table.config
-    rows, dim = config.num_embeddings, config.embedding_dim
+    known, dim = table.ids, config.embedding_dim
+    listed = [] if known is None else [known.listed()]
+    rows = len(listed[0]) if listed else config.num_embeddings
+    scores = [known.scores_of(listed[0])] if known is not None and with_state else []
     states = state_tensors(config.optimizer, dim) if with_state else ()
     dtype = torch.uint8 if table.layout.is_quantized else table.layout.torch_dtype
     weights = TensorSpec(key, dtype, (rows, table.layout.stored_columns))
     parts = [TensorSpec(state_key(key, each.name), torch.float32, each.shape(rows)) for each in states]
-    return _TablePlan(table, [weights, *parts], states)
+    of_ids = [TensorSpec(state_key(key, name), torch.int64, (rows,)) for name in (IDS, SCORES)]
+    ids = [*listed, *scores]
+    return _TablePlan(table, [weights, *parts, *of_ids[: len(ids)]], states, ids)
 
 
 def _require_distinct(specs: Sequence[TensorSpec]) -> None:
@@ -204,10 +227,11 @@ def _write_tables(
     total = sum(spec.size_bytes for plan in plans for spec in plan.specs)
     done = 0
     for plan in plans:
-        for start, stop in chunks(plan.table):
-            rows = read_rows(plan.table, start, stop)
-            states = [rows.state[:, state.first : state.last].copy() for state in plan.states]
-            for spec, part in zip(plan.specs, [rows.weights, *states], strict=True):
+        for start, end in chunks(plan.table):
+            stop = min(end, plan.num_rows)
+            if stop <= start:
+                break
+            for spec, part in zip(plan.specs, plan.read(start, stop), strict=True):
                 done += len(file.append(descriptor, spec.name, part))
             if progress is not None:
                 progress(done, total)

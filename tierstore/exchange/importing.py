@@ -11,7 +11,7 @@ import torch
 
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
-from ..kernels.arrays import Floats
+from ..kernels.arrays import Floats, Int64s
 from ..layout import DtypeName
 from ..optim import Optimizer
 from ..pool.transfers import raw_weights
@@ -19,7 +19,7 @@ from ..store import Store, Table, open_store
 from ..store.target import kept_if_committed
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables, notes_of
-from .rows import chunks, write_rows
+from .rows import chunks, numbered, write_keys
 from .sources import open_source
 
 
@@ -74,8 +74,8 @@ def import_files(
     Args:
         directory: the store's.
         files: each tensor is in one of them.
-        mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state.
-            State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum and step.
+        mapping: table by key; if there are any, these tensors alone are taken, with their optimizer state and ids.
+            State that has another name is given as ``{KEY: "TABLE.exp_avg"}``; so are exp_avg_sq, sum, step and ids.
         optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
         dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
         pooling: of new tables; default: what the file says, else "sum".
@@ -140,17 +140,36 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
 def _import(match: Match, table: Table, add: Callable[[int], None], created: bool, count: int) -> TableImport:
     changed = nonfinite = 0
     rows = match.info.shape[0]
+    ids, scores = _ids(match)
     for start, end in chunks(table):
         if (stop := min(end, rows)) <= start:
             break
         weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
-        changed += write_rows(table, start, raw_weights(weights), _state(match, table, start, stop))
+        part = slice(start, stop)
+        if table.ids is None:
+            keys = numbered(table, start, stop)
+        else:
+            keys = table.give_rows(ids[part], None if scores is None else scores[part])
+        changed += write_keys(table, keys, raw_weights(weights), _state(match, table, start, stop))
         add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
     notes = notes_of(match, created, count)
     return TableImport(
         table.name, match.key, created, rows, changed, bool(match.states), nonfinite, table.config, notes
     )
+
+
+def _ids(match: Match) -> tuple[Int64s, Int64s | None]:
+    """Of a table with dynamic ids: those of the rows, else numbers, and scores if there are any. ValueError: an id
+    comes twice."""
+    rows = match.info.shape[0]
+    ids, *scores = (part.read(rows) for part in match.ids) if match.ids else (np.arange(rows),)
+    distinct, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"the ids of {match.place}: id {distinct[counts > 1][0]} comes twice; leave out one of its rows"
+        )
+    return ids, scores[0] if scores else None
 
 
 def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:

@@ -9,6 +9,9 @@ from ..optim import Optimizer
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
 STATE_NAMES: Final = ("sum", "exp_avg", "exp_avg_sq", "step")
 """Names that may lie alongside a table's weights."""
+IDS: Final = "ids"
+SCORES: Final = "scores"
+"""Of dynamic ids, alongside the weights: int64 [rows] each."""
 _PLACE: Final = "{table}"
 _WEIGHT: Final = "weight"
 _TORCHREC: Final = re.compile(r"(?:.*\.)?embedding_bags\.(?P<table>.+)\.weight")
@@ -36,9 +39,9 @@ def state_key(weight_key: str, state: str) -> str:
 
 
 def part_of(target: str) -> tuple[str, str] | None:
-    """The table and the optimizer state that ``TABLE.STATE`` names; None if it ends in no such name."""
+    """The table and the optimizer state, or ids, that ``TABLE.STATE`` names; None if it ends in no such name."""
     table, _, state = target.rpartition(".")
-    return (table, state) if table and state in STATE_NAMES else None
+    return (table, state) if table and state in (*STATE_NAMES, IDS) else None
 
 
 def table_of(key: str, known: Mapping[str, str]) -> str | None:

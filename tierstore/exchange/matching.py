@@ -10,12 +10,14 @@ import torch
 
 from ..config import TableConfig
 from ..errors import TableError
+from ..ids import DynamicIds
 from ..io import MAX_PAGE_BYTES
+from ..kernels.arrays import Int64s
 from ..layout import QuantizedName
 from ..optim import Optimizer
 from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
-from .keys import STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of
+from .keys import IDS, SCORES, STATE_NAMES, StateTensor, part_of, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
 
 
@@ -34,6 +36,17 @@ class StatePart(NamedTuple):
     key: str
 
 
+class IdsPart(NamedTuple):
+    """int64 [rows], whole: ids of the rows of a table, or their scores."""
+
+    source: Source
+    key: str
+
+    def read(self, num_rows: int) -> Int64s:
+        values: Int64s = self.source.read(self.key, 0, num_rows).numpy()
+        return values
+
+
 class _Files(NamedTuple):
     """The file of each tensor, the numbers alongside, and the keys that the caller named for a table's state."""
 
@@ -42,20 +55,21 @@ class _Files(NamedTuple):
     parts: Mapping[tuple[str, str], str]
 
     def key_of(self, key: str, table: str, state: str) -> str:
-        """Of a state of a table, whose weights have ``key``."""
+        """Of a state of a table, or its ids, whose weights have ``key``."""
         return self.parts.get((table, state)) or state_key(key, state)
 
 
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
     ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the
-    state that is not."""
+    state that is not. ``ids``: of the rows, and their scores, as far as the files have them."""
 
     source: Source
     key: str
     config: TableConfig
     info: TensorInfo
     states: tuple[StatePart, ...]
+    ids: tuple[IdsPart, ...]
     kept: TableState | None
     updates: int | None
     keys: tuple[str, ...]
@@ -164,11 +178,18 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
     place = _place(source, key)
     _require_table(info, place)
     told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
-    config = existing or _new_config(info, table, settings, told.config if told else None, place)
+    has_ids = files.key_of(key, table, IDS) in files.places
+    config = existing or _new_config(info, table, settings, told.config if told else None, place, has_ids=has_ids)
     step_key = files.key_of(key, table, "step")
     kept, updates = (told.state, None) if told else (None, _updates(files, step_key, config))
     states = _states(files, key, table, config, info.shape[0])
-    taken = (key, *(part.key for part in states), *(() if updates is None else (step_key,)))
+    ids = _ids(files, key, config, told.config if told else None, info.shape[0]) if has_ids else ()
+    taken = (
+        key,
+        *(part.key for part in states),
+        *(part.key for part in ids),
+        *(() if updates is None else (step_key,)),
+    )
     found = {name: files.key_of(key, table, name) for name in STATE_NAMES}
     beside = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
     for name in STATE_NAMES:
@@ -177,7 +198,7 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
                 f"mapping={{{excerpt(found[name])}: {f'{table}.{name}'!r}}}: table {table!r} has "
                 f"{type(config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
             )
-    match = Match(source, key, config, info, states, kept, updates, taken, beside)
+    match = Match(source, key, config, info, states, ids, kept, updates, taken, beside)
     _require_fits(match, config, settings)
     return match
 
@@ -191,7 +212,7 @@ def _other_optimizer(beside: Sequence[str]) -> str:
 def notes_of(match: Match, is_new: bool, count: int) -> tuple[str, ...]:
     """What the caller may not expect of a table's rows and their state; ``count`` is of its updates before."""
     config, notes, num_rows = match.config, list[str](), match.info.shape[0]
-    if num_rows < config.num_embeddings:
+    if num_rows < config.num_embeddings and config.ids is None:
         notes.append(f"rows from {num_rows:,} on are not in the file: they stay as they are")
     if match.beside:
         what = f"the table's optimizer is {type(config.optimizer).__name__}"
@@ -224,20 +245,25 @@ def _updates(files: _Files, key: str, config: TableConfig) -> int | None:
 
 
 def _require_table(info: TensorInfo, place: str) -> None:
-    if info.dtype is None:
+    if info.dtype is None or not info.dtype.is_floating_point:
         raise ValueError(
             f"{place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table. If its rows "
             "are quantized, import what they were made from, and quantize that"
         )
-    if len(info.shape) != 2 or not all(info.shape):
+    if len(info.shape) != 2 or not info.shape[1]:
         raise ValueError(f"{place} has shape {list(info.shape)}; a table is [rows, columns]")
 
 
-def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str) -> TableConfig:
+def _new_config(
+    info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str, *, has_ids: bool
+) -> TableConfig:
     rows, dim = info.shape
     dtype = settings.dtype or str(info.dtype).removeprefix("torch.")
     changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "dtype": dtype}
     changes |= {"rounding": "nearest"} if dtype == "float32" else {}
+    if has_ids:
+        known = told is not None and told.ids is not None and told.num_embeddings
+        changes |= {"num_embeddings": known} if known else {"ids": DynamicIds()}
     changes |= {name: value for name, value in settings._asdict().items() if value is not None}
     try:
         if told is None:
@@ -262,7 +288,7 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
     shape, dtype = match.info.shape, str(match.info.dtype).removeprefix("torch.")
     have = f"table {config.name!r} is {config.num_embeddings} x {config.embedding_dim} {config.dtype}"
     if shape[0] > config.num_embeddings or shape[1] != config.embedding_dim:
-        larger = f", or Store.change_table({config.name!r}, num_embeddings={shape[0]}) before"
+        larger = f", or Store.change_table({config.name!r}, num_embeddings={shape[0]}) before" * (config.ids is None)
         raise TableError(
             f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with "
             f"mapping={{KEY: TABLE}}{larger if shape[1] == config.embedding_dim else ''}"
@@ -275,6 +301,23 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")
     if settings.rounding not in (None, config.rounding):
         raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
+
+
+def _ids(files: _Files, key: str, config: TableConfig, told: TableConfig | None, num_rows: int) -> tuple[IdsPart, ...]:
+    """Ids of rows, and their scores if the table evicts as the file's did. ValueError: they are no int64 [num_rows].
+    TableError: the table's rows have numbers."""
+    names = [files.key_of(key, config.name, name) for name in (IDS, SCORES)]
+    parts = [IdsPart(files.places[name], name) for name in names if name in files.places]
+    place = _place(*parts[0])
+    if config.ids is None:
+        raise TableError(f"{place} has ids of rows, and table {config.name!r} numbers them: choose another table")
+    if told is None or told.ids is None or told.ids.eviction.kind != config.ids.eviction.kind:
+        parts = parts[:1]
+    for part in parts:
+        info = part.source.tensors[part.key]
+        if info.dtype is not torch.int64 or info.shape != (num_rows,):
+            raise ValueError(f"{_place(*part)} is {info.dtype} {list(info.shape)}, not torch.int64 {[num_rows]}")
+    return tuple(parts)
 
 
 def _states(files: _Files, key: str, table: str, config: TableConfig, num_rows: int) -> tuple[StatePart, ...]:

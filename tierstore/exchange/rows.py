@@ -30,19 +30,25 @@ def chunks(table: Table) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows.stop)
 
 
-def _keys(table: Table, start: int, stop: int) -> Int64s:
+def numbered(table: Table, start: int, stop: int) -> Int64s:
+    """int64 [stop - start]: keys of the rows ``[start, stop)``."""
     return np.arange(start, stop, dtype=np.int64) | (table.index << KEY_ROW_BITS)
 
 
 def read_rows(table: Table, start: int, stop: int) -> RowValues:
-    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values. ChecksumError,
+    """Rows ``[start, stop)``; as ``read_keys``."""
+    return read_keys(table, numbered(table, start, stop))
+
+
+def read_keys(table: Table, keys: Int64s) -> RowValues:
+    """Rows of a table by key, bits unchanged; rows never written have their first values. ChecksumError,
     ClosedError."""
     table.store.require_open()
     pool, layout = table.pool, table.layout
     pool.tier.flush()
-    weights = np.empty((stop - start, layout.stored_columns), layout.numpy_dtype)
-    state = np.empty((stop - start, layout.state_dim), np.float32)
-    for first, lease in pool.leases.parts(_keys(table, start, stop)):
+    weights = np.empty((len(keys), layout.stored_columns), layout.numpy_dtype)
+    state = np.empty((len(keys), layout.state_dim), np.float32)
+    for first, lease in pool.leases.parts(keys):
         part = slice(first, first + lease.num_positions)
         with pool.arena.lock:
             kernels.copy_rows_out(lease.position_slots, pool.arena.weights, layout.stored_columns, weights[part])
@@ -51,18 +57,23 @@ def read_rows(table: Table, start: int, stop: int) -> RowValues:
 
 
 def write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
-    """Overwrite rows from ``start`` on; returns how many had other bits before. Arrays as in ``RowValues``; a
+    """Overwrite rows from ``start`` on; as ``write_keys``."""
+    return write_keys(table, numbered(table, start, start + len(weights)), weights, state)
+
+
+def write_keys(table: Table, keys: Int64s, weights: Weights, state: Floats | None) -> int:
+    """Overwrite rows of a table by key, distinct; returns how many had other bits before. Arrays as in ``RowValues``; a
     ``state`` of None keeps what there is. A row that has these very bits already is left alone. ReadOnlyError,
     ClosedError, DiskFullError, ChecksumError."""
     table.store.require_writable()
-    pool, layout, stop = table.pool, table.layout, start + len(weights)
+    pool, layout = table.pool, table.layout
     with pool.tier.emptied():
-        before = read_rows(table, start, stop)
+        before = read_keys(table, keys)
         state = before.state if state is None else state
         changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
         weights, state = weights[changed], state[changed]
         table.note_change()
-        for first, lease in pool.leases.parts(_keys(table, start, stop)[changed]):
+        for first, lease in pool.leases.parts(keys[changed]):
             part = slice(first, first + lease.num_positions)
             with pool.arena.lock:
                 pool.writeback.begin_update(lease.slots)

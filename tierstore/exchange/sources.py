@@ -67,11 +67,11 @@ _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _MAX_METADATA_BYTES: Final = 64 * 2**20
 _MAX_DEPTH: Final = 16
-_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floating_point}
+_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floating_point or dtype is torch.int64}
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor before any of it is read; a dtype of None is one that no table can have."""
+    """What is known of a tensor before any of it is read; a dtype of None is one that nothing of a table can have."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]

@@ -206,7 +206,10 @@ class Joined:
     def ids_of_bags(self, numbering: Numbering | None) -> IdsOfBags:
         """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
         features, starts = self.features, self.bags.starts
-        ids, first, _ = self._ids
+        if self._ids is None:  # the rows that dynamic ids have
+            ids, first = self.keys & ROW_MASK, starts[np.arange(len(features.columns)) * self.batch]
+        else:
+            ids, first, _ = self._ids
         firsts = features.indices << KEY_ROW_BITS if numbering is None else numbering.first_slots(features.indices)
         return IdsOfBags(ids, first, firsts, features.num_rows, self.batch, starts)
 

@@ -16,16 +16,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import TierstoreError
-from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
+from ..exchange.keys import DEFAULT_KEY, IDS, StateTensor, state_key, state_tensors, weight_keys
 from ..exchange.rows import chunks, read_rows, write_rows
 from ..layout import RowLayout
 from ..pool.transfers import raw_weights
 from ..store import Store, Table
+from ..store.table_ids import TableIds
 from ..store.version import TableState
 
 __all__ = ["StoreVersion", "rows"]
@@ -90,7 +92,7 @@ def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     Returns:
         of each table ``embedding_bags.TABLE.weight`` [rows, dim] of its dtype (uint8 [rows, stored columns] if rows are
         quantized); optimizer state, float32, as ``exchange.export_store`` names it; ``step`` int64 [1]; ``lr`` float64
-        [1].
+        [1]; of dynamic ids ``ids``, int64 [rows of the table of ids, 2] as docs/format.md says, read and written whole.
 
     Raises:
         ValueError: ``key`` gives two tables one name.
@@ -105,8 +107,9 @@ def rows(store: Tables, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
 
 
 def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
-    table.config.require_fixed_ids("torch.distributed.checkpoint")
     num_rows, layout, local = table.config.num_embeddings, table.layout, table.local
+    if local is not table:
+        table.config.require_fixed_ids("torch.distributed.checkpoint of sharded stores")
     ranges = list(chunks(local)) if table.rows else []
     dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
 
@@ -144,6 +147,16 @@ def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
 
         return _Content(local, number_type, (1,), None, [(0, 1)], read, write)
 
+    def of_ids(known: TableIds) -> _Content:
+        def read(_start: int, _stop: int) -> Tensor:
+            return torch.from_numpy(known.words().view(np.int64))
+
+        def write(_start: int, _first: int, values: Tensor) -> None:
+            with local.store.shown.changing():
+                known.restore(values.numpy().view(np.uint64))
+
+        return _Content(local, torch.int64, known.shape, range(known.shape[1]), [(0, known.shape[0])], read, write)
+
     rule, dims = table.config.optimizer, (layout.dim, local.layout.dim)
     states = zip(*(state_tensors(rule, dim) for dim in dims), strict=True) if layout.state_dim else ()
     shape = num_rows, layout.stored_columns
@@ -151,6 +164,7 @@ def _contents(table: PartTable, key: str) -> list[tuple[str, _Content]]:
     return [
         (key, weights),
         *((state_key(key, part.name), of_state(part, own)) for part, own in states),
+        *(() if local.ids is None else ((state_key(key, IDS), of_ids(local.ids)),)),
         (state_key(key, "step"), of_number(0, torch.int64)),
         (state_key(key, "lr"), of_number(1, torch.float64)),
     ]

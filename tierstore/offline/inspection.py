@@ -57,7 +57,7 @@ def _describe_tables(store: Store) -> list[str]:
         rounding = "" if config.rounding == "nearest" else f" rounded {config.rounding}ally"
         lines.append(
             f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
-            f"{config.optimizer.kind}, {whole} if all in memory"
+            f"{config.optimizer.kind}{', dynamic ids' * (config.ids is not None)}, {whole} if all in memory"
         )
     return lines
 

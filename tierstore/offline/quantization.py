@@ -110,23 +110,22 @@ def quantize(
     done = tuple(
         QuantizedTable(new.name, old.dtype, new.dtype, count)
         for old, new, count in zip(known.tables, configs, rows, strict=True)
-        if not new.is_dropped
+        if not new.is_hidden
     )
     return QuantizeReport(target, before.version, done, *sizes)
 
 
 def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) -> tuple[TableConfig, ...]:
     """The new store's tables, in the source's order: a table's place decides about the first values of its rows."""
-    names = [config.name for config in known.tables]
+    names = [config.name for config in known.tables if not config.is_hidden]
     for name in tables or ():
         if name not in names:
             raise TableError(f"no table {name!r}; there are {', '.join(sorted(names)) or 'none'}")
     configs = []
     for config in known.tables:
-        is_chosen = config.name in tables if tables is not None else not config.is_dropped
+        is_chosen = config.name in tables if tables is not None else not config.is_hidden
         if is_chosen and config.layout(known.page_bytes).is_quantized:
             raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
-        config.require_fixed_ids("quantization")
         changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}
         configs.append(replace(config, optimizer=optim.SGD(), **changes))
     return tuple(configs)

@@ -26,7 +26,7 @@ from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.sound import LOST, Remains, Runs, choose_rows, choose_tree, read_rows, settled, surviving_rows
 from ..kernels.arrays import Bools
-from ..layout import RowLayout
+from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
 from ..store.target import Steps, new_store, new_tier, require_outside
@@ -132,7 +132,8 @@ def salvage(
         FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is the
             last. FormatError: the store is of an older release, or the manifest of other tables.
-        StoreLockedError: the store is open for writing. DiskFullError: too little free space for the new store.
+        TableError: ``stale_ok``, and a table has dynamic ids, which older rows may not be of. StoreLockedError: the
+            store is open for writing. DiskFullError: too little free space for the new store.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     report = SalvageReport(directory=source, target=target)
@@ -141,6 +142,8 @@ def salvage(
         require_outside(target, source)
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME, MANIFEST_NAME)))
         known = _manifest(source, manifest)
+        for config in known.tables if stale_ok else ():
+            config.require_fixed_ids("repair with stale_ok=True, --stale-ok,")
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
         steps = Steps(progress)
         _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, steps)
@@ -198,9 +201,24 @@ def _save(
             for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
                 for count in taker.take(segments, runs, proven):
                     steps.copied(size * (done := done + count) // total, size)
-            report.lost = [loss for index, each in enumerate(known.tables) for loss in _losses(rows, index, each.name)]
+            names = [each.name for each in known.tables]
+            dynamic = [index for index, each in enumerate(known.tables) if each.has_table_of_ids]
+            for index in dynamic:
+                names[index + 1] = f"of ids of {names[index]}"
+            report.lost = [loss for index, name in enumerate(names) for loss in _losses(rows, index, name)]
+            for index in dynamic if report.lost or report.missing else ():
+                _drop_ids(tier, index, known.tables[index].step_of_ids, report.version)
             tier.commit(_payload(known, remains, report), report.version)
         steps.copied(size, size)
+
+
+def _drop_ids(tier: LmdbColdTier, index: int, step: int, epoch: int) -> None:
+    """Take the ids from rows of a table that were not saved: these would have first values that are not their ids'."""
+    saved, ids = (np.concatenate([np.empty(0, np.int64), *tier.stored_rows(place)]) for place in (index, index + 1))
+    own = ids[(ids > 0) & (ids % step == 1 % step)]
+    lost = np.setdiff1d(own, 1 + saved * step)
+    slots, words = np.arange(len(lost), dtype=np.int32), np.zeros((len(lost), 2), np.uint64)
+    tier.write(lost | ((index + 1) << KEY_ROW_BITS), slots, words, words[:, :0], epoch=epoch)
 
 
 def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:

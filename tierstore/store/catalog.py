@@ -144,9 +144,6 @@ class Catalog:
         """ValueError if a table's rows are too wide, or there are too many tables. TableError if the tier in device
         memory cannot have it."""
         self._require_supported(config)
-        store = self._store()
-        if store is not None and store.recorder is not None:
-            config.require_fixed_ids("recordings, one of which is going on")
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         if len(self._manifest.tables) + (config.ids is not None) >= MAX_TABLES:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables, with those that were dropped")

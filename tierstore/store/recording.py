@@ -1,7 +1,8 @@
 """A sampled trace of what a running trainer or server looks up: ``Store.record``.
 
 Modules, ``Table.read`` and ``Table.pooled`` tell the store's recorder of each lookup after it, in the order of the
-steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a store's own reads.
+steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a store's own reads. What is recorded are
+rows: of dynamic ids those that they have, and nothing of ids without one, as caches and files see rows.
 """
 
 import logging
@@ -78,8 +79,6 @@ class Recorder:
             raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
         if not store.tables:
             raise ValueError(f"{store.directory} has no table yet; make its tables, then record")
-        for table in store.tables.values():
-            table.config.require_fixed_ids("recordings")
         self.path: Path = Path(os.path.abspath(path))
         names = [""] * (1 + max(table.index for table in store.tables.values()))
         for table in store.tables.values():
@@ -142,10 +141,10 @@ class Recorder:
 
     @shielded
     def note_rows(self, keys: Int64s) -> None:
-        """Rows of one table read as they are, int64 [n]: as many samples."""
-        count, by_sample = len(keys), self._recorded.last == ALL
-        offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
-        self._add([IdsOfBags(keys, _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
+        """Rows of one table read as they are, int64 [n], -1 of ids without a row: as many samples."""
+        count, by_sample, has_row = len(keys), self._recorded.last == ALL, keys >= 0
+        offsets = np.append(0, np.cumsum(has_row) if by_sample else np.count_nonzero(has_row))
+        self._add([IdsOfBags(keys[has_row], _ZERO, _ZERO, _ANY, len(offsets) - 1, offsets)], count)
 
     def _add(self, sources: Sequence[IdsOfBags], num_samples: int) -> None:
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)

@@ -235,8 +235,19 @@ class Table(Unpicklable):
     @shielded
     def _admit(self, ids: Int64s) -> FoundRows:
         known = self._require_dynamic("admit")
+        self.require_float()
         with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
-            return known.admit(ids, lambda *new: self.in_pool(lambda pool: pool.tier.put_first_values(*new)))
+            return known.admit(ids, self._put)
+
+    @shielded
+    def give_rows(self, ids: Int64s, scores: Int64s | None = None) -> Int64s:
+        """Keys of the rows that dynamic ids have or get; see ``TableIds.give``."""
+        known = self._require_dynamic("give a row")
+        with self.store.shown.changing():
+            return known.give(ids, scores, self._put) | (self.index << KEY_ROW_BITS)
+
+    def _put(self, keys: Int64s, ids: Int64s) -> None:
+        self.in_pool(lambda pool: pool.tier.put_first_values(keys, ids))
 
     def _keys(self, ids: Tensor) -> Int64s:
         refuse_traces((ids,))
@@ -269,20 +280,20 @@ class Table(Unpicklable):
         Raises:
             ValueError: an id that is no row, unless None is returned. TableError: the table is only a part here.
         """
-        rows = self.store.shown.at_one(lambda: self._rows_in_memory(ids))
+        keys, rows = self.store.shown.at_one(lambda: self._rows_in_memory(ids))
         if rows is not None and self.store.recorder is not None:
-            self.store.recorder.note_rows(ids | (self.index << KEY_ROW_BITS))
+            self.store.recorder.note_rows(keys)
         return rows
 
-    def _rows_in_memory(self, ids: Int64s) -> Floats | None:
+    def _rows_in_memory(self, ids: Int64s) -> tuple[Int64s, Floats | None]:
         memory = self._memory()
         if memory is not None:
-            return memory.rows(ids)
+            return ids | (self.index << KEY_ROW_BITS), memory.rows(ids)
         keys = self._keys(torch.from_numpy(ids))
         if (keys < 0).any():
-            return None
+            return keys, None
         rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
-        return None if rows is None else rows.float().numpy()
+        return keys, None if rows is None else rows.float().numpy()
 
     def _memory(self) -> InMemory | None:
         """Lookups by one compiled call; None if rows have no slots of their own."""
@@ -306,7 +317,7 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
         keys, rows = self.store.shown.at_one(lambda: self._read(ids))
-        if self.store.recorder is not None:  # which knows no dynamic ids
+        if self.store.recorder is not None:
             self.store.recorder.note_rows(keys)
         return rows
 

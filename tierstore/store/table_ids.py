@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import IdError
+from ..errors import DamagedError, IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
 from ..ids.id_map import MAX_SCORE, IdMap, absent, draws, give_rows, lowest, map_bytes
 from ..io import ColdTier, NewerVersion
@@ -42,8 +42,28 @@ Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
 
 
+class RowIds(NamedTuple):
+    """int64 [n], rows of a table; each one's id, int64 [n], and whether it still has it, bool [n]."""
+
+    rows: Int64s
+    ids: Int64s
+    has_id: Bools
+
+    @classmethod
+    def of(cls, rows: Int64s, words: Words) -> "RowIds":
+        """As ``words`` of the companion, uint64 [n, 2], have them: id; whether the row has it << 32 | score."""
+        return cls(rows, words[:, 0].view(np.int64), words[:, 1] >> _HALF & _HAS_ID != 0)
+
+    @classmethod
+    def of_table(cls, config: TableConfig, rows: Int64s, words: Words) -> "RowIds":
+        """Of the table's own rows, among some of its companion's."""
+        own = rows % config.step_of_ids == 1 % config.step_of_ids
+        own &= rows > 0
+        return cls.of((rows[own] - 1) // config.step_of_ids, words[own])
+
+
 class _Changed(NamedTuple):
-    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2]: id; whether the row has it << 32 | score."""
+    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2], as ``RowIds.of`` reads it."""
 
     rows: Int64s
     words: Words
@@ -51,7 +71,11 @@ class _Changed(NamedTuple):
     @classmethod
     def of(cls, part: IdMap, places: slice) -> "_Changed":
         """What changed of a part, whose rows are in these places of the companion."""
-        rows = part.dirty_rows
+        return cls.of_rows(part, places, part.dirty_rows)
+
+    @classmethod
+    def of_rows(cls, part: IdMap, places: slice, rows: Int64s) -> "_Changed":
+        """What these rows of it hold."""
         words = np.empty((len(rows), 2), np.uint64)
         words[:, 0] = part.ids[rows].view(np.uint64)
         words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
@@ -64,11 +88,18 @@ class _Changed(NamedTuple):
         return _Changed(rows[own], self.words[own])
 
     def enter(self, part: IdMap, places: slice) -> None:
-        """Have that part hold what this says of it, as it is stored."""
-        rows, words = self.of_part(part, places)
+        """Have that part hold what this says of it, as it is stored. DamagedError: nobody wrote this."""
+        own = self.of_part(part, places)
+        rows, ids, used = RowIds.of(*own)
         part.remove(rows[part.has_id(rows)])
-        used = words[:, 1] >> _HALF & _HAS_ID != 0
-        part.put(rows[used], words[used, 0].view(np.int64), words[used, 1].astype(np.uint32))
+        ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
+        is_sound = 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE
+        if is_sound:
+            part.put(rows[used], ids, scores)
+        if not is_sound or not np.array_equal(part.find(ids), rows[used]):
+            raise DamagedError(
+                "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
+            )
         part.clean(rows)
 
 
@@ -209,6 +240,42 @@ class TableIds:
         with self.lock:
             return np.sort(self._rows.ids[self._rows.used_rows])
 
+    def scores_of(self, ids: Int64s) -> Int64s:
+        """Of ids that have rows, int64 [n]."""
+        with self.lock:
+            return self._rows.scores(self._rows.find(ids)).astype(np.int64)
+
+    def give(self, ids: Int64s, scores: Int64s | None, put: Put) -> Int64s:
+        """Rows of ids, distinct; those without one get one whatever the rules of admission. TableError: there are too
+        few. ValueError: no scores.
+
+        Args:
+            scores: int64 [n], of all of them; default: as of those used now, and what the others have.
+        """
+        if scores is not None and not 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE:
+            raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
+        with self.lock:
+            own, candidates = self._rows, self._candidates
+            rows = own.find(ids)
+            missing = np.flatnonzero(rows < 0)
+            if len(missing) > own.num_free:
+                raise TableError(
+                    f"id {ids[missing[own.num_free]]} gets no row in table {self._config.name!r}: other ids have all "
+                    f"{own.capacity}; evict some before, or choose a table with more num_embeddings"
+                )
+            self.num_changes += 1
+            self.num_admitted += len(missing)
+            self._step = max(self._step, 1)  # as if a batch had used them
+            rows[missing] = own.free_rows(len(missing))
+            self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), self._step, put)
+            counted = candidates.find(ids)
+            candidates.remove(counted[counted >= 0])
+            if scores is not None:
+                own.set_scores(rows, scores.astype(np.uint32))
+                if not isinstance(self._rules.eviction, LFU):
+                    self._step = max(self._step, int(scores.max(initial=1)))
+            return rows
+
     def admit(self, ids: Int64s, put: Put) -> FoundRows:
         """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others. If
         ``put`` fails, no id has got a row, though some may have lost theirs."""
@@ -342,11 +409,15 @@ class TableIds:
             self._version = version
             if "_known" not in self.__dict__:
                 return
-            step = _Changed(np.zeros(1, np.int64), np.array([[self._step, self._rows.cursor]], np.uint64))
-            parts = [step, *(_Changed.of(part, places) for places, part in self._parts(self._known))]
+            parts = [self._of_all, *(_Changed.of(part, places) for places, part in self._parts(self._known))]
             self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for _, part in self._parts(self._known):
                 part.clean(slice(None))
+
+    @property
+    def _of_all(self) -> _Changed:
+        """Row 0."""
+        return _Changed(np.zeros(1, np.int64), np.array([[self._step, self._rows.cursor]], np.uint64))
 
     def write_frozen(self) -> None:
         """See ``Frozen``."""
@@ -433,6 +504,36 @@ class TableIds:
             if changed is not None and known is not None:
                 self._enter(changed, known)
                 self._known = known
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of ``words``."""
+        return self._config.table_of_ids(self._index).num_embeddings, 2
+
+    def words(self) -> Words:
+        """All that the companion's rows would hold after a commit, uint64."""
+        words = np.zeros(self.shape, np.uint64)
+        with self.lock:
+            parts = [_Changed.of_rows(part, at, np.arange(part.capacity)) for at, part in self._parts(self._known)]
+            for each in (self._of_all, *parts):
+                words[each.rows] = each.words
+        return words
+
+    def restore(self, words: Words) -> None:
+        """Have ids as ``words`` has them. TableError, nothing changed: a batch under way uses rows. ValueError: not of
+        ``shape``. DamagedError."""
+        if words.shape != self.shape:
+            raise ValueError(f"ids of table {self._config.name!r} are {list(self.shape)}, not {list(words.shape)}")
+        with self.lock:
+            if self.in_use:
+                raise TableError(f"a batch uses rows of table {self._config.name!r}: run its backward, or drop it")
+            known = IdMap(self._rows.capacity), IdMap(self._candidates.capacity)
+            self._enter(_Changed(np.arange(len(words)), words), known)
+            for part in known:
+                part.soil(np.arange(part.capacity))
+            self._known = known
+            self.num_changes += 1
+            self.num_moves += 1
 
     def _keys(self, rows: Int64s) -> Int64s:
         """Of rows of the companion."""

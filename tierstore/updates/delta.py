@@ -86,7 +86,7 @@ def write_update(
     since: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Update:
-    """Write what changed since a version to a file: rows, tables, ``extra`` and tensors but the optimizer's.
+    """Write what changed since a version to a file: rows, ids, tables, ``extra`` and tensors but the optimizer's.
 
     The rows that were written since that version are sent; if it is not in the lineage of the current one, every row
     that was ever written; then ``header.since`` is 0. The store is opened read-only and may be trained on meanwhile.
@@ -111,8 +111,6 @@ def write_update(
             raise ValueError(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
-        for config in manifest.tables:
-            config.require_fixed_ids("published updates")
         writer.add_payload(_payload(tier.version, tier.payload))
         source = _source(manifest, tier.version, tier.payload)
         since_commit_id = source.lineage.id_of(since)

@@ -7,7 +7,7 @@ differences, and of both ids and rows first all elements' first bytes, then all 
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -163,6 +163,10 @@ class UpdateHeader:
             raise ValueError(f"since={self.since} is not below version {self.origin.version}")
         if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
             raise ValueError("two tables have one name, or there are too many")
+        for place, config in enumerate(self.tables):
+            wanted = [config.table_of_ids(place)] if config.has_table_of_ids else []
+            if wanted != [replace(each, init=wanted[0].init) for each in self.tables[place + 1 :][: len(wanted)]]:
+                raise ValueError(f"table {excerpt(config.name)} has dynamic ids, and the next table does not hold them")
         self._check_chunks()
         order = [chunk.table for chunk in self.chunks]
         if order != sorted(order) or PAYLOAD not in order:

@@ -1,0 +1,344 @@
+"""What leaves and enters a store with dynamic ids: updates, files of others, checkpoints of torch, plain models,
+recordings and copies."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tierstore
+from tests.ids.test_machine import BATCHES
+from tests.ids.twin import RULES, SMALL, Rows, Twin, config, contents, make, read
+from tests.updates.support import edited, table_config
+from tests.updates.test_apply import replace_chunk
+from tierstore.errors import ChecksumError, DamagedError, FormatError, ReadOnlyError, TableError, TierstoreError
+from tierstore.exchange import export_store, import_files
+from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency
+from tierstore.offline.compaction import compact_store
+from tierstore.offline.inspection import describe_store, verify_store
+from tierstore.offline.salvage import salvage
+from tierstore.trace import read_trace
+from tierstore.updates import Update, apply_update, roll_back_replica, write_update
+from tierstore.updates.header import pack_chunk
+from tierstore.updates.update_file import UpdateFile
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+KEY = "embedding_bags.item."
+MARK = 0x1122334455667788
+
+
+class Consumer:
+    """What the documentation of the file says, with dicts: which id has a row, and the row."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, int] = {}
+        self.values: Rows = {}
+
+    def take(self, path: Path) -> Rows:
+        with UpdateFile(path) as file:
+            for rows, ids, has_id in file.ids(0):
+                lost = set(rows[~has_id].tolist())
+                upserts = zip(rows[has_id].tolist(), ids[has_id].tolist(), strict=True)
+                self.owners = {row: key for row, key in self.owners.items() if row not in lost} | dict(upserts)
+            for rows, weights in file.rows(0):
+                self.values |= dict(zip(rows.tolist(), weights.view(np.float32)[:, :6].tolist(), strict=True))
+        return {key: self.values[row] for row, key in self.owners.items()}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rules=RULES,
+    versions=st.lists(st.tuples(st.lists(BATCHES, min_size=1, max_size=3), BATCHES), min_size=2, max_size=4),
+)
+def test_a_replica_has_the_ids_and_rows_of_each_version(rules: DynamicIds, versions: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, replica = Path(folder, "source"), Path(folder, "replica")
+        twin, consumer, before = Twin(config(rules)), Consumer(), Rows()
+        for number, (batches, evicted) in enumerate(versions, 1):
+            with tierstore.open(source, keep=2, **SMALL) as store:
+                table = store.create_table(config(rules))
+                for ids in batches:
+                    twin.train(table, ids)
+                twin.evict(table, evicted if number % 2 == 0 else [])
+                store.commit()
+            update = write_update(source, Path(folder, str(number)), since=number - 1)
+            apply_update(replica, update.path, id=update.id)
+            assert read(replica) == twin.rows == consumer.take(update.path)
+            if number == 2:
+                roll_back_replica(replica)
+                assert read(replica) == before
+                apply_update(replica, update.path)
+                assert read(replica) == twin.rows
+            if number < len(versions):
+                before = twin.rows
+        with tierstore.open(source, keep=2, **SMALL) as store:
+            store.rollback(len(versions) - 1)
+            store.commit()
+        apply_update(replica, write_update(source, Path(folder, "all")).path)
+        assert read(replica) == before, "ids that the source has no more are gone"
+
+
+def test_a_server_follows_and_an_update_out_of_order_changes_nothing(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    twin, versions = make(source, [1, 2, 3, 4, -5], [3, 4, 9, 9])
+    with tierstore.open(source, keep=9, **SMALL) as store:
+        twin.evict(store["item"], [1, 9])
+        twin.train(store["item"], [8, -(2**63)])
+        twin.evict(store["item"], [2, 8])
+        store.commit()
+    second, third = (write_update(source, tmp_path / str(since), since=since) for since in (1, 2))
+    with tierstore.open(source, **SMALL) as store:
+        store.rollback(1)
+    base = write_update(source, tmp_path / "base")
+
+    def apply(update: Update) -> Any:  # by another process
+        command = [sys.executable, "-m", "tierstore.updates.child", "apply", replica, update.path, update.id]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
+
+    with UpdateFile(third.path) as file:
+        assert file.describe() == ["item: 2 rows; ids: 1 upserted, 4 removed"]
+    with pytest.raises(TierstoreError, match="is empty, and the update goes from version 1"):
+        apply_update(replica, second.path)
+    apply_update(replica, base.path)
+    with tierstore.open(replica, mode="r", **SMALL) as reader:
+        assert contents(reader["item"]) == versions[0]
+        assert "goes from version 2" in apply(third)["error"]
+        assert reader.refresh() == 1
+        assert contents(reader["item"]) == versions[0]
+        assert apply(second)["version"] == 3
+        reader.refresh()
+        assert contents(reader["item"]) == twin.rows
+
+
+def test_a_hostile_update_is_refused_or_read_as_damaged(tmp_path: Path) -> None:
+    make(tmp_path / "source", [1, 2, 3])
+    update = write_update(tmp_path / "source", tmp_path / "update")
+
+    def without_ids(own: Any, _parts: list[bytes]) -> None:
+        own["tables"][1] |= {"num_embeddings": 5}
+
+    def twice(own: Any, parts: list[bytes]) -> None:
+        words = np.array([[7, 1 << 32], [7, 1 << 32]], np.uint64)
+        layout = table_config("x", embedding_dim=4).layout(4096)
+        replace_chunk(own, parts, 2, pack_chunk(np.array([3, 8]), words, layout), 2)
+
+    with pytest.raises(FormatError, match="dynamic ids"):
+        apply_update(tmp_path / "replica", edited(update, tmp_path / "without", without_ids))
+    apply_update(tmp_path / "replica", edited(update, tmp_path / "twice", twice))
+    with pytest.raises(DamagedError, match="two rows have one id"):
+        read(tmp_path / "replica")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batches=st.lists(BATCHES, max_size=4), later=st.lists(BATCHES, min_size=1, max_size=4), other=BATCHES,
+    form=st.sampled_from(["safetensors", "torch", "dcp"]), eviction=st.sampled_from([LRU(), LFU()]), rules=RULES,
+)  # fmt: skip
+def test_training_goes_on_with_what_a_file_has(
+    batches: Any, later: Any, other: Any, form: str, eviction: Any, rules: DynamicIds
+) -> None:
+    """To the same rows and evictions; of a checkpoint, which has candidates, too, by any rules."""
+    rules = rules if form == "dcp" else DynamicIds(eviction=eviction)
+    with tempfile.TemporaryDirectory() as folder:
+        source, copy, file = (Path(folder, name) for name in ("source", "copy", "file"))
+        twin, _ = make(source, *batches, rules=rules)
+        with tierstore.open(source, **SMALL) as store:
+            store.commit()
+            if form == "dcp":
+                dcp.save(tierstore.checkpoint.rows(store), checkpoint_id=file)
+        if form == "dcp":
+            make(copy, other, rules=rules)
+            with tierstore.open(copy, **SMALL) as store:
+                dcp.load(tierstore.checkpoint.rows(store), checkpoint_id=file)
+                assert contents(store["item"]) == twin.rows
+                store.commit()
+        else:
+            report = export_store(source, file, format=form, state=True, ddr="2MiB")
+            assert (report.rows, report.keys) == (len(twin.rows), (f"{KEY}weight", f"{KEY}ids", f"{KEY}scores"))
+            import_files(copy, [file], ddr="2MiB")
+        assert read(copy) == twin.rows
+        with tierstore.open(copy, **SMALL) as store:
+            for ids in later:
+                twin.train(store["item"], ids)
+            assert contents(store["item"]) == twin.rows
+            assert store["item"].id_stats().candidates == len(twin.model.candidates)
+
+
+def test_an_import_into_a_table_of_other_rules_gives_rows_state_and_nothing_else(tmp_path: Path) -> None:
+    adam, ids = tierstore.optim.Adam(), torch.tensor([-3, 5, 9])
+    with tierstore.open(tmp_path / "source", **SMALL) as store:
+        table = store.create_table(config(optimizer=adam))
+        tierstore.TieredEmbeddingBag(table)(torch.tensor([[9, -3, 9, 5]])).square().sum().backward()
+        expected = [table.read(ids), table.read_state(ids)]
+        store.commit()
+    export_store(tmp_path / "source", tmp_path / "file", state=True)
+    loaded = safetensors.torch.load_file(tmp_path / "file")
+    assert torch.equal(loaded[f"{KEY}ids"], ids)
+    assert torch.equal(loaded[f"{KEY}weight"], expected[0])
+    rules = DynamicIds(admission=Frequency(2), eviction=TTL(5))
+    with tierstore.open(tmp_path / "copy", **SMALL) as store:
+        table = store.create_table(config(rules, rows=100, optimizer=adam))
+        table.admit(torch.tensor([5, 5, 7, 7, -3]))
+        own = contents(table)[7]
+        store.commit()
+    import_files(tmp_path / "copy", [tmp_path / "file"])
+    with tierstore.open(tmp_path / "copy", mode="r", **SMALL) as store:
+        table = store["item"]
+        assert contents(table) == {7: own} | dict(zip(ids.tolist(), expected[0].tolist(), strict=True))
+        assert torch.equal(table.read_state(ids), expected[1])
+        assert table.id_stats().candidates == 0
+
+
+def test_rows_of_others_come_with_ids_or_their_numbers_are_ids(tmp_path: Path) -> None:
+    rows, ids = torch.rand(3, 6), torch.tensor([2**62, -1, 0])
+    safetensors.torch.save_file({"w": rows, "names": ids}, tmp_path / "file")
+    import_files(tmp_path / "new", [tmp_path / "file"], mapping={"w": "item", "names": "item.ids"})
+    assert read(tmp_path / "new") == dict(zip(ids.tolist(), rows.tolist(), strict=True))
+    _, (before,) = make(tmp_path / "store", [0, 8])
+    safetensors.torch.save_file({f"{KEY}weight": rows}, tmp_path / "numbered")
+    import_files(tmp_path / "store", [tmp_path / "numbered"])
+    assert read(tmp_path / "store") == {8: before[8]} | dict(enumerate(rows.tolist()))
+    export_store(tmp_path / "new", tmp_path / "rows", format="parquet")
+    rows_of = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows").to_pylist()
+    assert {row["id"]: row["weight"] for row in rows_of} == read(tmp_path / "new")
+
+
+WRONG = [
+    ({"ids": torch.tensor([5, 6, 5])}, ValueError, "id 5 comes twice"),
+    ({"ids": torch.tensor([5, 6])}, ValueError, r"is torch.int64 \[2\], not torch.int64 \[3\]"),
+    ({"ids": torch.tensor([5.0, 6.0, 7.0])}, ValueError, "is torch.float32"),
+    ({"weight": torch.rand(3, 7)}, TableError, "is 3 x 7"),
+    ({"weight": torch.rand(13, 6), "ids": torch.arange(13)}, TableError, r"13 x 6 .* another table"),
+    ({"weight": torch.rand(12, 6), "ids": torch.arange(12)}, TableError, "id 10 gets no row"),
+    ({"plain.ids": torch.arange(3), "plain.weight": torch.rand(3, 6)}, TableError, "'plain' numbers them"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "error", "named"), WRONG)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, tensors: Any, error: Any, named: str) -> None:
+    _, (before,) = make(tmp_path / "store", [-1, -2])
+    with tierstore.open(tmp_path / "store", **SMALL) as store:
+        store.create_table(config(None, name="plain"))
+    right = {} if "plain.ids" in tensors else {f"{KEY}weight": torch.rand(3, 6), f"{KEY}ids": torch.arange(3)}
+    content = right | {f"embedding_bags.{'' if '.' in name else 'item.'}{name}": each for name, each in tensors.items()}
+    safetensors.torch.save_file(content, tmp_path / "file")
+    with pytest.raises(error, match=named):
+        import_files(tmp_path / "store", [tmp_path / "file"])
+    assert read(tmp_path / "store") == before
+
+
+def test_a_checkpoint_is_not_loaded_under_a_batch(tmp_path: Path) -> None:
+    twin, _ = make(tmp_path / "store", [1, 2, 3])
+    with tierstore.open(tmp_path / "store", **SMALL) as store:
+        rows = tierstore.checkpoint.rows(store)
+        dcp.save(rows, checkpoint_id=tmp_path / "saved")
+        waiting = tierstore.TieredEmbeddingBag(store["item"])(torch.tensor([[1, 2]]))
+        with pytest.raises(CheckpointException, match="run its backward"):
+            dcp.load(rows, checkpoint_id=tmp_path / "saved")
+        assert (len(waiting), contents(store["item"])) == (1, twin.rows)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_a_plain_model_gives_what_the_table_gives(pooling: Any) -> None:
+    ids = torch.randint(-6, 6, (40,), generator=torch.Generator().manual_seed(1)) * 0x123456789ABCDEF
+    asked, offsets = torch.cat([ids, torch.tensor([2**63 - 1, 7, -(2**63), 3])]), torch.tensor([0, 3, 3, 10, 44])
+    with tierstore.open(cold="memory", **SMALL) as store:
+        table = store.create_table(config(DynamicIds(admission=Frequency(4)), pooling=pooling))
+        bag, rows = tierstore.TieredEmbeddingBag(table, include_last_offset=True), tierstore.TieredEmbedding(table)
+        assert not tierstore.plain_model(rows)(ids).any()
+        table.admit(torch.cat([ids, torch.tensor([-(2**63)] * 4 + [7] * 4)]))
+        plain: Any = tierstore.plain_model(torch.nn.ModuleDict({"bag": bag, "rows": rows}))
+        assert 0 < table.read(asked).any(dim=1).sum() < len(asked)
+        with torch.no_grad():
+            torch.testing.assert_close(plain["bag"](asked, offsets), bag(asked, offsets), rtol=0, atol=1e-6)
+            assert torch.equal(plain["rows"](asked.view(4, 11)), rows(asked.view(4, 11)))
+            exported = torch.export.export(plain["bag"], (asked, offsets)).module()
+            assert torch.equal(exported(asked, offsets), plain["bag"](asked, offsets))
+        strict = store.create_table(config(DynamicIds(unseen="error"), name="strict"))
+        with pytest.raises(TableError, match="unseen"):
+            tierstore.plain_model(tierstore.TieredEmbedding(strict))
+
+
+def test_a_recording_has_the_rows_of_ids_and_nothing_of_others(tmp_path: Path) -> None:
+    with tierstore.open(cold="memory", **SMALL) as store:
+        table = store.create_table(config())
+        table.admit(torch.tensor([-7, 8]))  # rows 0 and 1
+        bag, rows = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbedding(table)
+        with store.record(tmp_path / "t.npz", rate=1.0):
+            late = store.create_table(config(name="late"))
+            with torch.no_grad():
+                bag(torch.tensor([[8, 9], [9, 9], [-7, 8]]))
+                rows(torch.tensor([5, -7]))
+                table.read(torch.tensor([3, 8]))
+                table.pooled(torch.tensor([8, 8, 4]), torch.tensor([0, 1, 3]))
+                assert table.rows_in_memory(np.array([-7])) is not None
+                late.read(torch.tensor([1]))
+            bag(torch.tensor([[11, 8]])).sum().backward()
+    trace = read_trace(tmp_path / "t.npz").tables
+    assert trace["item"].ids.tolist() == [1, 0, 1, 0, 1, 1, 1, 0, 2, 1]
+    assert np.diff(trace["item"].offsets).tolist() == [1, 0, 2, 0, 1, 0, 1, 1, 1, 1, 0, 2]
+    assert not len(trace["late"].ids)
+
+
+def test_copies_have_the_ids_of_every_version(tmp_path: Path) -> None:
+    steps = [-1, -1, 5, 5, 7, MARK, MARK], [each // 2 for each in range(20, 50)], [7, 5]
+    twin, versions = make(tmp_path / "store", *steps, rules=DynamicIds(admission=Frequency(2), eviction=LFU()))
+    assert not versions[0].keys() <= versions[1].keys(), "some were evicted"
+    with tierstore.open(tmp_path / "store", keep=9, **SMALL) as store:
+        store.backup(tmp_path / "backup", verify=True)
+    compact_store(tmp_path / "store", tmp_path / "compact")
+    assert salvage(tmp_path / "store", tmp_path / "repaired").is_whole
+    for copy in ("backup", "compact", "repaired"):
+        kept = versions if copy != "repaired" else versions[-1:]
+        assert [read(tmp_path / copy, version=number) for number in (1, 2, 3)[-len(kept) :]] == kept
+        said = describe_store(tmp_path / copy)
+        assert "item  12 x 6 float32, sgd, dynamic ids" in said
+        assert "\0" not in said + verify_store(tmp_path / copy)
+    with tierstore.open(tmp_path / "compact", **SMALL) as store:
+        twin.train(store["item"], [7, 7, MARK, MARK, 99, 99])
+        assert contents(store["item"]) == twin.rows
+
+
+def test_a_quantized_store_has_the_ids_and_takes_no_others(tmp_path: Path) -> None:
+    _, (rows,) = make(tmp_path / "store", [-1, 5, MARK, 8])
+    assert len(tierstore.quantize(tmp_path / "store", tmp_path / "small", dtype="int8").tables) == 1
+    with tierstore.open(tmp_path / "small", **SMALL) as store:
+        with pytest.raises(ReadOnlyError):
+            tierstore.TieredEmbeddingBag(store["item"])(torch.tensor([[9, 9]]))
+        found = contents(store["item"])
+    assert found.keys() == rows.keys()
+    assert all(np.allclose(found[key], row, rtol=0, atol=0.01) for key, row in rows.items())
+
+
+@pytest.mark.parametrize("what", ["id", "row"])
+def test_damage_is_reported_and_repaired_without_wrong_rows(tmp_path: Path, what: str) -> None:
+    _, (rows,) = make(tmp_path / "store", [-1, 5, MARK, 8])
+    value = MARK.to_bytes(8, "little") if what == "id" else np.array(rows[MARK], np.float32).tobytes()
+    data = (path := tmp_path / "store" / "rows.lmdb").read_bytes()  # may have copies in pages of before
+    assert value in data
+    path.write_bytes(data.replace(value, value[:2] + bytes([value[2] ^ 4]) + value[3:]))
+    for look in (verify_store, read):
+        with pytest.raises(ChecksumError):
+            look(tmp_path / "store")
+    with tierstore.open(tmp_path / "store", **SMALL) as store, pytest.raises(ChecksumError):
+        tierstore.TieredEmbeddingBag(store["item"])(torch.tensor([[MARK]]))
+    with pytest.raises(TableError, match="stale_ok"):
+        salvage(tmp_path / "store", tmp_path / "stale", stale_ok=True)
+    report = salvage(tmp_path / "store", tmp_path / "repaired")
+    assert [loss.table for loss in report.lost] == ["of ids of item" if what == "id" else "item"]
+    del rows[MARK]
+    assert read(tmp_path / "repaired") == rows
+    with tierstore.open(tmp_path / "repaired", **SMALL) as store:
+        (twin := Twin(config())).train(store["item"], [MARK])
+        assert contents(store["item"]) == rows | twin.rows
