@@ -154,27 +154,40 @@ class TableConfig:
 
     def require_fixed_ids(self, what: str) -> None:
         """TableError if the table has dynamic ids, which ``what`` does not know yet."""
-        if self.ids is not None or self.name.startswith(_IDS):
+        if self.ids is not None or self.is_table_of_ids:
             name = self.name if self.ids is not None else "with dynamic ids"
             raise TableError(f"table {name!r} has dynamic ids, which are not supported by {what} yet")
 
     def table_of_ids(self, place: int) -> "TableConfig":
         """What keeps the ids of this table, which is in that place: a row for what is of all, and one for each of its
-        rows; if there are candidates, those and rows in turn."""
+        rows; if there are candidates, those and rows in turn; all of that for each owner."""
         assert self.ids is not None
-        candidates = self.ids.num_candidates(self.num_embeddings)
-        rows = 1 + (2 * max(self.num_embeddings, candidates) if candidates else self.num_embeddings)
+        rows, candidates = map(self.ids.share, (self.num_embeddings, self.ids.num_candidates(self.num_embeddings)))
+        rows = self.ids.owners * (1 + (2 * max(rows, candidates) if candidates else rows))
         return TableConfig(name=f"{_IDS}{place}", num_embeddings=rows, embedding_dim=4, init=initializers.Constant(0.0))
-
-    @property
-    def step_of_ids(self) -> int:
-        """Row r's id is in row 1 + r * this of ``table_of_ids``."""
-        return 2 if self.ids is not None and self.ids.num_candidates(self.num_embeddings) else 1
 
     @property
     def has_table_of_ids(self) -> bool:
         """Whether ``table_of_ids`` is in the next place."""
         return self.ids is not None and not self.is_dropped
+
+    @property
+    def is_table_of_ids(self) -> bool:
+        """Whether it holds the ids of the table in the place before."""
+        return self.name.startswith(_IDS)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are numbered: ``num_embeddings``; of dynamic ids with several owners, what each has."""
+        return self.num_embeddings if self.ids is None else self.ids.owners * self.ids.share(self.num_embeddings)
+
+    @property
+    def rows(self) -> range:
+        """Those that a store uses: all, or of dynamic ids those of the owners that are here; row 0 if none is."""
+        if self.ids is None:
+            return range(self.num_rows)
+        first, stop = (owner * self.ids.share(self.num_embeddings) for owner in self.ids.owned)
+        return range(first, stop) or range(1)
 
     @property
     def is_dropped(self) -> bool:

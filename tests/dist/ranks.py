@@ -13,12 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import tierstore
 from bench.data import ROOT
 from tierstore import optim
+from tierstore.ids.id_map import owners_of
 
 DIED = 9
 """Exit status of a rank that ends itself in a test."""
@@ -101,6 +103,13 @@ def _load_kernels() -> None:
             optimizer.clip_grad_norm_(max_norm=1.0)
             optimizer.step()
             store.commit()
+    for eviction in (tierstore.ids.LRU(), tierstore.ids.LFU()):
+        with tierstore.open(cold="memory", ddr="1MiB", threads=1) as store:
+            rules = tierstore.DynamicIds(eviction=eviction)
+            table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=20, ids=rules))
+            for first in (0, 5, 10):
+                table.admit(torch.arange(first, first + 8))
+            owners_of(np.arange(9), 2)
 
 
 def main() -> None:

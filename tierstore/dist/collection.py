@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.joined import Joined, Unjoined
+from ..lookup.joined import AnyLookup, Joined, Unjoined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
 from ..pool.bags import Features
 from ..store import Table
+from .ids import DynamicLookupOverRanks
 from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
 from .ranks import Ranks
@@ -118,16 +120,21 @@ class ShardedCollection(ShardedModule, Collection):
         as_one: Any = store  # it has what a module asks of a store
         super().__init__(as_one, tables=tables, **options)
 
-    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> ShardedLookup:
-        assert isinstance(joined, Joined), "no sharded table has dynamic ids"
-        tables: list[Any] = joined.tables
-        return self._kind_of(tables[0])(joined, mode=mode, owners=self._owners)
+    def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> AnyLookup:
+        tables: list[Any] = joined.features.tables
+        return _lookup(self._kind_of(tables[0]), joined, mode=mode, owners=self._owners)
 
     def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
         return _kind_of(table)
 
     def _alike(self, table: Any) -> Any:
-        return (*super()._alike(table), self._kind_of(table), table.num_parts)
+        return (*super()._alike(table), self._kind_of(table), table.num_parts, table.config.ids is None)
+
+
+def _lookup(kind: type[ShardedLookup], joined: Joined | Unjoined, *, mode: str, owners: Owners) -> AnyLookup:
+    if isinstance(joined, Unjoined):
+        return DynamicLookupOverRanks(joined, mode=mode, make=partial(kind, mode=mode, owners=owners), owners=owners)
+    return kind(joined, mode=mode, owners=owners)
 
 
 def _kind_of(table: ShardedTable, *, of_rows: bool = False) -> type[ShardedLookup]:
@@ -148,8 +155,9 @@ class _OneTable:
         self.name, self.config, self.layout = name, self._table.config, self._table.layout
         self._kind = _kind_of(self._table, of_rows=of_rows)
 
-    def lookup(self, jagged: Any, *, mode: str) -> ShardedLookup:
-        return self._kind(jagged.join(Features.of([self._table], [0]), [0]), mode=mode, owners=self.store.owners)
+    def lookup(self, jagged: Any, *, mode: str) -> AnyLookup:
+        joined = jagged.join(Features.of([self._table], [0]), [0])
+        return _lookup(self._kind, joined, mode=mode, owners=self.store.owners)
 
     def __repr__(self) -> str:
         return repr(self._table)

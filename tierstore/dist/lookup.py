@@ -93,11 +93,13 @@ class SendsGradients(ABC):
         tables: as given.
     """
 
-    holds: Sequence[Hold] = ()
-    """Of no dynamic ids."""
-
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
+
+    @property
+    @abstractmethod
+    def holds(self) -> Sequence[Hold]:
+        """What keeps the ids of this rank's rows, if they are dynamic."""
 
     @abstractmethod
     def release(self) -> None:
@@ -176,6 +178,10 @@ class ShardedLookup(SendsGradients):
         return self._owners.ranks
 
     @property
+    def holds(self) -> Sequence[Hold]:
+        return self.joined.holds
+
+    @property
     def _names(self) -> str:
         return ", ".join([table.config.name for table in self._sharded])
 
@@ -190,7 +196,7 @@ class ShardedLookup(SendsGradients):
         return type(self), table.store, table.layout, table.num_parts, self.mode
 
     def admitted(self) -> "ShardedLookup":
-        """Itself: sharded tables have no dynamic ids."""
+        """Itself: its ids have rows."""
         return self
 
     @abstractmethod
@@ -310,7 +316,9 @@ class RowsLookup(RoutedLookup[_Route]):
 
     @cached_property
     def own(self) -> AnyLookup:
-        return make_lookup(Joined.of_keys(self.tables, self._route.keys), mode="sum")
+        joined = Joined.of_keys(self.tables, self._route.keys)
+        joined.holds = self.holds
+        return make_lookup(joined, mode="sum")
 
     @property
     def _dim(self) -> int:

@@ -18,13 +18,14 @@ from ..errors import StoreNotFoundError, TierstoreError
 from ..exchange.rows import RowValues
 from ..kernels.arrays import Int64s
 from ..store import Store, open_store
-from ..store.manifest import MANIFEST_NAME, Part, parts_in
+from ..store.manifest import MANIFEST_NAME, Manifest, Part, parts_in
+from ..store.table_ids import ids_bytes
 from ..store.version import RANK_KEY
 from .plan import Shard, Sharding
 
 SECTION: Final = RANK_KEY
 """Of ``extra`` of each rank's store."""
-_DDR: Final = "64MiB"
+_DDR: Final = 64 * 2**20
 
 
 class Place(NamedTuple):
@@ -227,7 +228,9 @@ def open_parts(directory: Path, source: Source | None = None) -> Iterator[Parts]
     is_plain = (directory / MANIFEST_NAME).exists()
     found = None if is_plain else source or newest_set(directory)
     version = None if found is None else found.number
-    with open_store(directory, mode="r", version=version, ddr=_DDR) as store:
+    first = directory if found is None else directory / f"0-of-{found.size}"
+    ddr = _DDR + (1 if found is None else found.size) * sum(map(ids_bytes, Manifest.read(first).tables))
+    with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         if found is None:
             if SECTION in store.extra:
                 raise TierstoreError(f"{directory} is a rank's part of a sharded store: give the folder that it is in")

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.joined import AnyLookup, Joined
 from ..lookup.lookup import make_lookup
+from ..lookup.tables import Hold
 from ..pool.bags import NO_FLOATS, Features
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
@@ -103,7 +104,9 @@ class PooledLookup(RoutedLookup[_Route]):
     @cached_property
     def own(self) -> AnyLookup:
         features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
-        return make_lookup(_joined(self.tables, features, self._route.requests, self._width), mode="sum")
+        joined = _joined(self.tables, features, self._route.requests, self._width)
+        joined.holds = self.holds
+        return make_lookup(joined, mode="sum")
 
     @property
     def _feature_tables(self) -> Sequence[ShardedTable]:
@@ -224,6 +227,10 @@ class _MergedPooled(SendsGradients):
         super().__init__(list(dict.fromkeys(table for lookup in lookups for table in lookup.tables)))
         self._lookups = lookups
         self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
+
+    @property
+    def holds(self) -> Sequence[Hold]:
+        return [hold for lookup in self._lookups for hold in lookup.holds]
 
     @property
     def _ranks(self) -> Ranks:

@@ -135,7 +135,7 @@ class Ranks:
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
-        self._owed = 0
+        self._owed = self._depth = 0
         self._twins: list[Ranks] = [] if self._is_world else _TWINS.setdefault(self._backend, [])
         self._is_idle = False
         self._pass_name = ""
@@ -190,20 +190,24 @@ class Ranks:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """If what is within, which exchanges nothing, fails, tell the others, who ask for ``counts``."""
+        """If what is within fails between exchanges, tell the others, who ask for ``counts``; they know of a RankError.
+        May be within another, which tells then."""
+        self._depth += 1
         try:
             yield
-        except BaseException:
-            if not self._owed:
+        except BaseException as error:
+            if self._depth == 1 and not self._owed and not isinstance(error, RankError):
                 self._owed = 1
                 with contextlib.suppress(RankError):  # of a rank that is gone: what failed here says more
                     self._meet("", [_FAILED] * self.size)
                     self._owed = 0
             raise
+        finally:
+            self._depth -= 1
 
     @contextlib.contextmanager
     def together(self, call: str = _OPENING, *, then: int = 0) -> Iterator[None]:
-        """All ranks get through what is within, which exchanges nothing, or all raise; see ``counts``."""
+        """All ranks get through what is within, or all raise; see ``counts``."""
         with self.telling():
             yield
         self.counts([0] * self.size, call, then=then)

@@ -12,23 +12,24 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import TableError
-from ..exchange.rows import chunks, read_rows, write_rows
+from ..exchange.rows import chunks, read_keys, read_rows, write_rows
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.files import rows_path
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.opened import open_files
+from ..store.table_ids import ids_bytes
 from ..store.target import new_store, require_outside
 from ..system.output import require_room
 from .parts import Parts, Place, of_columns, open_parts, packed
 from .plan import Plan, Shard, Sharding
-from .table import ShardedTable, local_config
+from .table import ShardedTable, local_config, whole_config
 
 Progress = Callable[[int, int], None]
 WORK_NAME: Final = "reshard.partial"
 """Where in the target a copy is made; what is in it may be deleted."""
-_DDR: Final = "128MiB"
-"""Of a store that is made."""
+_DDR: Final = 128 * 2**20
+_PLAIN: Final = Sharding("table_wise", (0,))
 _EMPTY_BYTES: Final = 128 * 2**10
 """Of a store without rows."""
 
@@ -65,12 +66,12 @@ def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progre
 
 
 def _write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress) -> None:
-    with open_store(path, keep=2, ddr=_DDR) as local:
+    with open_store(path, keep=2, ddr=_ddr(parts)) as local:
         pieces = []
-        for index, (name, whole) in enumerate(parts.store.tables.items()):
-            sharding, config = plan.tables[name], _in_place(whole, index)
+        for name, config in _in_place(parts).items():
+            sharding = plan.tables[name]
             made = local.create_table(local_config(config, sharding, rank))
-            shards = ShardedTable(config, sharding, made, rank).shards
+            shards = ShardedTable(whole_config(made.config, sharding), sharding, made, rank).shards
             pieces += [_Piece(made, shard) for shard in shards if shard.rank == rank]
         _copy(parts, local, pieces, progress)
         place, shardings = Place(rank, plan.world_size), to_json(plan)
@@ -104,7 +105,7 @@ def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
             with cold.lease() as (_, rows):
                 counts = rows.counts()
         for config, count in zip(manifest.tables, counts, strict=True):
-            if config.is_dropped:
+            if config.is_hidden:
                 continue
             sharding = parts.shardings[config.name]
             is_of_all = sharding.sharding_type in ("column_wise", "data_parallel")
@@ -117,8 +118,9 @@ def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) 
     total = _EMPTY_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in parts.store.tensors().values())
     for name, whole in parts.store.tables.items():
         config, sharding, page_bytes = whole.config, plan.tables[name], whole.layout.page_bytes
-        layout = local_config(config, sharding, rank).layout(page_bytes)
-        for shard in sharding.shards(config.num_embeddings, config.embedding_dim):
+        local = local_config(config, sharding, rank)
+        layout = local.layout(page_bytes)
+        for shard in sharding.shards(local.num_rows, config.embedding_dim):
             if shard.rank == rank:
                 total += page_bytes * layout.pages_for(-(-stored[name] * shard.num_rows // config.num_embeddings))
     return total
@@ -126,20 +128,31 @@ def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) 
 
 def _write_plain(parts: Parts, path: Path, progress: Progress) -> None:
     """Make a store that is not sharded, for one process."""
-    with open_store(path, ddr=_DDR) as store:
+    with open_store(path, ddr=_ddr(parts)) as store:
         pieces = [
-            _Piece(store.create_table(config), Shard(0, 0, config.num_embeddings, 0, config.embedding_dim))
-            for config in (_in_place(whole, place) for place, whole in enumerate(parts.store.tables.values()))
+            _Piece(store.create_table(local_config(config, _PLAIN, 0)), shard)
+            for config in _in_place(parts).values()
+            for shard in _PLAIN.shards(config.num_embeddings, config.embedding_dim)
         ]
         _copy(parts, store, pieces, progress)
         store.commit(extra=parts.store.extra, tensors=parts.store.tensors())
     _sync(path)
 
 
-def _in_place(table: Table, place: int) -> TableConfig:
-    """A table's configuration for a place where tables before it may be missing."""
-    config = table.config
-    return config if table.index == place else replace(config, init=config.init.of_place(table.index))
+def _ddr(parts: Parts) -> int:
+    """Of a store that is made."""
+    return _DDR + sum(ids_bytes(table.config) for table in parts.store.tables.values())
+
+
+def _in_place(parts: Parts) -> dict[str, TableConfig]:
+    """The tables' configurations for places where tables before them may be missing."""
+    found, place = {}, 0
+    for name, table in parts.store.tables.items():
+        config, is_dynamic = table.config, table.ids is not None
+        is_moved = table.index != place and not is_dynamic  # first values of dynamic ids do not go by the place
+        found[name] = replace(config, init=config.init.of_place(table.index)) if is_moved else config
+        place += 1 + is_dynamic
+    return found
 
 
 def _sync(directory: Path) -> None:
@@ -152,9 +165,13 @@ def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progre
     """Rows with optimizer state, and what the optimizers of all tables need besides."""
     done, total = 0, sum(shard.num_rows for _, shard in pieces)
     for table, shard in pieces:
+        whole = parts.store[table.name]
+        keys = None if table.ids is None or whole.ids is None else table.ids.take_over(whole.ids)
         for start, stop in chunks(table):
-            whole = parts.store[table.name]
-            write_rows(table, start, *of_columns(read_rows(whole, start, stop), whole.config, shard))
+            if keys is None:
+                write_rows(table, start, *of_columns(read_rows(whole, start, stop), whole.config, shard))
+            elif len(own := keys[start - table.rows.start : stop - table.rows.start]):
+                write_rows(table, start, *read_keys(whole, own))
             done += stop - start
             progress(done, total)
     for name, table in store.tables.items():

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..config import TableConfig
 from ..hbm.checks import Captured
+from ..ids.id_map import owners_of
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.tables import id_error
@@ -36,7 +37,7 @@ class ShardedTable:
     def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
         self.config = config
         self.sharding = sharding
-        self.shards = sharding.shards(config.num_embeddings, config.embedding_dim)
+        self.shards = sharding.shards(config.num_rows, config.embedding_dim)
         self.local = local
         self.layout: RowLayout = config.layout(local.layout.page_bytes)
         own = next((shard for shard in self.shards if shard.rank == rank), Shard(rank, 0, 0, 0, 0))
@@ -94,6 +95,11 @@ class ShardedTable:
     def id_error(self, row: int) -> ValueError:
         return id_error(self.name, row, range(self.config.num_embeddings))
 
+    def owners_of(self, ids: Int64s) -> Int64s:
+        """int64 [n]: the rank of each dynamic id."""
+        ranks = np.array(self.sharding.ranks)
+        return ranks[owners_of(ids, len(ranks))]
+
     def require_float(self) -> None:
         self.local.require_float()
 
@@ -111,10 +117,17 @@ class ShardedTable:
 def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:
     """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns.
     ValueError, TableError: the table cannot be sharded so."""
-    config.require_fixed_ids("sharded stores")
     shards = sharding.shards(config.num_embeddings, config.embedding_dim)
     if sharding.exchange == "pooled" and config.pooling == "max":
         raise ValueError(f'table {config.name!r} has pooling="max", which owners cannot pool; use exchange="rows"')
+    if config.ids is not None:
+        if sharding.sharding_type in ("column_wise", "data_parallel"):
+            raise ValueError(
+                f"table {config.name!r} has dynamic ids, which have one owner each: {sharding.sharding_type} does not "
+                "serve it; shard it by rows, or table_wise"
+            )
+        place = sharding.ranks.index(rank) if rank in sharding.ranks else len(sharding.ranks)
+        return _of_owners(config, len(sharding.ranks), (place, min(place + 1, len(sharding.ranks))))
     if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
         return config
     if config.rounding == "stochastic":
@@ -132,7 +145,9 @@ def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableCon
 
 
 def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
-    """Inverse of ``local_config``."""
+    """Inverse of ``local_config``; of dynamic ids it has those of all owners."""
+    if local.ids is not None:
+        return _of_owners(local, len(sharding.ranks), (0, len(sharding.ranks)))
     if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
         return local
     rule = local.optimizer
@@ -140,6 +155,11 @@ def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
         rule = RowWiseAdagrad(**asdict(rule))
     dim = local.embedding_dim * len(sharding.ranks)
     return replace(local, embedding_dim=dim, optimizer=rule, init=local.init.from_column(0))
+
+
+def _of_owners(config: TableConfig, owners: int, owned: tuple[int, int]) -> TableConfig:
+    assert config.ids is not None
+    return replace(config, ids=replace(config.ids, owners=owners, owned=owned))
 
 
 class Wire(NamedTuple):

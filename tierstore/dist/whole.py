@@ -170,10 +170,12 @@ class WholeTier:
         latest, run = self._latest, self._latest.commits[0].run
         self._configs = [Manifest.read(path).tables for path in self._paths]
         tables = takewhile(lambda each: each.name in latest.version.tables, self._configs[0])
-        whole = [whole_config(each, self._sharding_of(each.name)) for each in tables]
+        whole = [whole_config(each, self._sharding_of(index)) for index, each in enumerate(tables)]
         return Manifest(store_id=2 * run, page_bytes=self.page_bytes, tables=tuple(whole), has_rows=True)
 
-    def _sharding_of(self, name: str) -> Sharding:
+    def _sharding_of(self, table_index: int) -> Sharding:
+        config = self._configs[0][table_index]
+        name = self._configs[0][table_index - config.is_table_of_ids].name  # ids are where their rows are
         return self._latest.shardings.get(name, Sharding("table_wise", (0,)))  # one that was begun has no rows
 
     # -- tables
@@ -184,7 +186,7 @@ class WholeTier:
             for rank, (configs, tier) in enumerate(zip(self._configs, self._tiers, strict=True)):
                 config = configs[table_index]
                 tier.add_table(table_index, own := config.layout(tier.page_bytes), num_rows)
-                sharding = self._sharding_of(config.name)
+                sharding = self._sharding_of(table_index)
                 whole = whole_config(config, sharding)
                 shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
                 if rank in shards:

@@ -1,5 +1,6 @@
 """What a table of dynamic ids goes by: which ids get a row, and which lose it. Frozen, hashable, JSON-able."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, Literal, get_args
 
@@ -131,11 +132,15 @@ class DynamicIds:
         eviction: which lose theirs.
         unseen: what a lookup makes of an id without a row: "zeros", where it is left out of its bag, as torch's
             ``padding_idx`` is; or "error", an IdError.
+        owners, owned: set by ``tierstore.dist``: how many ranks own ids, by a hash; and which of them are in this
+            store, a range.
     """
 
     admission: Admission | None = None
     eviction: Eviction = field(default_factory=LRU)
     unseen: Unseen = "zeros"
+    owners: int = field(default=1, compare=False, repr=False)
+    owned: tuple[int, int] = field(default=(0, 1), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.admission, Admission | None):
@@ -151,10 +156,17 @@ class DynamicIds:
             return 0
         return num_rows if self.admission.candidates is None else self.admission.candidates
 
+    def share(self, count: int) -> int:
+        """For how many of so many ids an owner has rows: a hash divides them evenly within eight standard
+        deviations."""
+        mean = count / self.owners
+        return count if self.owners == 1 else min(count, math.ceil(mean + 8 * math.sqrt(mean) + 64))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
         admission = None if self.admission is None else _to_dict(self.admission)
-        return {"admission": admission, "eviction": _to_dict(self.eviction), "unseen": self.unseen}
+        told = {"admission": admission, "eviction": _to_dict(self.eviction), "unseen": self.unseen}
+        return told if self.owners == self.owned[1] == 1 else told | {"owners": self.owners, "owned": self.owned}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "DynamicIds":
@@ -164,4 +176,6 @@ class DynamicIds:
             admission=None if admission is None else by_kind(admission, _ADMISSIONS, "admission"),
             eviction=by_kind(fields["eviction"], _EVICTIONS, "eviction"),
             unseen=fields["unseen"],
+            owners=fields.get("owners", 1),
+            owned=tuple(fields.get("owned", (0, 1))),
         )

@@ -214,6 +214,25 @@ def draw(ids: Int64s, seed: np.uint64, out: Float64s) -> None:
         out[i] = unit(mix64(np.uint64(seed ^ mix64(np.uint64(ids[i])))))
 
 
+@kernel
+def find_owners(ids: Int64s, owners: int, out: Int64s) -> None:
+    """``out[i]``: which of so many owners has an id. By the half of the hash that ``_home`` does not use."""
+    for i in range(ids.size):
+        out[i] = np.int64(((mix64(np.uint64(ids[i])) & _ROW) * np.uint64(owners)) >> _HALF)
+
+
+def owners_of(ids: Int64s, owners: int) -> Int64s:
+    """int64 [n]: which of so many owners has each id."""
+    out = np.empty(len(ids), np.int64)
+    find_owners(ids, owners, out)
+    return out
+
+
+def as_words(ids: Int64s) -> Words:
+    """uint64 [n], in the same order."""
+    return ids.astype(np.uint64) ^ np.uint64(2**63)
+
+
 def draws(ids: Int64s, seed: np.uint64) -> Float64s:
     """float64 [n] in [0, 1), by seed and id."""
     out = np.empty(len(ids))
@@ -468,7 +487,10 @@ class IdMap:
                     self._queue, self._bound = self._up_to(bound, workers), bound
                     victims = self._next(wanted)
             go = choose(victims)
-            self._requeue(victims[~go])
+            if any(map(len, kept)) and not go.all():  # the queue has kept rows where victims were
+                self._forget_queue()
+            else:
+                self._requeue(victims[~go])
         except BaseException:
             self._forget_queue()
             raise

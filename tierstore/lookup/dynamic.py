@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.arrays import Floats
 from .joined import AnyLookup, Joined, Unjoined
-from .tables import LookupTable, Ready, RowGradients, Use
+from .tables import Found, LookupTable, Ready, RowGradients, Sought, Use
 
 
 class DynamicLookup(AnyLookup):
@@ -20,12 +20,18 @@ class DynamicLookup(AnyLookup):
 
     @cached_property
     def _known(self) -> AnyLookup:
-        return self._make(self._batch.join(Use.PREPARE))
+        return self._joined(Use.PREPARE)
+
+    def _joined(self, use: Use) -> AnyLookup:
+        def find(sought: Sequence[Sought]) -> Sequence[Found]:
+            return [each.table.keys_of(each.ids, use) for each in sought]
+
+        return self._make(self._batch.join(find))
 
     def admitted(self) -> AnyLookup:
         """A lookup whose ids were admitted, for a forward pass that trains."""
         self.release()
-        return self._make(self._batch.join(Use.ADMIT))
+        return self._joined(Use.ADMIT)
 
     @property
     def joined(self) -> Joined:  # type: ignore[override]
@@ -45,7 +51,7 @@ class DynamicLookup(AnyLookup):
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """As ``Lookup.forward``, of the ids that have rows now: since it was prepared, rows may have got other ids."""
         self.release()
-        self._known = self._make(self._batch.join(Use.KEEP if keep else Use.READ))
+        self._known = self._joined(Use.KEEP if keep else Use.READ)
         self._known.forward(out, keep=keep)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:

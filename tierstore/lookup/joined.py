@@ -1,5 +1,6 @@
 """The positions of a batch: ids laid end to end, as row keys or as slots. However it is built, it is one record."""
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from ..optim.configs import Hyper
 from ..pool import Pool
 from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
-from .tables import Hold, LookupTable, TrainsRows, Use
+from .tables import Find, Hold, LookupTable, Sought, TrainsRows
 
 _INT32_MAX: Final = 2**31 - 1
 Read = Callable[[Numbering | None, NDArray[Any]], None]
@@ -105,14 +106,15 @@ class Joined:
         made.holds = [hold for each in joined for hold in each.holds]
         return made
 
-    def of_rows(self, use: Use) -> "Joined":
-        """Of tables with dynamic ids: what of it has rows, or gets them. Other ids are left out of their bags."""
+    def of_rows(self, find: Find) -> "Joined":
+        """Of tables with dynamic ids: what of it has rows by ``find``. Other ids are left out of their bags."""
         given, begins, ends = self._ids
         places = np.concatenate([np.arange(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)])
         ids = given[places].astype(np.int64, copy=False)
-        bounds = self.bags.starts[self.bags.bounds].tolist()
-        parts = zip(self.tables, bounds[:-1], bounds[1:], strict=True)
-        found = [table.keys_of(ids[start:stop], use) for table, start, stop in parts]
+        features, begins = self.features, self.bags.starts[np.arange(len(self.features.columns) + 1) * self.batch]
+        bounds = [begins[low : high + 1] for low, high in itertools.pairwise(features.bounds.tolist())]
+        parts = zip(self.tables, bounds, strict=True)
+        found = find([Sought(table, ids[own[0] : own[-1]], own[1:] - own[0]) for table, own in parts])
         keys = np.concatenate([each.keys for each in found])
         starts, scale, has_row = self.bags.starts, self.bags.scale, keys >= 0
         if not has_row.all():
@@ -263,7 +265,7 @@ class Unjoined(NamedTuple):
     """A batch of some features, of tables with dynamic ids, before its ids are rows."""
 
     features: Features
-    join: Callable[[Use], Joined]
+    join: Callable[[Find], Joined]
 
 
 class AnyLookup(TrainsRows, Protocol):
@@ -344,7 +346,7 @@ class Jagged(NamedTuple):
     def join(self, features: Features, places: Sequence[int]) -> "Joined | Unjoined":
         """The ids of some features; ``places``: which of these each of them is."""
         if features.has_dynamic_ids:
-            return Unjoined(features, lambda use: self._join(features, places).of_rows(use))
+            return Unjoined(features, lambda find: self._join(features, places).of_rows(find))
         return self._join(features, places)
 
     def _join(self, features: Features, places: Sequence[int]) -> Joined:

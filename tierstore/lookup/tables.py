@@ -98,6 +98,23 @@ class Found(NamedTuple):
     hold: Hold | None = None
 
 
+class Sought(NamedTuple):
+    """Ids of a batch in one table with dynamic ids, feature after feature.
+
+    Attributes:
+        ids: int64 [n].
+        ends: int64 [features], where each feature's end.
+    """
+
+    table: "LookupTable"
+    ids: Int64s
+    ends: Int64s
+
+
+Find = Callable[[Sequence[Sought]], Sequence[Found]]
+"""Finds the rows of each table's ids."""
+
+
 class LookupStore(Protocol):
     """The store that a table is of."""
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..config import TableConfig
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import read_stamp
@@ -29,6 +30,7 @@ from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
+from ..store.table_ids import own_rows
 from ..store.target import Steps, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt
@@ -207,16 +209,16 @@ def _save(
                 names[index + 1] = f"of ids of {names[index]}"
             report.lost = [loss for index, name in enumerate(names) for loss in _losses(rows, index, name)]
             for index in dynamic if report.lost or report.missing else ():
-                _drop_ids(tier, index, known.tables[index].step_of_ids, report.version)
+                _drop_ids(tier, index, known.tables[index], report.version)
             tier.commit(_payload(known, remains, report), report.version)
         steps.copied(size, size)
 
 
-def _drop_ids(tier: LmdbColdTier, index: int, step: int, epoch: int) -> None:
+def _drop_ids(tier: LmdbColdTier, index: int, config: TableConfig, epoch: int) -> None:
     """Take the ids from rows of a table that were not saved: these would have first values that are not their ids'."""
     saved, ids = (np.concatenate([np.empty(0, np.int64), *tier.stored_rows(place)]) for place in (index, index + 1))
-    own = ids[(ids > 0) & (ids % step == 1 % step)]
-    lost = np.setdiff1d(own, 1 + saved * step)
+    own, rows = own_rows(config, ids)
+    lost = ids[own][~np.isin(rows, saved)]
     slots, words = np.arange(len(lost), dtype=np.int32), np.zeros((len(lost), 2), np.uint64)
     tier.write(lost | ((index + 1) << KEY_ROW_BITS), slots, words, words[:, :0], epoch=epoch)
 

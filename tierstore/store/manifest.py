@@ -80,7 +80,7 @@ class Manifest:
     def shapes(self) -> dict[int, tuple[RowLayout, int]]:
         """Layout and number of rows of each table, by its index; no rows of one that was dropped."""
         return {
-            index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_embeddings)
+            index: (each.layout(self.page_bytes), 0 if each.is_dropped else each.num_rows)
             for index, each in enumerate(self.tables)
         }
 

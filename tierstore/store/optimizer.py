@@ -80,7 +80,7 @@ class _GradAnchor(torch.nn.Parameter):
 
     @classmethod
     def of(cls, table: Table) -> "_GradAnchor":
-        shape = table.config.num_embeddings, table.layout.dim
+        shape = table.config.num_rows, table.layout.dim
         content = torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape)
         made = cls(content, requires_grad=False)  # what makes gradients of zeros for parameters passes it by
         made.table, made.waiting, made.is_applied, made.holds = table, None, False, []

@@ -67,7 +67,7 @@ class Table(Unpicklable):
         self.config = config
         self.index = index
         self.layout = layout
-        self.rows = range(config.num_embeddings)
+        self.rows = config.rows
         self.ids: TableIds | None = None
         self._in_memory: InMemory | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
@@ -205,7 +205,7 @@ class Table(Unpicklable):
     @property
     def is_whole(self) -> bool:
         """Whether all its rows are used in this store."""
-        return len(self.rows) == self.config.num_embeddings
+        return len(self.rows) == self.config.num_rows
 
     def require_whole(self) -> None:
         """TableError unless all its rows are used in this store."""
@@ -230,7 +230,7 @@ class Table(Unpicklable):
             return Found(self._keys_of(ids))
         refuse_capture(f"no id of table {self.name!r} is found, as its ids are dynamic")
         rows, hold = self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
-        return Found(rows | (self.index << KEY_ROW_BITS), hold)  # -1 stays -1
+        return Found(np.where(rows < 0, rows, rows + self.ids.first_key), hold)
 
     @shielded
     def _admit(self, ids: Int64s) -> FoundRows:
@@ -244,7 +244,7 @@ class Table(Unpicklable):
         """Keys of the rows that dynamic ids have or get; see ``TableIds.give``."""
         known = self._require_dynamic("give a row")
         with self.store.shown.changing():
-            return known.give(ids, scores, self._put) | (self.index << KEY_ROW_BITS)
+            return known.give(ids, scores, self._put) + known.first_key
 
     def _put(self, keys: Int64s, ids: Int64s) -> None:
         self.in_pool(lambda pool: pool.tier.put_first_values(keys, ids))
@@ -427,9 +427,11 @@ class Table(Unpicklable):
             how many of them, duplicates included, have a row then (with ``unseen="error"`` all, or IdError).
 
         Raises:
-            TableError: the table's ids are not dynamic. ReadOnlyError, ClosedError. Others as of ``read``.
+            TableError: the table's ids are not dynamic, or it is only a part here. ReadOnlyError, ClosedError. Others
+                as of ``read``.
         """
         self.store.require_writable()
+        self.require_whole()
         self._require_dynamic("admit")
         found = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), Use.ADMIT)
         return int(np.count_nonzero(found.keys >= 0))

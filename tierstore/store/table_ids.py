@@ -2,8 +2,9 @@
 
 They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
 id and score of row r, but if there are candidates, they and rows come in turn, so that the table may grow; row 0 has
-the count of batches, and where rows without ids are looked for next. So what makes
-rows durable, versioned and whole makes ids so. A commit writes those that changed.
+the count of batches, and where rows without ids are looked for next. So what makes rows durable, versioned and whole
+makes ids so. A commit writes those that changed. Where ids have several owners, it has a section of this form for each,
+and a store has rows in those of its owners alone.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -11,16 +12,17 @@ row for it than that of the id that had it before, in the version that has the n
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..config import TableConfig
 from ..errors import DamagedError, IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import MAX_SCORE, IdMap, absent, draws, give_rows, lowest, map_bytes
+from ..ids.id_map import MAX_SCORE, IdMap, absent, as_words, draws, give_rows, lowest, map_bytes, owners_of
+from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import mix64
@@ -40,6 +42,16 @@ _AGE: Final = 2**22 - 1
 """Of a candidate's score: how often it was seen, and above that the batch that had it last, modulo this plus one."""
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
+_Order = Callable[[Int64s], Words]
+
+
+class _Section(NamedTuple):
+    """Rows of a map, all of one owner, and the companion's rows that they have: each ``step``-th from ``start`` on."""
+
+    part: IdMap
+    rows: range
+    start: int
+    step: int
 
 
 class RowIds(NamedTuple):
@@ -57,9 +69,18 @@ class RowIds(NamedTuple):
     @classmethod
     def of_table(cls, config: TableConfig, rows: Int64s, words: Words) -> "RowIds":
         """Of the table's own rows, among some of its companion's."""
-        own = rows % config.step_of_ids == 1 % config.step_of_ids
-        own &= rows > 0
-        return cls.of((rows[own] - 1) // config.step_of_ids, words[own])
+        own, found = own_rows(config, rows)
+        return cls.of(found, words[own])
+
+
+def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
+    """Which of its companion's rows, int64 [n], have ids of the table's own rows, bool [n], and of which."""
+    assert config.ids is not None
+    share, candidates = _shares(config)
+    owners, rest = np.divmod(places, _section_rows(config))
+    rows, is_candidate = np.divmod(rest - 1, 2 if candidates else 1)
+    own = (rest > 0) & (is_candidate == 0) & (rows < share)
+    return own, (owners * share + rows)[own]
 
 
 class _Changed(NamedTuple):
@@ -69,27 +90,28 @@ class _Changed(NamedTuple):
     words: Words
 
     @classmethod
-    def of(cls, part: IdMap, places: slice) -> "_Changed":
-        """What changed of a part, whose rows are in these places of the companion."""
-        return cls.of_rows(part, places, part.dirty_rows)
+    def of(cls, section: _Section) -> "_Changed":
+        """What changed in a section, the only one of its map."""
+        return cls.of_rows(section, section.part.dirty_rows)
 
     @classmethod
-    def of_rows(cls, part: IdMap, places: slice, rows: Int64s) -> "_Changed":
+    def of_rows(cls, section: _Section, rows: Int64s) -> "_Changed":
         """What these rows of it hold."""
+        part = section.part
         words = np.empty((len(rows), 2), np.uint64)
         words[:, 0] = part.ids[rows].view(np.uint64)
         words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
-        return cls(rows * places.step + places.start, words)
+        return cls(rows * section.step + section.start, words)
 
-    def of_part(self, part: IdMap, places: slice) -> "_Changed":
-        """What is of that part, in terms of its rows."""
-        rows, rest = np.divmod(self.rows - places.start, places.step)
-        own = (rest == 0) & (rows >= 0) & (rows < part.capacity)
-        return _Changed(rows[own], self.words[own])
+    def within(self, section: _Section) -> "_Changed":
+        """What is of a section, in terms of its map's rows."""
+        rows, rest = np.divmod(self.rows - section.start, section.step)
+        own = (rest == 0) & (rows >= 0) & (rows < len(section.rows))
+        return _Changed(rows[own] + section.rows.start, self.words[own])
 
-    def enter(self, part: IdMap, places: slice) -> None:
-        """Have that part hold what this says of it, as it is stored. DamagedError: nobody wrote this."""
-        own = self.of_part(part, places)
+    def enter(self, section: _Section) -> None:
+        """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
+        part, own = section.part, self.within(section)
         rows, ids, used = RowIds.of(*own)
         part.remove(rows[part.has_id(rows)])
         ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
@@ -140,6 +162,23 @@ class FoundRows(NamedTuple):
     hold: IdsHold | None = None
 
 
+def _shares(config: TableConfig) -> tuple[int, int]:
+    """How many rows and candidates an owner has."""
+    rules, most = config.ids, config.num_embeddings
+    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
+
+
+def _section_rows(config: TableConfig) -> int:
+    """Of the companion, for each owner."""
+    return 1 if config.ids is None else config.table_of_ids(0).num_embeddings // config.ids.owners
+
+
+def ids_bytes(config: TableConfig) -> int:
+    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
+    here = range(*config.ids.owned) if config.ids else ()
+    return sum(map_bytes(len(here) * share) for share in _shares(config))
+
+
 class IdStats(NamedTuple):
     """Of a table with dynamic ids.
 
@@ -162,6 +201,8 @@ class TableIds:
 
     Attributes:
         lock: held while ids are looked up or change.
+        peers: the owners of ids that are not here, with whom a batch is admitted.
+        first_key: the key of row 0 of those that ``find`` gives.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
     """
@@ -171,8 +212,13 @@ class TableIds:
         self.lock = threading.RLock()
         self.num_admitted = self.num_refused = self.num_evicted = 0
         self.num_changes = self.num_moves = 0
+        self.peers = Peers()
+        self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = config.ids
+        self._num_candidates = config.ids.num_candidates(config.num_embeddings)
+        self._shares = _shares(config)
+        self._section_rows = _section_rows(config)
         self._index = index
         self._cold = cold
         self._workers = workers
@@ -193,13 +239,16 @@ class TableIds:
     @property
     def size_bytes(self) -> int:
         """Of all that is known of ids, once they are looked at."""
-        num_rows = self._config.num_embeddings
-        return map_bytes(num_rows) + map_bytes(self._rules.num_candidates(num_rows))
+        return ids_bytes(self._config)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many ids have rows, and how many are candidates."""
+        with self.lock:
+            return self._rows.num_used, self._candidates.num_used
 
     def stats(self) -> IdStats:
-        with self.lock:
-            counts = self._rows.num_used, self._candidates.num_used
-        return IdStats(*counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
+        return IdStats(*self.counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
 
     # Looking ids up
 
@@ -286,13 +335,18 @@ class TableIds:
             found = rows.find(ids, self._workers, score=0 if is_counted else step)
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
-            chosen = np.flatnonzero(self._are_admitted(new, seen, step))
-            free = self._free_rows(len(chosen), found)
-            chosen = chosen[: len(free)]
+
+            def order(chosen: Int64s) -> Words:
+                """Where these of the new ids first are in the batch of all owners."""
+                first, places = np.full(len(new), 2**64 - 1, np.uint64), np.flatnonzero(found < -1)
+                np.minimum.at(first, -2 - found[places], self.peers.positions(len(ids))[places])
+                return first[chosen]
+
+            chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
             given = np.full(len(new), -1, np.int64)
             given[chosen] = free
             self._insert(free, new[chosen], counts[chosen], step, put)
-            self._count(new, seen, given >= 0, step)
+            self._count(new, seen, given >= 0, step, order)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
             if is_counted:
@@ -342,7 +396,7 @@ class TableIds:
             return draws(ids, mix64(np.uint64(rule.seed % 2**64) ^ mix64(np.uint64(step)))) < rule.share
         return np.ones(len(ids), np.bool_)
 
-    def _count(self, ids: Int64s, seen: Int64s, has_row: Bools, step: int) -> None:
+    def _count(self, ids: Int64s, seen: Int64s, has_row: Bools, step: int, order: _Order) -> None:
         """Count those that have got no row; the others are counted no more."""
         if not isinstance(self._rules.admission, Frequency):
             return
@@ -352,18 +406,28 @@ class TableIds:
         candidates.remove(known[has_row & (known >= 0)])
         stays = ~has_row & (known >= 0)
         candidates.set_scores(known[stays], scores[stays])
-        new = np.flatnonzero(~has_row & (known < 0))[-candidates.capacity :]
-        if len(new) > candidates.num_free:
-            used = candidates.used_rows
-            seen_at = (candidates.scores(used) >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
-            wanted = max(len(new) - candidates.num_free, int(candidates.capacity * EVICTED_SHARE))
-            candidates.remove(lowest(used, seen_at, candidates.ids, wanted))
+        new, most = np.flatnonzero(~has_row & (known < 0)), self._num_candidates
+        lacking = self.peers.excess(1, candidates.num_used + len(new), most)
+        if lacking > 0:
+            too_many = max(0, self.peers.total(len(new)) - most)
+            if too_many:
+                new = new[~self.peers.lowest([order(new)], too_many)]
+            wanted = max(lacking - too_many, int(most * EVICTED_SHARE))
+            oldest = lowest(used := candidates.used_rows, self._seen_at(used, step), candidates.ids, wanted)
+            words = self._seen_at(oldest, step), as_words(candidates.ids[oldest])
+            candidates.remove(oldest[self.peers.lowest(words, wanted)])
+        new = new[: candidates.num_free]
         candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
+
+    def _seen_at(self, candidates: Int64s, step: int) -> Any:
+        """uint32 [n]: in which batch these were seen last, ascending."""
+        scores = self._candidates.scores(candidates)
+        return (scores >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
 
     def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, step: int, put: Put) -> None:
         is_counted = isinstance(self._rules.eviction, LFU)
         scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
-        put(rows | (self._index << KEY_ROW_BITS), ids)
+        put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
 
     # Eviction
@@ -376,20 +440,28 @@ class TableIds:
     def _not_held(self, rows: Int64s) -> Int64s:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
 
-    def _free_rows(self, count: int, batch: Int64s) -> Int64s:
-        """Rows without ids, int64 [n <= count]; others lose theirs, if need be. ``batch``: rows of this batch, or less
-        than 0."""
-        rows = self._rows
-        if count > rows.num_free:
-            wanted, kept, most = count - rows.num_free, self._held, self._step - 1  # all of this batch have its number
+    def _with_rows(self, chosen: Int64s, batch: Int64s, order: _Order) -> tuple[Int64s, Int64s]:
+        """Of chosen ids those that can have rows, and rows without ids for them; other ids lose theirs, if need be.
+        ``batch``: rows of this batch, or less than 0."""
+        rows, victims, capacity = self._rows, chosen[:0], self._config.num_embeddings
+        lacking = self.peers.excess(0, rows.num_used + len(chosen), capacity)
+        if lacking > 0:
+            wanted, kept, most = lacking, self._held, self._step - 1  # all of this batch have its number
             if isinstance(self._rules.eviction, LFU):
-                wanted, most = max(wanted, int(rows.capacity * EVICTED_SHARE)), MAX_SCORE
+                wanted, most = max(wanted, int(capacity * EVICTED_SHARE)), MAX_SCORE
                 kept.append(batch[batch >= 0])
-            victims = rows.evict(wanted, kept, lambda each: np.ones(len(each), np.bool_), self._workers, most=most)
-            self._note_evicted(victims)
-            if len(victims) == rows.num_free <= count:
-                return victims  # in this order wherever the run was resumed: there were no other free rows
-        return rows.free_rows(min(count, rows.num_free))
+
+            def choose(lowest: Int64s) -> Bools:
+                return self.peers.lowest([rows.scores(lowest), as_words(rows.ids[lowest])], wanted)
+
+            victims = rows.evict(wanted, kept, choose, self._workers, most=most)
+            lacking -= self.peers.total(self._note_evicted(victims))
+            if lacking > 0:
+                chosen = chosen[self.peers.lowest([order(chosen)], self.peers.total(len(chosen)) - lacking)]
+        chosen = chosen[: rows.num_free]
+        if len(victims) == rows.num_free == len(chosen):
+            return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
+        return chosen, rows.free_rows(len(chosen))
 
     def _remove(self, rows: Int64s) -> int:
         self._rows.remove(rows, self._workers)
@@ -409,15 +481,16 @@ class TableIds:
             self._version = version
             if "_known" not in self.__dict__:
                 return
-            parts = [self._of_all, *(_Changed.of(part, places) for places, part in self._parts(self._known))]
+            parts = [self._of_all, *map(_Changed.of, self._sections(self._known))]
             self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
-            for _, part in self._parts(self._known):
+            for part in self._known:
                 part.clean(slice(None))
 
     @property
     def _of_all(self) -> _Changed:
-        """Row 0."""
-        return _Changed(np.zeros(1, np.int64), np.array([[self._step, self._rows.cursor]], np.uint64))
+        """The first row of each section."""
+        starts = np.arange(*self._rules.owned) * self._section_rows
+        return _Changed(starts, np.full((len(starts), 2), (self._step, self._rows.cursor), np.uint64))
 
     def write_frozen(self) -> None:
         """See ``Frozen``."""
@@ -437,13 +510,13 @@ class TableIds:
         with self.lock:
             frozen, self._frozen = self._frozen, None
             if frozen is not None:
-                for places, part in self._parts(self._known):
-                    part.soil(frozen.of_part(part, places).rows)
+                for section in self._sections(self._known):
+                    section.part.soil(frozen.within(section).rows)
 
     def check_integrity(self) -> None:
         """AssertionError unless each id leads to its row, and the counts agree."""
         with self.lock:
-            for _, part in self._parts(self._known):
+            for part in self._known:
                 part.check_integrity()
 
     # What is known
@@ -459,8 +532,8 @@ class TableIds:
     @cached_property
     def _known(self) -> tuple[IdMap, IdMap]:
         """Of rows and of candidates, read from the version that the cold tier shows."""
-        num_rows = self._config.num_embeddings
-        known = IdMap(num_rows), IdMap(self._rules.num_candidates(num_rows))
+        num_here = len(range(*self._rules.owned))
+        known = IdMap(num_here * self._shares[0]), IdMap(num_here * self._shares[1])
         for stored in self._cold.stored_rows(self._index + 1):
             for first in range(0, len(stored), _CHUNK_ROWS):
                 rows = stored[first : first + _CHUNK_ROWS]
@@ -470,17 +543,32 @@ class TableIds:
                 self._enter(_Changed(rows, words), known)
         return known
 
-    @staticmethod
-    def _parts(known: tuple[IdMap, IdMap]) -> list[tuple[slice, IdMap]]:
-        """Each with the companion's rows that it has."""
-        step = 2 if known[1].capacity else 1
-        return [(slice(first, None, step), part) for first, part in enumerate(known, 1)]
+    def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[_Section]:
+        step, section_rows = 2 if self._num_candidates else 1, self._section_rows
+        for place, owner in enumerate(range(*self._rules.owned)):
+            for first, (part, share) in enumerate(zip(known, self._shares, strict=True), 1 + owner * section_rows):
+                yield _Section(part, range(place * share, (place + 1) * share), first, step)
 
     def _enter(self, changed: _Changed, known: tuple[IdMap, IdMap]) -> None:
-        for places, part in self._parts(known):
-            changed.enter(part, places)
-        if len(changed.rows) and changed.rows[0] == 0:
-            self._step, known[0].cursor = map(int, changed.words[0])
+        for section in self._sections(known):
+            changed.enter(section)
+        for words in changed.words[changed.rows % self._section_rows == 0]:
+            self._step, known[0].cursor = map(int, words)
+
+    def take_over(self, other: "TableIds") -> Int64s:
+        """Have those of another table's ids that this one's owners have, with all that is known of them, in a table
+        that has none; returns the keys of their rows there, ascending, to which rows here belong from the first on."""
+        owners, (first, stop) = self._rules.owners, self._rules.owned
+        keys = []
+        for own, given in zip(self._known, other._known, strict=True):
+            rows = given.used_rows
+            owner = owners_of(given.ids[rows], owners)
+            rows = rows[(owner >= first) & (owner < stop)]
+            own.put(own.free_rows(len(rows)), given.ids[rows], given.scores(rows))
+            keys.append(rows + other.first_key)
+        self._step = other._step
+        self.num_changes += 1
+        return keys[0]
 
     def changed(self, newer: NewerVersion) -> ChangedIds:
         """What a newer version has of them."""
@@ -514,7 +602,7 @@ class TableIds:
         """All that the companion's rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [_Changed.of_rows(part, at, np.arange(part.capacity)) for at, part in self._parts(self._known)]
+            parts = [_Changed.of_rows(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
             for each in (self._of_all, *parts):
                 words[each.rows] = each.words
         return words

@@ -19,6 +19,7 @@ from ..system.sizes import format_size
 from .build import Run
 from .history import Point
 from .metrics import Evaluation
+from .processes import Processes
 
 _DIGEST_ROWS: Final = 65_536
 
@@ -155,7 +156,7 @@ def digest_bits(run: Run) -> str:
     for name in sorted(run.store.tables):
         table = run.store.tables[name]
         digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
-        for ids in _ids(table):
+        for ids in _ids(run.processes, table):
             digest.update(_bytes(run.processes.read(run.store, name, ids)))
     for name, parameter in sorted(run.model.dense_parameters().items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
@@ -163,14 +164,14 @@ def digest_bits(run: Run) -> str:
     return run.processes.gather(digest.hexdigest())[0]
 
 
-def _ids(table: Any) -> Iterator[Tensor]:
-    """All ids that have rows, ascending, in parts."""
+def _ids(processes: Processes, table: Any) -> Iterator[Tensor]:
+    """All ids that have rows, ascending, in parts. Collective."""
     if table.config.ids is None:
         for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
             yield torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
     else:
-        for ids in table.written():
-            yield from torch.split(ids, _DIGEST_ROWS)
+        ids = torch.cat(processes.gather(torch.cat([*table.local.written()])))
+        yield from torch.split(ids.sort().values, _DIGEST_ROWS)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
