@@ -48,10 +48,10 @@ class RankPeers(Peers):
     def total(self, count: int) -> int:
         return sum(self.ranks.counts([count] * self.ranks.size, self.call))
 
-    def lowest(self, words: Sequence[Any], count: int) -> Bools:
+    def lowest(self, items: Int64s, words: Callable[[Int64s], Sequence[Any]], count: int) -> Bools:
         """By digits, from the highest on: how many items of all owners have each, so which are certainly among them."""
-        left, found = np.arange(len(words[0])), np.zeros(len(words[0]), np.bool_)
-        for word in words:
+        left, found = np.arange(len(items)), np.zeros(len(items), np.bool_)
+        for word in words(items):
             for shift in range(8 * word.itemsize - _DIGIT_BITS, -1, -_DIGIT_BITS):
                 digits = (word[left] >> word.dtype.type(shift)).astype(np.int64) & (1 << _DIGIT_BITS) - 1
                 counts = np.bincount(digits, minlength=1 << _DIGIT_BITS)

@@ -1,11 +1,11 @@
 """What the owners of a table's ids decide together when a batch is admitted: here for one, who has all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Words
+from ..kernels.arrays import Bools, Int64s, Words
 
 
 class Peers:
@@ -20,15 +20,15 @@ class Peers:
         """The sum over all owners."""
         return count
 
-    def lowest(self, words: Sequence[Any], count: int) -> Bools:
+    def lowest(self, items: Int64s, words: Callable[[Int64s], Sequence[Any]], count: int) -> Bools:
         """bool [n]: which items of this owner, distinct, are among the ``count`` lowest of all owners.
 
         Args:
-            words: of each item, unsigned [n], compared by the first, then the second, and so on.
+            words: of each of some items, unsigned, compared by the first, then the second, and so on.
         """
-        found = np.full(len(words[0]), len(words[0]) <= count)
+        found = np.full(len(items), len(items) <= count)
         if not found.all():
-            found[np.lexsort(words[::-1])[:count]] = True
+            found[np.lexsort(words(items)[::-1])[:count]] = True
         return found
 
     def positions(self, count: int) -> Words:

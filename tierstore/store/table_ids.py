@@ -12,7 +12,7 @@ row for it than that of the id that had it before, in the version that has the n
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -42,7 +42,7 @@ _AGE: Final = 2**22 - 1
 """Of a candidate's score: how often it was seen, and above that the batch that had it last, modulo this plus one."""
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
-_Order = Callable[[Int64s], Words]
+_Order = Callable[[Int64s], Sequence[Any]]
 
 
 class _Section(NamedTuple):
@@ -336,11 +336,11 @@ class TableIds:
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
 
-            def order(chosen: Int64s) -> Words:
+            def order(chosen: Int64s) -> Sequence[Any]:
                 """Where these of the new ids first are in the batch of all owners."""
                 first, places = np.full(len(new), 2**64 - 1, np.uint64), np.flatnonzero(found < -1)
                 np.minimum.at(first, -2 - found[places], self.peers.positions(len(ids))[places])
-                return first[chosen]
+                return [first[chosen]]
 
             chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
             given = np.full(len(new), -1, np.int64)
@@ -411,11 +411,14 @@ class TableIds:
         if lacking > 0:
             too_many = max(0, self.peers.total(len(new)) - most)
             if too_many:
-                new = new[~self.peers.lowest([order(new)], too_many)]
+                new = new[~self.peers.lowest(new, order, too_many)]
             wanted = max(lacking - too_many, int(most * EVICTED_SHARE))
             oldest = lowest(used := candidates.used_rows, self._seen_at(used, step), candidates.ids, wanted)
-            words = self._seen_at(oldest, step), as_words(candidates.ids[oldest])
-            candidates.remove(oldest[self.peers.lowest(words, wanted)])
+
+            def by_age(rows: Int64s) -> Sequence[Any]:
+                return self._seen_at(rows, step), as_words(candidates.ids[rows])
+
+            candidates.remove(oldest[self.peers.lowest(oldest, by_age, wanted)])
         new = new[: candidates.num_free]
         candidates.put(candidates.free_rows(len(new)), ids[new], scores[new])
 
@@ -451,13 +454,16 @@ class TableIds:
                 wanted, most = max(wanted, int(capacity * EVICTED_SHARE)), MAX_SCORE
                 kept.append(batch[batch >= 0])
 
-            def choose(lowest: Int64s) -> Bools:
-                return self.peers.lowest([rows.scores(lowest), as_words(rows.ids[lowest])], wanted)
+            def by_score(some: Int64s) -> Sequence[Any]:
+                return rows.scores(some), as_words(rows.ids[some])
+
+            def choose(some: Int64s) -> Bools:
+                return self.peers.lowest(some, by_score, wanted)
 
             victims = rows.evict(wanted, kept, choose, self._workers, most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
             if lacking > 0:
-                chosen = chosen[self.peers.lowest([order(chosen)], self.peers.total(len(chosen)) - lacking)]
+                chosen = chosen[self.peers.lowest(chosen, order, self.peers.total(len(chosen)) - lacking)]
         chosen = chosen[: rows.num_free]
         if len(victims) == rows.num_free == len(chosen):
             return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
