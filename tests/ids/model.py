@@ -22,6 +22,9 @@ class Model:
     rows: dict[int, Row] = field(default_factory=dict)
     candidates: dict[int, tuple[int, int]] = field(default_factory=dict)  # times seen, last batch
     step: int = 0
+    minute: int = 1
+    clock: int = 0
+    """Of the last batch: its number, or the minute."""
     next_number: int = 0
     evicted: int = 0
 
@@ -35,9 +38,13 @@ class Model:
         if isinstance(rule, LFU) and rule.half_life_steps and self.step % rule.half_life_steps == 0:
             for row in self.rows.values():
                 row.score = max(1, row.score // 2)
-        if isinstance(rule, TTL) and self.step > rule.steps and self.step % max(1, rule.steps // 16) == 0:
-            old = {key for key, row in self.rows.items() if row.score < self.step - rule.steps}
-            self.evict(old - in_use)
+        before = self.clock
+        self.clock = self.minute if isinstance(rule, TTL) and rule.minutes else self.step
+        if isinstance(rule, TTL):
+            every = max(1, (rule.steps or rule.minutes) // 16)
+            if self.clock > (rule.steps or rule.minutes) and self.clock // every > before // every:
+                oldest = self.clock - (rule.steps or rule.minutes)
+                self.evict({key for key, row in self.rows.items() if row.score < oldest} - in_use)
         counts = Counter(ids)
         had = {key for key in counts if key in self.rows}
         new = {key: times for key, times in counts.items() if key not in had}
@@ -52,14 +59,14 @@ class Model:
             self.evict({key for _, key in victims[:wanted]})
         given = chosen[: self.capacity - len(self.rows)]
         for key in given:
-            score = counts[key] if isinstance(rule, LFU) else self.step
+            score = counts[key] if isinstance(rule, LFU) else self.clock
             self.rows[key] = Row(score, self.next_number)
             self.next_number += 1
         if rule_of_admission is not None:
             self._count({key: times for key, times in seen.items() if key not in given}, given)
         for key in had:
             row = self.rows[key]
-            row.score = row.score + counts[key] if isinstance(rule, LFU) else self.step
+            row.score = row.score + counts[key] if isinstance(rule, LFU) else self.clock
         return given
 
     def evict(self, ids: Iterable[int]) -> None:

@@ -25,12 +25,13 @@ IDS = st.integers(0, 100).map(lambda n: (n * 0x9E3779B97F4A7C15 + 2**63) % 2**64
 """Any of a hundred, all over int64."""
 BATCHES = st.lists(IDS, min_size=5, max_size=60)
 ADMISSIONS = st.none() | st.builds(Frequency, st.integers(2, 4), st.none() | st.integers(1, 40))
+TTL_BY_TIME = st.builds(TTL, minutes=st.integers(1, 40))
 EVICTIONS = st.just(LRU()) | st.builds(LFU, st.none() | st.integers(1, 5)) | st.builds(TTL, st.integers(1, 20))
 
 
 class DynamicIdsMachine(RuleBasedStateMachine):
     @initialize(
-        admission=ADMISSIONS, eviction=EVICTIONS, capacity=st.integers(1, 40),
+        admission=ADMISSIONS, eviction=EVICTIONS | TTL_BY_TIME, capacity=st.integers(1, 40),
         ddr=st.sampled_from(["2MiB", "450KiB"]), policy=st.sampled_from(["auto", "lru", "reference-lfu"]),
         hbm=st.sampled_from([0, 4, 20, 40]), is_deferred=st.booleans(),
     )  # fmt: skip
@@ -48,12 +49,12 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         config = tierstore.TableConfig(
             name="item", num_embeddings=capacity, embedding_dim=33, init=INIT, optimizer=OPTIMIZER, ids=rules
         )
+        self.model = Model(rules, capacity)
         self.open(config)
         self.oracle_store = tierstore.open(cold="memory", ddr="4MiB", keep=100)
         self.oracle = self.oracle_store.create_table(
             tierstore.TableConfig(name="item", num_embeddings=20_000, embedding_dim=33, optimizer=OPTIMIZER)
         )
-        self.model = Model(rules, capacity)
         self.committed: dict[int, tuple[Model, int]] = {}
 
     def open(self, config: tierstore.TableConfig) -> None:
@@ -61,7 +62,9 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.take(self.store.create_table(config))
 
     def take(self, table: tierstore.Table) -> None:
-        self.table = table
+        self.table, self.num_noted = table, 0
+        self.store.set_time(60 * self.model.minute - 60)
+        self.table.on_evict(self.note)
         self.bag, self.rows = tierstore.TieredEmbeddingBag(self.table), tierstore.TieredEmbedding(self.table)
         self.optimizer: Any = self.store.optimizer() if self.is_deferred else None
 
@@ -93,6 +96,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     def admitted(self, ids: list[int]) -> tuple[torch.Tensor, list[bool]]:
         """Have model and oracle admit a batch: the oracle's rows of its ids, and which ids have one."""
+        self.had = {key: row.number for key, row in self.model.rows.items()}
         if given := self.model.train(ids):
             rows = torch.tensor([self.model.rows[key].number for key in given])
             self.oracle.write(rows, first_values(given))
@@ -100,9 +104,21 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         numbers = [self.model.rows[key].number for key in ids if key in self.model.rows]
         return torch.tensor(numbers, dtype=torch.long), known
 
+    def note(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Of what is evicted, the values that it has."""
+        numbers = torch.tensor([self.had[key] for key in ids.tolist()])
+        assert torch.equal(rows, self.oracle.read(numbers))
+        self.num_noted += len(ids)
+
+    @rule(minutes=st.integers(1, 9))
+    def wait(self, minutes: int) -> None:
+        self.model.minute += minutes
+        self.store.set_time(60 * self.model.minute - 30)
+
     @rule(ids=BATCHES)
     def admit(self, ids: list[int]) -> None:
-        assert self.table.admit(torch.tensor(ids)) == sum(self.admitted(ids)[1])
+        known = self.admitted(ids)[1]
+        assert self.table.admit(torch.tensor(ids)) == sum(known)
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data(), seed=st.integers(0, 2**16))
@@ -124,6 +140,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def evict(self, ids: list[int]) -> None:
+        self.had = {key: row.number for key, row in self.model.rows.items()}
         had = {key for key in ids if key in self.model.rows}
         assert self.table.evict(torch.tensor(ids)) == len(had)
         self.model.evict(had)
@@ -193,9 +210,10 @@ class DynamicIdsMachine(RuleBasedStateMachine):
     def go_to(self, version: int) -> None:
         model, of_oracle = self.committed[version]
         self.oracle_store.rollback(of_oracle)
-        number = self.model.next_number
+        number, minute = self.model.next_number, self.model.minute
         self.model = model.copy()
-        self.model.next_number = number
+        self.model.next_number, self.model.minute = number, minute
+        self.store.set_time(60 * minute - 60)
         for later in [each for each in self.committed if each > version]:
             del self.committed[later]
 
@@ -211,6 +229,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         assert scores.tolist() == [self.model.rows[key].score for key in ids]
         stats = self.table.id_stats()
         assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))
+        assert stats.evicted == self.num_noted
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

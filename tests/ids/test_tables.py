@@ -246,6 +246,8 @@ def test_a_configuration_is_read_back(rules: DynamicIds) -> None:
         (lambda: Frequency(2, 0), "candidates"),
         (lambda: Probability(1.0), "share"),
         (lambda: TTL(0), "steps"),
+        (lambda: TTL(minutes=0), "minutes"),
+        (lambda: TTL(3, minutes=3), "either"),
         (lambda: DynamicIds(unseen="init"), "unseen"),  # type: ignore[arg-type]
         (lambda: DynamicIds(eviction=Frequency(2)), "eviction"),  # type: ignore[arg-type]
         (lambda: replace(config(), ids=LRU()), "DynamicIds"),
@@ -400,3 +402,40 @@ def test_stochastic_rounding_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         store.close()
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_call_that_refuses_what_goes_keeps_it() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(replace(config(), num_embeddings=3))
+
+        def refuse(ids: torch.Tensor, rows: torch.Tensor) -> None:
+            raise MemoryError(f"{ids.tolist()}, {len(rows)}")
+
+        table.admit(torch.tensor([7, 8, 9]))
+        rows = table.read(torch.tensor([7, 8, 9]))
+        table.on_evict(refuse)
+        for call, key in ((table.evict, 7), (table.admit, 6)):
+            with pytest.raises(MemoryError, match="7"):
+                call(torch.tensor([key]))
+            assert torch.equal(table.read(torch.tensor([7, 8, 9])), rows)
+        table.on_evict(None)
+        table.admit(torch.tensor([6]))
+        assert table.id_stats().evicted == 1
+        assert not table.read(torch.tensor([7])).any()
+
+
+def test_time_goes_forward_and_is_needed() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=5))))
+        with pytest.raises(RuntimeError, match="set_time"):
+            table.admit(torch.tensor([1]))
+        store.set_time(600)
+        table.admit(torch.tensor([1]))
+        with pytest.raises(ValueError, match="time"):
+            store.set_time(500)
+        store.set_time(900)
+        table.admit(torch.tensor([2]))
+        assert table.read(torch.tensor([1])).any()
+        store.set_time(961)
+        table.admit(torch.tensor([2]))
+        assert not table.read(torch.tensor([1])).any()

@@ -99,16 +99,28 @@ class LFU(Eviction):
 
 @dataclass(frozen=True)
 class TTL(Eviction):
-    """Those not used for ``steps`` batches, whether or not there are rows left; and as LRU.
+    """Those not used for so many batches, or minutes, whether or not there are rows left; and as LRU.
 
-    They go within a sixteenth of ``steps`` batches after that.
+    They go within a sixteenth of that time after it.
+
+    Attributes:
+        steps: batches.
+        minutes: by the time that ``Store.set_time`` gives with batches. Exactly one of the two is given.
     """
 
-    steps: int
+    steps: int | None = None
+    minutes: int | None = None
     kind: ClassVar[str] = "ttl"
 
     def __post_init__(self) -> None:
-        _require(self.steps, "steps", 1, 2**31)
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("TTL takes either steps or minutes")
+        _require(self.span, "steps" if self.minutes is None else "minutes", 1, 2**30)
+
+    @property
+    def span(self) -> Any:
+        """Batches or minutes."""
+        return self.steps if self.minutes is None else self.minutes
 
 
 _ADMISSIONS: Final[dict[str, type[Admission]]] = {each.kind: each for each in (Frequency, Probability)}

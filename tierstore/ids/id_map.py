@@ -408,9 +408,11 @@ class IdMap:
         self._marks[rows] |= np.uint32(_DIRTY)
 
     def find(self, wanted: Int64s, workers: Workers | None = None, *, score: int = 0) -> Int64s:
-        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, as high as any,
-        unless it is 0."""
+        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, unless it is
+        0."""
         rows = np.empty(len(wanted), np.int64)
+        if 0 < score <= self._bound:
+            self._forget_queue()
 
         def work(begin: int, end: int) -> None:
             find_rows(begin, end, wanted, score, self._index, self._records, self._row_bits, rows)

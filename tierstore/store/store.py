@@ -411,6 +411,14 @@ class Store(Unpicklable):
         """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
         return unpack_tensors(self._catalog.version)
 
+    def set_time(self, seconds: float) -> None:
+        """Say of when the batches from now on are, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
+        A run that is resumed, or repeated, is the same if it says the same. ValueError: it goes back."""
+        self.require_open()
+        for table in self.tables.values():
+            if table.ids is not None:
+                table.ids.set_time(int(seconds // 60) + 1)
+
     # Looking at it
 
     def stats(self) -> Stats:

@@ -454,6 +454,19 @@ class Table(Unpicklable):
         with self.store.shown.changing():
             return known.evict(given)
 
+    def on_evict(self, call: Callable[[Tensor, Tensor], None] | None) -> None:
+        """Have ``call(ids, rows)`` called with what is about to be evicted, int64 [n] and [n, embedding_dim] of the
+        table's dtype, until another call, or None, is set. It runs within the forward pass that evicts, and may not use
+        the store; if it raises, the pass ends with that error, and these ids keep their rows. TableError: the ids are
+        not dynamic."""
+        known = self._require_dynamic("evict")
+
+        def read(keys: Int64s, ids: Int64s) -> None:
+            assert call is not None
+            call(torch.from_numpy(ids), self.in_pool(lambda pool: pool.tier.read(keys)))
+
+        known.on_evict = None if call is None else read
+
     def id_stats(self) -> IdStats:
         """Of dynamic ids: how many have rows, and what became of others. TableError: the table's are not dynamic."""
         self.store.require_open()

@@ -202,6 +202,7 @@ class TableIds:
     Attributes:
         lock: held while ids are looked up or change.
         peers: the owners of ids that are not here, with whom a batch is admitted.
+        on_evict: given the keys of rows that are about to lose their ids, and the ids.
         first_key: the key of row 0 of those that ``find`` gives.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
@@ -213,6 +214,7 @@ class TableIds:
         self.num_admitted = self.num_refused = self.num_evicted = 0
         self.num_changes = self.num_moves = 0
         self.peers = Peers()
+        self.on_evict: Callable[[Int64s, Int64s], None] | None = None
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = config.ids
@@ -231,7 +233,7 @@ class TableIds:
         """The store shows another version: what is known of ids is read again when it is needed."""
         with self.lock:
             self.__dict__.pop("_known", None)
-            self._step = 0
+            self._step = self._clock = self._minutes = 0
             self._frozen = None
             self._holds.clear()
             self.num_moves += 1
@@ -249,6 +251,18 @@ class TableIds:
 
     def stats(self) -> IdStats:
         return IdStats(*self.counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
+
+    @property
+    def _goes_by_time(self) -> bool:
+        return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
+
+    def set_time(self, minutes: int) -> None:
+        """Of batches from now on. ValueError: it is before that of others, or none."""
+        with self.lock:
+            _ = self._known
+            if not self._minutes <= minutes <= MAX_SCORE:
+                raise ValueError(f"time goes from minute {self._minutes} to {minutes} of table {self._config.name!r}")
+            self._minutes = minutes
 
     # Looking ids up
 
@@ -314,15 +328,17 @@ class TableIds:
                 )
             self.num_changes += 1
             self.num_admitted += len(missing)
-            self._step = max(self._step, 1)  # as if a batch had used them
+            self._clock = max(self._clock, 1)  # as if a batch had used them
             rows[missing] = own.free_rows(len(missing))
-            self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), self._step, put)
+            self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), put)
             counted = candidates.find(ids)
             candidates.remove(counted[counted >= 0])
             if scores is not None:
                 own.set_scores(rows, scores.astype(np.uint32))
                 if not isinstance(self._rules.eviction, LFU):
-                    self._step = max(self._step, int(scores.max(initial=1)))
+                    self._clock = max(self._clock, int(scores.max(initial=1)))
+            if not self._goes_by_time:
+                self._step = max(self._step, self._clock)
             return rows
 
     def admit(self, ids: Int64s, put: Put) -> FoundRows:
@@ -332,7 +348,7 @@ class TableIds:
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
             is_counted = isinstance(self._rules.eviction, LFU)
-            found = rows.find(ids, self._workers, score=0 if is_counted else step)
+            found = rows.find(ids, self._workers, score=0 if is_counted else self._clock)
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
 
@@ -345,7 +361,7 @@ class TableIds:
             chosen, free = self._with_rows(np.flatnonzero(self._are_admitted(new, seen, step)), found, order)
             given = np.full(len(new), -1, np.int64)
             given[chosen] = free
-            self._insert(free, new[chosen], counts[chosen], step, put)
+            self._insert(free, new[chosen], counts[chosen], put)
             self._count(new, seen, given >= 0, step, order)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
@@ -375,9 +391,14 @@ class TableIds:
         if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
             used = rows.used_rows
             rows.set_scores(used, np.maximum(rows.scores(used) >> np.uint32(1), np.uint32(1)))
-        if isinstance(rule, TTL) and self._step > rule.steps and self._step % max(1, rule.steps // 16) == 0:
-            used = rows.used_rows
-            self._remove(self._not_held(used[rows.scores(used) < self._step - rule.steps]))
+        before, self._clock = self._clock, self._minutes if self._goes_by_time else self._step
+        if isinstance(rule, TTL):
+            if not self._clock:
+                raise RuntimeError(f"table {self._config.name!r} has TTL(minutes=): call store.set_time before a batch")
+            every = max(1, rule.span // 16)
+            if self._clock > rule.span and self._clock // every > before // every:
+                used = rows.used_rows
+                self._remove(self._not_held(used[rows.scores(used) < self._clock - rule.span]))
         return self._step
 
     def _seen(self, ids: Int64s, counts: Int64s) -> Int64s:
@@ -427,9 +448,9 @@ class TableIds:
         scores = self._candidates.scores(candidates)
         return (scores >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
 
-    def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, step: int, put: Put) -> None:
+    def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, put: Put) -> None:
         is_counted = isinstance(self._rules.eviction, LFU)
-        scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), step, np.uint32)
+        scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), self._clock, np.uint32)
         put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
 
@@ -449,16 +470,20 @@ class TableIds:
         rows, victims, capacity = self._rows, chosen[:0], self._config.num_embeddings
         lacking = self.peers.excess(0, rows.num_used + len(chosen), capacity)
         if lacking > 0:
-            wanted, kept, most = lacking, self._held, self._step - 1  # all of this batch have its number
+            wanted, kept, most = lacking, self._held, self._clock - 1  # all of this batch have its number
             if isinstance(self._rules.eviction, LFU):
-                wanted, most = max(wanted, int(capacity * EVICTED_SHARE)), MAX_SCORE
+                wanted = max(wanted, int(capacity * EVICTED_SHARE))
+            if isinstance(self._rules.eviction, LFU) or self._goes_by_time:  # others may have scores as high
+                most = MAX_SCORE
                 kept.append(batch[batch >= 0])
 
             def by_score(some: Int64s) -> Sequence[Any]:
                 return rows.scores(some), as_words(rows.ids[some])
 
             def choose(some: Int64s) -> Bools:
-                return self.peers.lowest(some, by_score, wanted)
+                go = self.peers.lowest(some, by_score, wanted)
+                self._note_leaving(some[go])
+                return go
 
             victims = rows.evict(wanted, kept, choose, self._workers, most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
@@ -469,7 +494,12 @@ class TableIds:
             return chosen, victims  # in this order wherever the run was resumed: there were no other free rows
         return chosen, rows.free_rows(len(chosen))
 
+    def _note_leaving(self, rows: Int64s) -> None:
+        if self.on_evict is not None and len(rows):
+            self.on_evict(rows + self.first_key, self._rows.ids[rows])
+
     def _remove(self, rows: Int64s) -> int:
+        self._note_leaving(rows)
         self._rows.remove(rows, self._workers)
         return self._note_evicted(rows)
 
@@ -496,7 +526,8 @@ class TableIds:
     def _of_all(self) -> _Changed:
         """The first row of each section."""
         starts = np.arange(*self._rules.owned) * self._section_rows
-        return _Changed(starts, np.full((len(starts), 2), (self._step, self._rows.cursor), np.uint64))
+        words = self._step | self._clock << 32, self._rows.cursor
+        return _Changed(starts, np.full((len(starts), 2), words, np.uint64))
 
     def write_frozen(self) -> None:
         """See ``Frozen``."""
@@ -559,7 +590,8 @@ class TableIds:
         for section in self._sections(known):
             changed.enter(section)
         for words in changed.words[changed.rows % self._section_rows == 0]:
-            self._step, known[0].cursor = map(int, words)
+            (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
+            self._minutes = max(self._minutes, self._clock if self._goes_by_time else 0)
 
     def take_over(self, other: "TableIds") -> Int64s:
         """Have those of another table's ids that this one's owners have, with all that is known of them, in a table
@@ -572,7 +604,7 @@ class TableIds:
             rows = rows[(owner >= first) & (owner < stop)]
             own.put(own.free_rows(len(rows)), given.ids[rows], given.scores(rows))
             keys.append(rows + other.first_key)
-        self._step = other._step
+        self._step, self._clock = other._step, other._clock
         self.num_changes += 1
         return keys[0]
 
