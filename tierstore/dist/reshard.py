@@ -18,7 +18,7 @@ from ..io.files import rows_path
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.opened import open_files
-from ..store.table_ids import ids_bytes
+from ..store.stored_ids import ids_bytes
 from ..store.target import new_store, require_outside
 from ..system.output import require_room
 from .parts import Parts, Place, of_columns, open_parts, packed

@@ -30,7 +30,7 @@ from ..kernels.arrays import Bools
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.table_ids import own_rows
+from ..store.stored_ids import own_rows
 from ..store.target import Steps, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, repack, unpack
 from ..system.excerpt import excerpt

@@ -1,10 +1,8 @@
 """The ids of a table that has dynamic ones: which have rows, admission, eviction, and how a commit keeps them.
 
-They are rows of a table of their own, which the manifest has next to it and ``Store.tables`` has not: row r + 1 has the
-id and score of row r, but if there are candidates, they and rows come in turn, so that the table may grow; row 0 has
-the count of batches, and where rows without ids are looked for next. So what makes rows durable, versioned and whole
-makes ids so. A commit writes those that changed. Where ids have several owners, it has a section of this form for each,
-and a store has rows in those of its owners alone.
+They are rows of a table of their own (``stored_ids``), which the manifest has next to it and ``Store.tables`` has not.
+So what makes rows durable, versioned and whole makes ids so. A commit writes those that changed. Where ids have several
+owners, a store has rows in the sections of its owners alone.
 
 A row that gets an id is written whole, with first values and state, and is dirty from then on. So the log has a newer
 row for it than that of the id that had it before, in the version that has the new id.
@@ -19,9 +17,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..config import TableConfig
-from ..errors import DamagedError, IdError, TableError
+from ..errors import IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import MAX_SCORE, IdMap, absent, as_words, draws, give_rows, lowest, map_bytes, owners_of
+from ..ids.id_map import MAX_SCORE, IdMap, absent, as_words, draws, give_rows, lowest, owners_of
 from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
@@ -29,13 +27,12 @@ from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Use
+from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
 
 EVICTED_SHARE: Final = 1 / 16
 """Of rows whose uses are counted, and of candidates, those that lose their ids at once when there are no more: new ones
 have the lowest counts, so to find the lowest is to look at all."""
 _CHUNK_ROWS: Final = 2**16
-_HAS_ID: Final = np.uint64(1)
-_HALF: Final = np.uint64(32)
 _SEEN_BITS: Final = 8
 _SEEN: Final = 2**_SEEN_BITS - 1
 _AGE: Final = 2**22 - 1
@@ -45,91 +42,11 @@ Put = Callable[[Int64s, Int64s], None]
 _Order = Callable[[Int64s], Sequence[Any]]
 
 
-class _Section(NamedTuple):
-    """Rows of a map, all of one owner, and the companion's rows that they have: each ``step``-th from ``start`` on."""
-
-    part: IdMap
-    rows: range
-    start: int
-    step: int
-
-
-class RowIds(NamedTuple):
-    """int64 [n], rows of a table; each one's id, int64 [n], and whether it still has it, bool [n]."""
-
-    rows: Int64s
-    ids: Int64s
-    has_id: Bools
-
-    @classmethod
-    def of(cls, rows: Int64s, words: Words) -> "RowIds":
-        """As ``words`` of the companion, uint64 [n, 2], have them: id; whether the row has it << 32 | score."""
-        return cls(rows, words[:, 0].view(np.int64), words[:, 1] >> _HALF & _HAS_ID != 0)
-
-    @classmethod
-    def of_table(cls, config: TableConfig, rows: Int64s, words: Words) -> "RowIds":
-        """Of the table's own rows, among some of its companion's."""
-        own, found = own_rows(config, rows)
-        return cls.of(found, words[own])
-
-
-def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
-    """Which of its companion's rows, int64 [n], have ids of the table's own rows, bool [n], and of which."""
-    assert config.ids is not None
-    share, candidates = _shares(config)
-    owners, rest = np.divmod(places, _section_rows(config))
-    rows, is_candidate = np.divmod(rest - 1, 2 if candidates else 1)
-    own = (rest > 0) & (is_candidate == 0) & (rows < share)
-    return own, (owners * share + rows)[own]
-
-
-class _Changed(NamedTuple):
-    """Rows of the companion, int64 [n], and what they hold, uint64 [n, 2], as ``RowIds.of`` reads it."""
-
-    rows: Int64s
-    words: Words
-
-    @classmethod
-    def of(cls, section: _Section) -> "_Changed":
-        """What changed in a section, the only one of its map."""
-        return cls.of_rows(section, section.part.dirty_rows)
-
-    @classmethod
-    def of_rows(cls, section: _Section, rows: Int64s) -> "_Changed":
-        """What these rows of it hold."""
-        part = section.part
-        words = np.empty((len(rows), 2), np.uint64)
-        words[:, 0] = part.ids[rows].view(np.uint64)
-        words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
-        return cls(rows * section.step + section.start, words)
-
-    def within(self, section: _Section) -> "_Changed":
-        """What is of a section, in terms of its map's rows."""
-        rows, rest = np.divmod(self.rows - section.start, section.step)
-        own = (rest == 0) & (rows >= 0) & (rows < len(section.rows))
-        return _Changed(rows[own] + section.rows.start, self.words[own])
-
-    def enter(self, section: _Section) -> None:
-        """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
-        part, own = section.part, self.within(section)
-        rows, ids, used = RowIds.of(*own)
-        part.remove(rows[part.has_id(rows)])
-        ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
-        is_sound = 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE
-        if is_sound:
-            part.put(rows[used], ids, scores)
-        if not is_sound or not np.array_equal(part.find(ids), rows[used]):
-            raise DamagedError(
-                "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
-            )
-        part.clean(rows)
-
-
 class ChangedIds(NamedTuple):
     """What a newer version has of a table's ids; None if they were not looked at yet, and are read when they are."""
 
     ids: "TableIds"
-    changed: _Changed | None
+    changed: Changed | None
 
     def show(self) -> None:
         """The store shows that version now."""
@@ -160,23 +77,6 @@ class FoundRows(NamedTuple):
 
     rows: Int64s
     hold: IdsHold | None = None
-
-
-def _shares(config: TableConfig) -> tuple[int, int]:
-    """How many rows and candidates an owner has."""
-    rules, most = config.ids, config.num_embeddings
-    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
-
-
-def _section_rows(config: TableConfig) -> int:
-    """Of the companion, for each owner."""
-    return 1 if config.ids is None else config.table_of_ids(0).num_embeddings // config.ids.owners
-
-
-def ids_bytes(config: TableConfig) -> int:
-    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
-    here = range(*config.ids.owned) if config.ids else ()
-    return sum(map_bytes(len(here) * share) for share in _shares(config))
 
 
 class IdStats(NamedTuple):
@@ -219,13 +119,13 @@ class TableIds:
         self._config = config
         self._rules = config.ids
         self._num_candidates = config.ids.num_candidates(config.num_embeddings)
-        self._shares = _shares(config)
-        self._section_rows = _section_rows(config)
+        self._shares = shares(config)
+        self._section_rows = section_rows(config)
         self._index = index
         self._cold = cold
         self._workers = workers
         self._holds: weakref.WeakSet[IdsHold] = weakref.WeakSet()
-        self._frozen: _Changed | None = None
+        self._frozen: Changed | None = None
         self._version = 0
         self.forget()
 
@@ -517,17 +417,17 @@ class TableIds:
             self._version = version
             if "_known" not in self.__dict__:
                 return
-            parts = [self._of_all, *map(_Changed.of, self._sections(self._known))]
-            self._frozen = _Changed(*map(np.concatenate, zip(*parts, strict=True)))
+            parts = [self._of_all, *map(Changed.of, self._sections(self._known))]
+            self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
             for part in self._known:
                 part.clean(slice(None))
 
     @property
-    def _of_all(self) -> _Changed:
+    def _of_all(self) -> Changed:
         """The first row of each section."""
         starts = np.arange(*self._rules.owned) * self._section_rows
         words = self._step | self._clock << 32, self._rows.cursor
-        return _Changed(starts, np.full((len(starts), 2), words, np.uint64))
+        return Changed(starts, np.full((len(starts), 2), words, np.uint64))
 
     def write_frozen(self) -> None:
         """See ``Frozen``."""
@@ -577,16 +477,16 @@ class TableIds:
                 slots = np.arange(len(rows), dtype=np.int32)
                 words, state = np.empty((len(rows), 2), np.uint64), np.empty((len(rows), 0), np.uint64)
                 self._cold.read(self._keys(rows), slots, words, state, np.empty(len(rows), np.bool_))
-                self._enter(_Changed(rows, words), known)
+                self._enter(Changed(rows, words), known)
         return known
 
-    def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[_Section]:
+    def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[Section]:
         step, section_rows = 2 if self._num_candidates else 1, self._section_rows
         for place, owner in enumerate(range(*self._rules.owned)):
             for first, (part, share) in enumerate(zip(known, self._shares, strict=True), 1 + owner * section_rows):
-                yield _Section(part, range(place * share, (place + 1) * share), first, step)
+                yield Section(part, range(place * share, (place + 1) * share), first, step)
 
-    def _enter(self, changed: _Changed, known: tuple[IdMap, IdMap]) -> None:
+    def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
         for section in self._sections(known):
             changed.enter(section)
         for words in changed.words[changed.rows % self._section_rows == 0]:
@@ -616,7 +516,7 @@ class TableIds:
         keys = newer.changed[first:stop]
         words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
         newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
-        return ChangedIds(self, _Changed(keys & ROW_MASK, words))
+        return ChangedIds(self, Changed(keys & ROW_MASK, words))
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and ``show`` use."""
@@ -624,7 +524,7 @@ class TableIds:
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
 
-    def show(self, changed: _Changed | None) -> None:
+    def show(self, changed: Changed | None) -> None:
         with self.lock:
             known = self.__dict__.pop("_known", None)
             if changed is not None and known is not None:
@@ -637,10 +537,10 @@ class TableIds:
         return self._config.table_of_ids(self._index).num_embeddings, 2
 
     def words(self) -> Words:
-        """All that the companion's rows would hold after a commit, uint64."""
+        """All that the table of ids' rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [_Changed.of_rows(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
+            parts = [Changed.of_rows(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
             for each in (self._of_all, *parts):
                 words[each.rows] = each.words
         return words
@@ -654,7 +554,7 @@ class TableIds:
             if self.in_use:
                 raise TableError(f"a batch uses rows of table {self._config.name!r}: run its backward, or drop it")
             known = IdMap(self._rows.capacity), IdMap(self._candidates.capacity)
-            self._enter(_Changed(np.arange(len(words)), words), known)
+            self._enter(Changed(np.arange(len(words)), words), known)
             for part in known:
                 part.soil(np.arange(part.capacity))
             self._known = known
@@ -662,5 +562,5 @@ class TableIds:
             self.num_moves += 1
 
     def _keys(self, rows: Int64s) -> Int64s:
-        """Of rows of the companion."""
+        """Of rows of the table of ids."""
         return rows | ((self._index + 1) << KEY_ROW_BITS)

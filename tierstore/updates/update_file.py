@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, FormatError, TruncatedError
 from ..exchange.tensor_file import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
-from ..store.table_ids import RowIds
+from ..store.stored_ids import RowIds
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.excerpt import excerpt
 from ..system.output import partial_file

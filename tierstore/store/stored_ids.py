@@ -1,0 +1,113 @@
+"""How the ids of a table lie in its table of ids: row r + 1 has the id and score of row r, but if there are candidates,
+they and rows come in turn, so that the table may grow; row 0 has the count of batches, the time of the last, and where
+rows without ids are looked for next. Where ids have several owners, there is a section of this form for each.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..config import TableConfig
+from ..errors import DamagedError
+from ..ids.id_map import MAX_SCORE, IdMap, map_bytes
+from ..kernels.arrays import Bools, Int64s, Words
+
+_HALF: Final = np.uint64(32)
+_HAS_ID: Final = np.uint64(1)
+
+
+def shares(config: TableConfig) -> tuple[int, int]:
+    """How many rows and candidates an owner has."""
+    rules, most = config.ids, config.num_embeddings
+    return (0, 0) if rules is None else (rules.share(most), rules.share(rules.num_candidates(most)))
+
+
+def section_rows(config: TableConfig) -> int:
+    """Of the table of ids, for each owner."""
+    return 1 if config.ids is None else config.table_of_ids(0).num_embeddings // config.ids.owners
+
+
+def ids_bytes(config: TableConfig) -> int:
+    """Memory for a table's ids, once they are looked at; 0 if they are not dynamic."""
+    here = range(*config.ids.owned) if config.ids else ()
+    return sum(map_bytes(len(here) * share) for share in shares(config))
+
+
+class Section(NamedTuple):
+    """Rows of a map, all of one owner; theirs in the table of ids are each ``step``-th from ``start`` on."""
+
+    part: IdMap
+    rows: range
+    start: int
+    step: int
+
+
+class RowIds(NamedTuple):
+    """int64 [n], rows of a table; each one's id, int64 [n], and whether it still has it, bool [n]."""
+
+    rows: Int64s
+    ids: Int64s
+    has_id: Bools
+
+    @classmethod
+    def of(cls, rows: Int64s, words: Words) -> "RowIds":
+        """As ``words`` of the table of ids, uint64 [n, 2], have them: id; whether the row has it << 32 | score."""
+        return cls(rows, words[:, 0].view(np.int64), words[:, 1] >> _HALF & _HAS_ID != 0)
+
+    @classmethod
+    def of_table(cls, config: TableConfig, rows: Int64s, words: Words) -> "RowIds":
+        """Of the table's own rows, among some of its table of ids'."""
+        own, found = own_rows(config, rows)
+        return cls.of(found, words[own])
+
+
+def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
+    """Which of its table of ids' rows, int64 [n], have ids of the table's own rows, bool [n], and of which."""
+    assert config.ids is not None
+    share, candidates = shares(config)
+    owners, rest = np.divmod(places, section_rows(config))
+    rows, is_candidate = np.divmod(rest - 1, 2 if candidates else 1)
+    own = (rest > 0) & (is_candidate == 0) & (rows < share)
+    return own, (owners * share + rows)[own]
+
+
+class Changed(NamedTuple):
+    """Rows of the table of ids, int64 [n], and what they hold, uint64 [n, 2], as ``RowIds.of`` reads it."""
+
+    rows: Int64s
+    words: Words
+
+    @classmethod
+    def of(cls, section: Section) -> "Changed":
+        """What changed in a section, the only one of its map."""
+        return cls.of_rows(section, section.part.dirty_rows)
+
+    @classmethod
+    def of_rows(cls, section: Section, rows: Int64s) -> "Changed":
+        """What these rows of it hold."""
+        part = section.part
+        words = np.empty((len(rows), 2), np.uint64)
+        words[:, 0] = part.ids[rows].view(np.uint64)
+        words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
+        return cls(rows * section.step + section.start, words)
+
+    def within(self, section: Section) -> "Changed":
+        """What is of a section, in terms of its map's rows."""
+        rows, rest = np.divmod(self.rows - section.start, section.step)
+        own = (rest == 0) & (rows >= 0) & (rows < len(section.rows))
+        return Changed(rows[own] + section.rows.start, self.words[own])
+
+    def enter(self, section: Section) -> None:
+        """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
+        part, own = section.part, self.within(section)
+        rows, ids, used = RowIds.of(*own)
+        part.remove(rows[part.has_id(rows)])
+        ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
+        is_sound = 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE
+        if is_sound:
+            part.put(rows[used], ids, scores)
+        if not is_sound or not np.array_equal(part.find(ids), rows[used]):
+            raise DamagedError(
+                "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
+            )
+        part.clean(rows)
