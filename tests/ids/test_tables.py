@@ -14,8 +14,10 @@ import torch
 
 import tierstore
 from tests.hbm.stores import few_slots
-from tierstore.errors import IdError, TableError
+from tierstore.errors import IdError, TableError, TierstoreError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
+from tierstore.store.stored_ids import Changed
+from tierstore.store.table_ids import TableIds
 
 BIG = 2**63 - 1
 
@@ -431,7 +433,7 @@ def test_time_goes_forward_and_is_needed() -> None:
             table.admit(torch.tensor([1]))
         store.set_time(600)
         table.admit(torch.tensor([1]))
-        with pytest.raises(ValueError, match="time"):
+        with pytest.raises(ValueError, match="seconds"):
             store.set_time(500)
         store.set_time(900)
         table.admit(torch.tensor([2]))
@@ -439,3 +441,64 @@ def test_time_goes_forward_and_is_needed() -> None:
         store.set_time(961)
         table.admit(torch.tensor([2]))
         assert not table.read(torch.tensor([1])).any()
+
+
+def test_what_on_evict_calls_may_not_use_the_store() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(replace(config(), num_embeddings=3))
+        table.admit(torch.tensor([7, 8, 9]))
+        for use in (lambda: table.evict(torch.tensor([8])), lambda: table.admit(torch.tensor([1])), store.commit):
+            table.on_evict(lambda ids, rows, use=use: use())  # type: ignore[misc]
+            with pytest.raises(TableError, match="on_evict"):
+                table.evict(torch.tensor([7]))
+        assert listed(table) == [7, 8, 9]
+
+
+def test_rows_that_were_imported_before_any_time_is_known_are_of_the_first_batch() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB") as store:
+        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=5))))
+        table.give_rows(np.arange(50))
+        store.set_time(1e9)
+        for later in range(0, 301, 60):
+            store.set_time(1e9 + later)
+            table.admit(torch.tensor([99]))
+            assert len(listed(table)) == 51
+        store.set_time(1e9 + 400)
+        table.admit(torch.tensor([99]))
+        assert listed(table) == [99]
+    assert len({rule.scores for rule in (LFU(), LRU(), TTL(minutes=5))}) == 3
+    assert TTL(5).scores == LRU().scores
+
+
+def test_a_lost_clock_is_that_of_the_newest_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As repair leaves a store whose row 0 of ids was damaged."""
+    with tierstore.open(tmp_path, ddr="2MiB") as store:
+        table = store.create_table(replace(config(), num_embeddings=3))
+        for key in range(9):
+            table.admit(torch.tensor([key]))
+        with monkeypatch.context() as patch:
+            patch.setattr(TableIds, "_of_all", Changed(np.zeros(1, np.int64), np.zeros((1, 2), np.uint64)))
+            store.commit()
+    with tierstore.open(tmp_path, ddr="2MiB") as store:
+        assert store["item"].admit(torch.tensor([20, 21])) == 2
+        assert listed(store["item"]) == [8, 20, 21]
+
+
+def test_commits_and_rollbacks_in_two_threads_end() -> None:
+    with tierstore.open(cold="memory", ddr="2MiB", keep=3) as store:
+        table = store.create_table(config())
+        version = store.commit()
+
+        def commit() -> None:
+            for key in range(200):
+                with contextlib.suppress(TierstoreError, ValueError):
+                    table.admit(torch.tensor([key]))
+                    store.commit()
+
+        committing = threading.Thread(target=commit, daemon=True)
+        committing.start()
+        while committing.is_alive():
+            with contextlib.suppress(TierstoreError, ValueError):
+                store.rollback(version)
+            committing.join(0.001)
+        table.ids.check_integrity()  # type: ignore[union-attr]

@@ -436,6 +436,11 @@ class ShardedStore:
         """Numbers of the commits that this rank has, ascending, up to the last one that all ranks have."""
         return tuple(number for number, kept in self._versions.items() if kept in self.local.versions)
 
+    def set_time(self, seconds: float) -> None:
+        """As ``Store.set_time``, the same on all ranks; collective."""
+        with self.ranks.together(f"set_time({seconds})"):
+            self.local.set_time(seconds)
+
     def rollback(self, version: int) -> None:
         """Go back to a commit that all ranks keep; collective. Later ones, and what was not committed, are dropped.
 

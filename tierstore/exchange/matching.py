@@ -311,7 +311,7 @@ def _ids(files: _Files, key: str, config: TableConfig, told: TableConfig | None,
     place = _place(*parts[0])
     if config.ids is None:
         raise TableError(f"{place} has ids of rows, and table {config.name!r} numbers them: choose another table")
-    if told is None or told.ids is None or told.ids.eviction.kind != config.ids.eviction.kind:
+    if told is None or told.ids is None or told.ids.eviction.scores != config.ids.eviction.scores:
         parts = parts[:1]
     for part in parts:
         info = part.source.tensors[part.key]

@@ -73,6 +73,11 @@ class Eviction:
 
     kind: ClassVar[str] = ""
 
+    @property
+    def scores(self) -> str:
+        """What scores are: uses, or when the last was: in batches or in minutes."""
+        return "batches"
+
 
 @dataclass(frozen=True)
 class LRU(Eviction):
@@ -96,6 +101,10 @@ class LFU(Eviction):
         if self.half_life_steps is not None:
             _require(self.half_life_steps, "half_life_steps", 1, 2**31)
 
+    @property
+    def scores(self) -> str:
+        return "uses"
+
 
 @dataclass(frozen=True)
 class TTL(Eviction):
@@ -116,6 +125,10 @@ class TTL(Eviction):
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("TTL takes either steps or minutes")
         _require(self.span, "steps" if self.minutes is None else "minutes", 1, 2**30)
+
+    @property
+    def scores(self) -> str:
+        return "batches" if self.minutes is None else "minutes"
 
     @property
     def span(self) -> Any:

@@ -303,17 +303,12 @@ def sort_by_score(entries: Words, spare: Words) -> Any:
     return entries
 
 
-@inline
-def _is_as_queued(entry: np.uint64, mark: np.uint32) -> Any:
-    return np.uint64(mark & np.uint32(MAX_SCORE)) == entry >> _HALF
-
-
 @kernel
 def next_victims(queue: Words, wanted: int, records: Records, rows: Int32s) -> Any:
     """Of a queue of score << 32 | row, ascending, the first ``wanted`` rows that have these scores still and may lose
     their ids, and all others of the score of the last, into ``rows``: (how many, of how many the score is lower than
-    that of the last, where the queue goes on: with those of that score, and before them those that are kept)."""
-    count, below, place, first, any_kept = 0, 0, 0, 0, False
+    that of the last, how many entries come before the first row that has its score still)."""
+    count, below, place, first, num_stale = 0, 0, 0, 0, 0
     while place < queue.size:
         if place + _FAR < queue.size:
             prefetch_item(records, np.int64(queue[place + _FAR] & _ROW))
@@ -323,21 +318,14 @@ def next_victims(queue: Words, wanted: int, records: Records, rows: Int32s) -> A
             below, first = count, place
         row = np.int64(queue[place] & _ROW)
         mark = records[row]["mark"]
-        if _is_as_queued(queue[place], mark):
-            if mark & np.uint32(_KEPT):
-                any_kept = True
-            else:
+        if np.uint64(mark & np.uint32(MAX_SCORE)) == queue[place] >> _HALF:
+            if not mark & np.uint32(_KEPT):
                 rows[count] = row
                 count += 1
+        elif num_stale == place:
+            num_stale += 1
         place += 1
-    start = first
-    if any_kept:
-        for place in range(first - 1, -1, -1):
-            mark = records[np.int64(queue[place] & _ROW)]["mark"]
-            if _is_as_queued(queue[place], mark) and mark & np.uint32(_KEPT):
-                start -= 1
-                queue[start] = queue[place]
-    return count, below, start
+    return count, below, num_stale
 
 
 def _divide(workers: Workers | None, work: Callable[[int, int], None], count: int) -> None:
@@ -488,27 +476,12 @@ class IdMap:
                 if len(victims) < wanted and bound > self._bound:
                     self._queue, self._bound = self._up_to(bound, workers), bound
                     victims = self._next(wanted)
-            go = choose(victims)
-            if any(map(len, kept)) and not go.all():  # the queue has kept rows where victims were
-                self._forget_queue()
-            else:
-                self._requeue(victims[~go])
-        except BaseException:
-            self._forget_queue()
-            raise
+            gone: Int64s = victims[choose(victims)]
         finally:
             for rows in kept:
                 self._marks[rows] &= ~np.uint32(_KEPT)
-        gone: Int64s = victims[go]
         self.remove(gone, workers)
         return gone
-
-    def _requeue(self, rows: Int64s) -> None:
-        """Put rows that ``_next`` gave back; those of the last score are in the queue still."""
-        if len(rows):
-            entries = self.scores(rows).astype(np.uint64) << _HALF | rows.astype(np.uint64)
-            entries = entries[entries >> _HALF < self._queue[0] >> _HALF]
-            self._queue = np.concatenate([entries, self._queue])
 
     def _likely_bound(self, wanted: int, most: int) -> int:
         """A score up to which there are probably ``wanted`` rows, and more for what is wanted next."""
@@ -534,8 +507,8 @@ class IdMap:
 
     def _next(self, wanted: int) -> Int64s:
         rows = np.empty(len(self._queue), np.int32)
-        count, below, start = next_victims(self._queue, wanted, self._records, rows)
-        self._queue = self._queue[start:]
+        count, below, num_stale = next_victims(self._queue, wanted, self._records, rows)
+        self._queue = self._queue[num_stale:]
         equal = _lowest_ids(rows[below:count], self.ids, wanted - below)
         return np.concatenate([rows[:below], equal], dtype=np.int64)
 

@@ -146,7 +146,10 @@ class Commits:
             raise ValueError(
                 f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
-        with self._shown.changing(), self._pools.lock:
+        with contextlib.ExitStack() as held:
+            locks: list[Any] = [ids.lock for ids in self._catalog.ids]
+            for lock in (self._shown.changing(), *locks, self._pools.lock):
+                held.enter_context(lock)
             try:
                 self._pools.require_unused("go back")
             except TableError as error:

@@ -80,7 +80,8 @@ class Shown:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within it, rows become those of another version. Order: the follower's lock, this, that of the pools."""
+        """Within it, rows become those of another version. Order: the follower's lock, this, those of
+        dynamic ids, that of the pools."""
         with self._lock:
             self.changes += 1
             try:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -245,7 +245,8 @@ class Follower:
     @shielded
     def show(self, newer: Newer) -> int:
         with contextlib.ExitStack() as held:
-            for lock in (self.lock, self._shown.changing(), self._pools.lock):
+            locks: list[Any] = [each.lock for each in self._catalog.ids]
+            for lock in (self.lock, self._shown.changing(), *locks, self._pools.lock):
                 held.enter_context(lock)
             self._lifetime.require_open()
             if newer.found is not self._found:

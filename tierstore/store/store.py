@@ -415,9 +415,12 @@ class Store(Unpicklable):
         """Say of when the batches from now on are, for ``TTL(minutes=)``: seconds since 1970, or since any other time.
         A run that is resumed, or repeated, is the same if it says the same. ValueError: it goes back."""
         self.require_open()
-        for table in self.tables.values():
-            if table.ids is not None:
-                table.ids.set_time(int(seconds // 60) + 1)
+        minutes = int(seconds // 60) + 1
+        timed = [table.ids for table in self.tables.values() if table.ids is not None and table.ids.goes_by_time]
+        for ids in timed:
+            ids.require_time(minutes)
+        for ids in timed:
+            ids.set_time(minutes)
 
     # Looking at it
 

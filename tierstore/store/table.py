@@ -1,5 +1,6 @@
 """A table of a store: read, write and pooled lookup by id."""
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+_CHUNK_ROWS: Final = 2**16
 _ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 
 
@@ -404,6 +406,10 @@ class Table(Unpicklable):
         """
         self.store.require_writable()
         self.require_float()
+        with self.store.shown.changing() if self.ids is not None else contextlib.nullcontext():  # ids keep their rows
+            self._write(ids, rows)
+
+    def _write(self, ids: Tensor, rows: Tensor) -> None:
         keys = self._keys(ids)
         if self.ids is not None:
             self.ids.require_rows(check_ids(ids, device=self.store.device), keys, _ADMITS)
@@ -455,15 +461,19 @@ class Table(Unpicklable):
             return known.evict(given)
 
     def on_evict(self, call: Callable[[Tensor, Tensor], None] | None) -> None:
-        """Have ``call(ids, rows)`` called with what is about to be evicted, int64 [n] and [n, embedding_dim] of the
-        table's dtype, until another call, or None, is set. It runs within the forward pass that evicts, and may not use
-        the store; if it raises, the pass ends with that error, and these ids keep their rows. TableError: the ids are
-        not dynamic."""
+        """Have ``call(ids, rows)`` called with what is about to be evicted, until another call, or None, is set.
+
+        It is given int64 [n] and [n, embedding_dim] of the table's dtype, n up to 65,536, and runs within the forward
+        pass that evicts. It may not use the store. If it raises, the pass ends with that error, and no id of this pass
+        has lost its row; over ranks, none of this rank. TableError: the ids are not dynamic.
+        """
         known = self._require_dynamic("evict")
 
         def read(keys: Int64s, ids: Int64s) -> None:
             assert call is not None
-            call(torch.from_numpy(ids), self.in_pool(lambda pool: pool.tier.read(keys)))
+            for first in range(0, len(ids), _CHUNK_ROWS):
+                part = slice(first, first + _CHUNK_ROWS)
+                call(torch.from_numpy(ids[part]), self.in_pool(lambda pool: pool.tier.read(keys[part])))  # noqa: B023
 
         known.on_evict = None if call is None else read
 

@@ -115,6 +115,7 @@ class TableIds:
         self.num_changes = self.num_moves = 0
         self.peers = Peers()
         self.on_evict: Callable[[Int64s, Int64s], None] | None = None
+        self._is_leaving = False
         self.first_key = config.rows.start | (index << KEY_ROW_BITS)
         self._config = config
         self._rules = config.ids
@@ -153,15 +154,24 @@ class TableIds:
         return IdStats(*self.counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
 
     @property
-    def _goes_by_time(self) -> bool:
+    def goes_by_time(self) -> bool:
+        """Whether a batch is known by the time that ``set_time`` gave."""
         return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
 
-    def set_time(self, minutes: int) -> None:
-        """Of batches from now on. ValueError: it is before that of others, or none."""
+    def require_time(self, minutes: int) -> None:
+        """ValueError: it is before that of another batch, or none."""
         with self.lock:
             _ = self._known
-            if not self._minutes <= minutes <= MAX_SCORE:
-                raise ValueError(f"time goes from minute {self._minutes} to {minutes} of table {self._config.name!r}")
+            least = max(1, self._minutes, self._clock)
+            if not least <= minutes <= MAX_SCORE:
+                raise ValueError(
+                    f"seconds={60 * (minutes - 1)}: batches of table {self._config.name!r} are of "
+                    f"{60 * (least - 1)} to {60 * (MAX_SCORE - 1)} from now on"
+                )
+
+    def set_time(self, minutes: int) -> None:
+        """Of batches from now on."""
+        with self.lock:
             self._minutes = minutes
 
     # Looking ids up
@@ -228,23 +238,22 @@ class TableIds:
                 )
             self.num_changes += 1
             self.num_admitted += len(missing)
-            self._clock = max(self._clock, 1)  # as if a batch had used them
+            self._require_idle()
+            self._keep_up(max(self._clock, self._minutes, 1))  # as if a batch had used them
             rows[missing] = own.free_rows(len(missing))
             self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), put)
             counted = candidates.find(ids)
             candidates.remove(counted[counted >= 0])
             if scores is not None:
                 own.set_scores(rows, scores.astype(np.uint32))
-                if not isinstance(self._rules.eviction, LFU):
-                    self._clock = max(self._clock, int(scores.max(initial=1)))
-            if not self._goes_by_time:
-                self._step = max(self._step, self._clock)
+                self._keep_up(int(scores.max(initial=1)))
             return rows
 
     def admit(self, ids: Int64s, put: Put) -> FoundRows:
         """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others. If
         ``put`` fails, no id has got a row, though some may have lost theirs."""
         with self.lock:
+            self._require_idle()
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
             is_counted = isinstance(self._rules.eviction, LFU)
@@ -275,6 +284,7 @@ class TableIds:
     def evict(self, ids: Int64s) -> int:
         """Take the rows from these ids, but from those that a batch under way uses; returns how many had one."""
         with self.lock:
+            self._require_idle()
             rows = self._rows.find(np.unique(ids))
             rows = rows[rows >= 0]
             self.num_changes += 1
@@ -284,6 +294,8 @@ class TableIds:
 
     def _next_step(self) -> int:
         """Number this batch; forget counts, and ids that were not used for long, as the rules say."""
+        if self.goes_by_time and not self._minutes:
+            raise RuntimeError(f"table {self._config.name!r} has TTL(minutes=): call Store.set_time before a batch")
         if self._step >= MAX_SCORE:
             raise OverflowError(f"table {self._config.name!r} has seen {self._step} batches; ids cannot count more")
         rows, rule = self._rows, self._rules.eviction
@@ -291,10 +303,10 @@ class TableIds:
         if isinstance(rule, LFU) and rule.half_life_steps is not None and self._step % rule.half_life_steps == 0:
             used = rows.used_rows
             rows.set_scores(used, np.maximum(rows.scores(used) >> np.uint32(1), np.uint32(1)))
-        before, self._clock = self._clock, self._minutes if self._goes_by_time else self._step
+        before, self._clock = self._clock, self._minutes if self.goes_by_time else self._step
         if isinstance(rule, TTL):
-            if not self._clock:
-                raise RuntimeError(f"table {self._config.name!r} has TTL(minutes=): call store.set_time before a batch")
+            if self.goes_by_time and before <= 1:  # of rows that were imported no time is known
+                rows.set_scores(rows.used_rows, np.full(rows.num_used, self._clock, np.uint32))
             every = max(1, rule.span // 16)
             if self._clock > rule.span and self._clock // every > before // every:
                 used = rows.used_rows
@@ -359,7 +371,7 @@ class TableIds:
     @property
     def _held(self) -> list[Int64s]:
         """The rows of batches under way."""
-        return [hold.rows[hold.rows >= 0] for hold in self._holds]
+        return [rows[rows >= 0] for rows in [hold.rows for hold in self._holds]]
 
     def _not_held(self, rows: Int64s) -> Int64s:
         return rows[~np.isin(rows, np.concatenate([rows[:0], *self._held]))]
@@ -373,7 +385,7 @@ class TableIds:
             wanted, kept, most = lacking, self._held, self._clock - 1  # all of this batch have its number
             if isinstance(self._rules.eviction, LFU):
                 wanted = max(wanted, int(capacity * EVICTED_SHARE))
-            if isinstance(self._rules.eviction, LFU) or self._goes_by_time:  # others may have scores as high
+            if isinstance(self._rules.eviction, LFU) or self.goes_by_time:  # others may have scores as high
                 most = MAX_SCORE
                 kept.append(batch[batch >= 0])
 
@@ -396,7 +408,15 @@ class TableIds:
 
     def _note_leaving(self, rows: Int64s) -> None:
         if self.on_evict is not None and len(rows):
-            self.on_evict(rows + self.first_key, self._rows.ids[rows])
+            self._is_leaving = True
+            try:
+                self.on_evict(rows + self.first_key, self._rows.ids[rows])
+            finally:
+                self._is_leaving = False
+
+    def _require_idle(self) -> None:
+        if self._is_leaving:
+            raise TableError(f"what Table.on_evict calls for table {self._config.name!r} may not use the store")
 
     def _remove(self, rows: Int64s) -> int:
         self._note_leaving(rows)
@@ -413,6 +433,7 @@ class TableIds:
     def freeze(self, version: int) -> None:
         """What is known now is of that version."""
         with self.lock:
+            self._require_idle()
             self.abandon()
             self._version = version
             if "_known" not in self.__dict__:
@@ -478,7 +499,15 @@ class TableIds:
                 words, state = np.empty((len(rows), 2), np.uint64), np.empty((len(rows), 0), np.uint64)
                 self._cold.read(self._keys(rows), slots, words, state, np.empty(len(rows), np.bool_))
                 self._enter(Changed(rows, words), known)
+        highest = int(known[0].scores(known[0].used_rows).max(initial=0))
+        self._keep_up(highest)  # a repaired store may have lost the clock
         return known
+
+    def _keep_up(self, score: int) -> None:
+        """The last batch was not before that which gave this score."""
+        if not isinstance(self._rules.eviction, LFU):
+            self._clock = max(self._clock, score)
+            self._step = self._step if self.goes_by_time else max(self._step, score)
 
     def _sections(self, known: tuple[IdMap, IdMap]) -> Iterator[Section]:
         step, section_rows = 2 if self._num_candidates else 1, self._section_rows
@@ -488,10 +517,9 @@ class TableIds:
 
     def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
         for section in self._sections(known):
-            changed.enter(section)
+            changed.enter(section, self._workers)
         for words in changed.words[changed.rows % self._section_rows == 0]:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
-            self._minutes = max(self._minutes, self._clock if self._goes_by_time else 0)
 
     def take_over(self, other: "TableIds") -> Int64s:
         """Have those of another table's ids that this one's owners have, with all that is known of them, in a table
