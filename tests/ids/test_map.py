@@ -1,6 +1,9 @@
 """The map from id to row, beside a dict."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,16 @@ EDGES = [-(2**63), -1, 0, 1, 2**63 - 1]
 
 
 class EveryThread(Workers):
-    """However little there is to do."""
+    """However little there is to do; one range of places after another, each of which alone may change."""
+
+    index: Any = None
+
+    def run(self, work: Callable[[int, int], Any], bounds: Sequence[int]) -> None:
+        for begin, end in pairwise(bounds):
+            before, size = self.index.copy(), len(self.index)
+            work(begin, end)
+            changed = np.flatnonzero(self.index != before)
+            assert all(begin <= place + (size if place < begin else 0) < end for place in changed.tolist())
 
     def parts(self, work: int) -> int:
         return self.threads
@@ -30,6 +42,7 @@ def test_finds_what_was_inserted_and_not_removed(capacity: int, seed: int, sprea
     generator = np.random.default_rng(seed)
     ids = np.unique(np.append(generator.integers(-spread, spread, 2 * capacity), EDGES))
     made, known, workers = IdMap(capacity), dict[int, int](), EveryThread(threads)
+    workers.index = made._index
     for step in range(1, 20):
         score = step * int(generator.integers(0, 2))
         found = made.find(ids, workers, score=score)
@@ -52,8 +65,11 @@ def _chosen(made: IdMap, spared: set[int], rows: Int64s) -> Bools:
     return np.array([each not in spared for each in made.ids[rows].tolist()], np.bool_)
 
 
-@given(capacity=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), highest=st.sampled_from([1, 3, 400, 2**30 - 1]))
-def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, highest: int) -> None:
+@given(
+    capacity=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), highest=st.sampled_from([1, 3, 400, 2**30 - 1]),
+    is_rising=st.booleans(),
+)  # fmt: skip
+def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, highest: int, is_rising: bool) -> None:
     generator = np.random.default_rng(seed)
     made, known, most = IdMap(capacity), dict[int, int](), 1
     with pytest.MonkeyPatch.context() as patch:
@@ -61,16 +77,21 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
         patch.setattr(id_map, "_SCANNED_ROWS", 64)
         for step in range(12):
             new = generator.integers(0, 2**62, int(generator.integers(0, made.num_free + 1)))
-            scores = generator.integers(1, highest, len(new), endpoint=True).astype(np.uint32)
+            lowest_new = 2 + step if is_rising else 1
+            scores = generator.integers(lowest_new, max(lowest_new, highest), len(new), endpoint=True).astype(np.uint32)
             made.put(made.free_rows(len(new)), new, scores)
             known |= dict(zip(new.tolist(), scores.tolist(), strict=True))
             used = generator.permutation(made.used_rows)[: made.num_used // 3]
-            if generator.integers(0, 2):
+            if not is_rising:
                 made.count_uses(used)
                 known |= {each: min(known[each] + 1, 2**30 - 1) for each in made.ids[used].tolist()}
+            if len(used) and generator.integers(0, 2):
+                raised = made.ids[used[: len(used) // 2]]
+                made.find(raised, score=2**29 + step)
+                known |= dict.fromkeys(raised.tolist(), 2**29 + step)
             kept = generator.permutation(made.used_rows)[: generator.integers(0, made.num_used + 1)]
             most = max(most, int(generator.choice([1, highest, 2**30 - 1])))
-            wanted = int(generator.integers(1, capacity + 1))
+            wanted = int(generator.integers(1, capacity // 8 + 2 if is_rising else capacity + 1))
             may_go = set(known) - set(made.ids[kept].tolist())
             lowest_first = sorted((known[each], each) for each in may_go if known[each] <= most)
             spared = {each for _, each in lowest_first[:: int(generator.integers(1, 5))]}

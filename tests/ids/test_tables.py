@@ -14,7 +14,7 @@ import torch
 
 import tierstore
 from tests.hbm.stores import few_slots
-from tierstore.errors import IdError, TableError, TierstoreError
+from tierstore.errors import IdError, TableError
 from tierstore.ids import LFU, LRU, TTL, DynamicIds, Frequency, Probability
 from tierstore.store.stored_ids import Changed
 from tierstore.store.table_ids import TableIds
@@ -484,21 +484,39 @@ def test_a_lost_clock_is_that_of_the_newest_id(tmp_path: Path, monkeypatch: pyte
         assert listed(store["item"]) == [8, 20, 21]
 
 
-def test_commits_and_rollbacks_in_two_threads_end() -> None:
+def test_a_commit_and_a_rollback_in_two_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with tierstore.open(cold="memory", ddr="2MiB", keep=3) as store:
         table = store.create_table(config())
         version = store.commit()
+        table.admit(torch.tensor([1]))
+        require_unused = store._pools.require_unused
 
-        def commit() -> None:
-            for key in range(200):
-                with contextlib.suppress(TierstoreError, ValueError):
-                    table.admit(torch.tensor([key]))
-                    store.commit()
+        def slow(action: str) -> None:
+            committing.start()
+            committing.join(0.3)  # it gets as far as it can
+            require_unused(action)
 
-        committing = threading.Thread(target=commit, daemon=True)
-        committing.start()
-        while committing.is_alive():
-            with contextlib.suppress(TierstoreError, ValueError):
-                store.rollback(version)
-            committing.join(0.001)
-        table.ids.check_integrity()  # type: ignore[union-attr]
+        monkeypatch.setattr(store._pools, "require_unused", slow)
+        committing = threading.Thread(target=store.commit, daemon=True)
+        rolling_back = threading.Thread(target=store.rollback, args=(version,), daemon=True)
+        rolling_back.start()
+        for each in (rolling_back, committing):
+            each.join(30)
+            assert not each.is_alive()
+
+
+def test_the_clock_is_kept_though_the_newest_ids_went(tmp_path: Path) -> None:
+    """By which batches look for ids whose time is over: here one in four minutes."""
+    old, new = torch.tensor([1]), torch.tensor([2])
+    with tierstore.open(tmp_path, ddr="2MiB") as store:
+        table = store.create_table(replace(config(), ids=DynamicIds(eviction=TTL(minutes=64))))
+        for minute, ids in ((1, old), (65, new)):
+            store.set_time(60 * minute)
+            table.admit(ids)
+        table.evict(new)
+        store.commit()
+    for minute, left in ((66, [1, 2]), (67, [2])):
+        with tierstore.open(tmp_path, ddr="2MiB") as store:
+            store.set_time(60 * minute)
+            store["item"].admit(new)
+            assert listed(store["item"]) == left
