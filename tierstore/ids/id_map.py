@@ -154,6 +154,17 @@ def remove_rows(
 
 
 @kernel
+def gather_dirty(records: Records, rows: Int32s) -> Any:
+    """The first of ``rows``: those that changed; returns how many."""
+    count = 0
+    for row in range(records.size):
+        if records[row]["mark"] >= _DIRTY:
+            rows[count] = row
+            count += 1
+    return count
+
+
+@kernel
 def count_uses(rows: Int64s, records: Records) -> None:
     """Add one to the scores of rows, up to the largest; a row may come several times."""
     for i in range(rows.size):
@@ -385,9 +396,10 @@ class IdMap:
     @property
     def dirty_rows(self) -> Int64s:
         """int64 [n], ascending."""
-        return np.flatnonzero(self._marks >= _DIRTY)
+        rows = np.empty(self.capacity, np.int32)
+        return rows[: gather_dirty(self._records, rows)].astype(np.int64)
 
-    def clean(self, rows: Int64s | slice) -> None:
+    def clean(self, rows: Int64s) -> None:
         """Nothing of these has changed."""
         self._marks[rows] &= np.uint32(MAX_SCORE | _KEPT)
 

@@ -440,8 +440,8 @@ class TableIds:
                 return
             parts = [self._of_all, *map(Changed.of, self._sections(self._known))]
             self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
-            for part in self._known:
-                part.clean(slice(None))
+            for section in self._sections(self._known):
+                section.part.clean(self._frozen.within(section).rows)
 
     @property
     def _of_all(self) -> Changed:
