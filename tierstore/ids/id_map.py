@@ -244,6 +244,11 @@ def as_words(ids: Int64s) -> Words:
     return ids.astype(np.uint64) ^ np.uint64(2**63)
 
 
+def are_scores(scores: Any) -> bool:
+    """Whether rows with ids can have all of these, whole numbers [n]."""
+    return bool(0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE)
+
+
 def draws(ids: Int64s, seed: np.uint64) -> Float64s:
     """float64 [n] in [0, 1), by seed and id."""
     out = np.empty(len(ids))

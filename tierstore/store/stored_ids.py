@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import TableConfig
 from ..errors import DamagedError
-from ..ids.id_map import MAX_SCORE, IdMap, map_bytes
+from ..ids.id_map import IdMap, are_scores, map_bytes
 from ..kernels.arrays import Bools, Int64s, Words
 from ..kernels.threads import Workers
 
@@ -79,13 +79,8 @@ class Changed(NamedTuple):
     words: Words
 
     @classmethod
-    def of(cls, section: Section) -> "Changed":
-        """What changed in a section, the only one of its map."""
-        return cls.of_rows(section, section.part.dirty_rows)
-
-    @classmethod
-    def of_rows(cls, section: Section, rows: Int64s) -> "Changed":
-        """What these rows of it hold."""
+    def of(cls, section: Section, rows: Int64s) -> "Changed":
+        """What these rows of a section, the only one of its map, hold."""
         part = section.part
         words = np.empty((len(rows), 2), np.uint64)
         words[:, 0] = part.ids[rows].view(np.uint64)
@@ -104,7 +99,7 @@ class Changed(NamedTuple):
         rows, ids, used = RowIds.of(*own)
         part.remove(rows[part.has_id(rows)], workers)
         ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
-        is_sound = 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE
+        is_sound = are_scores(scores)
         if is_sound:
             part.put(rows[used], ids, scores, workers)
         if not is_sound or not np.array_equal(part.find(ids, workers), rows[used]):

@@ -19,7 +19,7 @@ import numpy as np
 from ..config import TableConfig
 from ..errors import IdError, TableError
 from ..ids.configs import LFU, TTL, Frequency, Probability
-from ..ids.id_map import MAX_SCORE, IdMap, absent, as_words, draws, give_rows, lowest, owners_of
+from ..ids.id_map import MAX_SCORE, IdMap, absent, are_scores, as_words, draws, give_rows, lowest, owners_of
 from ..ids.peers import Peers
 from ..io import ColdTier, NewerVersion
 from ..kernels.arrays import Bools, Ids, Int64s, Words
@@ -154,6 +154,10 @@ class TableIds:
         return IdStats(*self.counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
 
     @property
+    def _counts_uses(self) -> bool:
+        return isinstance(self._rules.eviction, LFU)
+
+    @property
     def goes_by_time(self) -> bool:
         """Whether a batch is known by the time that ``set_time`` gave."""
         return isinstance(self._rules.eviction, TTL) and self._rules.eviction.minutes is not None
@@ -225,9 +229,10 @@ class TableIds:
         Args:
             scores: int64 [n], of all of them; default: as of those used now, and what the others have.
         """
-        if scores is not None and not 0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE:
+        if scores is not None and not are_scores(scores):
             raise ValueError(f"scores of ids are in [{scores.min()}, {scores.max()}], not in [1, {MAX_SCORE}]")
         with self.lock:
+            self._require_idle()
             own, candidates = self._rows, self._candidates
             rows = own.find(ids)
             missing = np.flatnonzero(rows < 0)
@@ -238,7 +243,6 @@ class TableIds:
                 )
             self.num_changes += 1
             self.num_admitted += len(missing)
-            self._require_idle()
             self._keep_up(max(self._clock, self._minutes, 1))  # as if a batch had used them
             rows[missing] = own.free_rows(len(missing))
             self._insert(rows[missing], ids[missing], np.ones(len(missing), np.int64), put)
@@ -256,8 +260,7 @@ class TableIds:
             self._require_idle()
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
-            is_counted = isinstance(self._rules.eviction, LFU)
-            found = rows.find(ids, self._workers, score=0 if is_counted else self._clock)
+            found = rows.find(ids, self._workers, score=0 if self._counts_uses else self._clock)
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
 
@@ -274,7 +277,7 @@ class TableIds:
             self._count(new, seen, given >= 0, step, order)
             self.num_admitted += len(chosen)
             self.num_refused += len(new) - len(chosen)
-            if is_counted:
+            if self._counts_uses:
                 rows.count_uses(found[found >= 0])
             give_rows(found, given)
             result = self._found(found, is_held=True)
@@ -361,8 +364,7 @@ class TableIds:
         return (scores >> np.uint32(_SEEN_BITS)) - np.uint32(step + 1) & np.uint32(_AGE)
 
     def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, put: Put) -> None:
-        is_counted = isinstance(self._rules.eviction, LFU)
-        scores = counts.astype(np.uint32) if is_counted else np.full(len(ids), self._clock, np.uint32)
+        scores = counts.astype(np.uint32) if self._counts_uses else np.full(len(ids), self._clock, np.uint32)
         put(rows + self.first_key, ids)
         self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
 
@@ -383,9 +385,9 @@ class TableIds:
         lacking = self.peers.excess(0, rows.num_used + len(chosen), capacity)
         if lacking > 0:
             wanted, kept, most = lacking, self._held, self._clock - 1  # all of this batch have its number
-            if isinstance(self._rules.eviction, LFU):
+            if self._counts_uses:
                 wanted = max(wanted, int(capacity * EVICTED_SHARE))
-            if isinstance(self._rules.eviction, LFU) or self.goes_by_time:  # others may have scores as high
+            if self._counts_uses or self.goes_by_time:  # others may have scores as high
                 most = MAX_SCORE
                 kept.append(batch[batch >= 0])
 
@@ -438,10 +440,11 @@ class TableIds:
             self._version = version
             if "_known" not in self.__dict__:
                 return
-            parts = [self._of_all, *map(Changed.of, self._sections(self._known))]
+            dirty = [(section, section.part.dirty_rows) for section in self._sections(self._known)]
+            parts = [self._of_all, *(Changed.of(*each) for each in dirty)]
             self._frozen = Changed(*map(np.concatenate, zip(*parts, strict=True)))
-            for section in self._sections(self._known):
-                section.part.clean(self._frozen.within(section).rows)
+            for section, rows in dirty:
+                section.part.clean(rows)
 
     @property
     def _of_all(self) -> Changed:
@@ -505,7 +508,7 @@ class TableIds:
 
     def _keep_up(self, score: int) -> None:
         """The last batch was not before that which gave this score."""
-        if not isinstance(self._rules.eviction, LFU):
+        if not self._counts_uses:
             self._clock = max(self._clock, score)
             self._step = self._step if self.goes_by_time else max(self._step, score)
 
@@ -568,7 +571,7 @@ class TableIds:
         """All that the table of ids' rows would hold after a commit, uint64."""
         words = np.zeros(self.shape, np.uint64)
         with self.lock:
-            parts = [Changed.of_rows(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
+            parts = [Changed.of(each, np.arange(len(each.rows))) for each in self._sections(self._known)]
             for each in (self._of_all, *parts):
                 words[each.rows] = each.words
         return words
