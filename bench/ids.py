@@ -148,6 +148,7 @@ def _trained(request: Run, share: str, *, is_dynamic: bool) -> dict[str, Any]:
     rows, batch = config["stream_rows"], config["stream_batch"]
     row_bytes = 4 * config["stream_dim"] + 8
     ddr = rows * (row_bytes + 40) + 2**27 if share == "100%" else rows * row_bytes // 5 + 2**25
+    ddr += map_bytes(rows) if is_dynamic else 0  # as many rows in DDR as without ids
     rule = tierstore.optim.RowWiseAdagrad(lr=0.1)
     ids_rule = tierstore.DynamicIds() if is_dynamic else None
     rates, memory, files, evicted = [], [], [], 0
@@ -176,7 +177,7 @@ def _trained(request: Run, share: str, *, is_dynamic: bool) -> dict[str, Any]:
     shutil.rmtree(path)
     return {
         "ids_per_s": asdict(Spread.of(rates[len(rates) // 2 :])), "rss_bytes": memory, "file_bytes": files,
-        "evicted": evicted,
+        "evicted": evicted, "ddr_bytes": ddr,
     }  # fmt: skip
 
 
@@ -196,10 +197,11 @@ def _tell_stream(found: dict[str, Any]) -> Told:
         rows.append(
             [
                 place, f"{fixed / 1e6:.2f} M", f"{dynamic / 1e6:.2f} M", f"{dynamic / fixed:.2f}",
+                *(f"{kinds[kind]['ddr_bytes'] >> 20}" for kind in (FIXED, DYNAMIC)),
                 f"{own['evicted']:,}", f"{own['file_bytes'][-1] / kinds[FIXED]['file_bytes'][-1]:.2f}",
             ]
         )  # fmt: skip
-    columns = ["", "fixed, ids/s", "dynamic, ids/s", "ratio", "evicted", "file over fixed's"]
+    columns = ["", "fixed, ids/s", "dynamic, ids/s", "ratio", "DDR, MiB", "with ids", "evicted", "file over fixed's"]
     return Told(tables=[Table(title="training on a drifting stream", columns=columns, rows=rows)], goals=goals)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.ids import id_map
-from tierstore.ids.id_map import IdMap, absent, give_rows, lowest, map_bytes
+from tierstore.ids.id_map import IdMap, absent, give_rows, lowest, map_bytes, select
 from tierstore.kernels.arrays import Bools, Int64s
 from tierstore.kernels.threads import Workers
 
@@ -41,22 +41,23 @@ class EveryThread(Workers):
 def test_finds_what_was_inserted_and_not_removed(capacity: int, seed: int, spread: int, threads: int) -> None:
     generator = np.random.default_rng(seed)
     ids = np.unique(np.append(generator.integers(-spread, spread, 2 * capacity), EDGES))
-    made, known, workers = IdMap(capacity), dict[int, int](), EveryThread(threads)
+    workers, known = EveryThread(threads), dict[int, int]()
+    made = IdMap(capacity, workers)
     workers.index = made._index
     for step in range(1, 20):
         score = step * int(generator.integers(0, 2))
-        found = made.find(ids, workers, score=score)
+        found = made.find(ids, score=score)
         assert found.tolist() == [known.get(each, -1) for each in ids.tolist()]
         assert not score or (made.scores(found[found >= 0]) == score).all()
         new = generator.permutation(ids[found < 0])[: generator.integers(0, made.num_free + 1)]
         rows = made.free_rows(len(new))
-        made.put(rows, new, np.ones(len(new), np.uint32), workers)
+        made.put(rows, new, np.ones(len(new), np.uint32))
         known |= dict(zip(new.tolist(), rows.tolist(), strict=True))
         assert len(set(known.values())) == len(known) == made.num_used
         gone = generator.permutation(made.used_rows)[: generator.integers(0, made.num_used + 1)]
         for each in made.ids[gone].tolist():
             del known[each]
-        made.remove(gone, workers)
+        made.remove(gone)
         made.check_integrity()
     workers.close()
 
@@ -74,7 +75,7 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
     made, known, most = IdMap(capacity), dict[int, int](), 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(id_map, "_SAMPLED_ROWS", 16)
-        patch.setattr(id_map, "_SCANNED_ROWS", 64)
+        patch.setattr(id_map, "_BUCKETS", 5)
         for step in range(12):
             new = generator.integers(0, 2**62, int(generator.integers(0, made.num_free + 1)))
             lowest_new = 2 + step if is_rising else 1
@@ -96,7 +97,10 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
             lowest_first = sorted((known[each], each) for each in may_go if known[each] <= most)
             spared = {each for _, each in lowest_first[:: int(generator.integers(1, 5))]}
             chosen = partial(_chosen, made, spared if step % 3 else set())
-            gone = made.ids[made.evict(wanted, [kept, kept], chosen, most=most)].tolist()
+            rows = made.evict(wanted, [kept, kept], chosen, most=most)
+            gone = made.ids[rows].tolist()
+            by_score = [(known[each], row) for each, row in zip(gone, rows.tolist(), strict=True)]
+            assert by_score == sorted(by_score)
             expected = [each for _, each in lowest_first[:wanted] if not step % 3 or each not in spared]
             assert sorted(gone) == sorted(expected)
             for each in gone:
@@ -104,13 +108,33 @@ def test_evicted_are_the_lowest_that_are_not_kept(capacity: int, seed: int, high
             made.check_integrity()
 
 
+def test_rows_that_changed_are_told_until_they_are_clean() -> None:
+    made, ids = IdMap(5000), np.arange(4000)
+    made.put(made.free_rows(4000), ids, np.ones(4000, np.uint32))
+    one = [np.array([row]) for row in range(0, 5000, 700)]
+    changes = [
+        lambda: made.find(one[0], score=2),
+        lambda: made.count_uses(one[1]),
+        lambda: made.set_scores(one[2], np.array([9], np.uint32)),
+        lambda: made.remove(one[3]),
+        lambda: made.soil(one[4]),
+        lambda: made.evict(1, [], lambda rows: np.ones(len(rows), np.bool_)),
+        lambda: made.put(one[6], np.array([-1]), np.ones(1, np.uint32)),
+    ]
+    for changed, change in zip([0, 700, 1400, 2100, 2800, 1, 4200], changes, strict=True):
+        made.clean(made.dirty_rows)
+        assert not len(made.dirty_rows)
+        change()
+        assert made.dirty_rows.tolist() == made.dirty_rows.tolist() == [changed]
+
+
 def test_bytes_an_id() -> None:
     made = IdMap(1000)
     rows = made.free_rows(1000)
     made.put(rows, rows, np.arange(1, 1001, dtype=np.uint32))
     made.evict(1, [], partial(_chosen, made, set()))
-    assert made._records.nbytes + made._index.nbytes + 8 * 125 == map_bytes(1000) <= 20 * 1000
-    assert abs(len(made._queue) - 125) < 4
+    assert made._records.nbytes + made._index.nbytes + 4 * 250 == map_bytes(1000) <= 20 * 1000
+    assert abs(len(made._queue) - 250) < 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), unique=True, min_size=1), st.integers(0, 60))
@@ -131,3 +155,9 @@ def test_absent_ids_are_numbered_in_order_of_first_use(batch: list[int]) -> None
     given_rows = np.array([-1 if each == 0 else each + 100 for each in new], np.int64)
     give_rows(rows, given_rows)
     assert rows.tolist() == [7 if each % 2 else -1 if each == 0 else each + 100 for each in wanted.tolist()]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 5000), min_size=1), st.data())
+def test_select(values: list[int], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(values) - 1))
+    assert select(np.array(values, np.int64), place) == sorted(values)[place]

@@ -30,15 +30,18 @@ _KEPT: Final = 2**30
 _DIRTY: Final = 2**31
 """The mark of a row has its score, 0 if it has no id, and above that: it may not lose its id now; something of it
 changed since it was last frozen."""
+_CHUNK_BITS: Final = 9
+"""Of the number of a row in its chunk: chunks without changed rows are passed over."""
 _RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
 _FAR: Final = 32
 _NEAR: Final = 16
 _HALF: Final = np.uint64(32)
 _ROW: Final = np.uint64(2**32 - 1)
 _SAMPLED_ROWS: Final = 2**14
-_SCANNED_ROWS: Final = 2**17
-_QUEUED_SHARE: Final = 1 / 8
+_QUEUED_SHARE: Final = 1 / 4
+_BUCKETS: Final = 2**10
 _DIGITS: Final = 2**11
+_ONE_THREAD: Final = Workers(1)
 
 
 @inline
@@ -54,8 +57,9 @@ def _entry(row: Any, distance: Any, row_bits: int) -> np.uint32:
 
 @kernel
 def find_rows(
-    begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, rows: Int64s
-) -> None:
+    begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools,
+    rows: Int64s,
+) -> None:  # fmt: skip
     """``rows[i]``: the row of ``wanted[i]``, or -1; for i in [begin, end). Rows get the ``score``, unless it is 0."""
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for i in range(begin, end):
@@ -74,6 +78,7 @@ def find_rows(
                 row = (entry & mask) - 1
                 if score:
                     records[row]["mark"] = np.uint32(score | _DIRTY)
+                    dirty[row >> _CHUNK_BITS] = True
                 break
             distance += 1
             place = place + 1 if place + 1 < size else 0
@@ -93,23 +98,32 @@ def empty_from(index: Uint32s, place: int) -> Any:
 
 
 @kernel
+def homes_in(begin: int, end: int, first: int, size: int, ids: Int64s, mine: Int32s) -> Any:
+    """The first of ``mine``: which ids have their homes in [begin, end); returns how many. ``first``: the first home
+    there is."""
+    count = 0
+    for i in range(ids.size):
+        home = _home(ids[i], size)
+        mine[count] = i
+        count += begin <= home + (size if home < first else 0) < end
+    return count
+
+
+@kernel
 def insert_rows(
-    begin: int, end: int, first: int, index: Uint32s, records: Records, row_bits: int, rows: Int64s,
+    mine: Int32s, end: int, first: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools, rows: Int64s,
     ids: Int64s, scores: Uint32s, is_in: Bools,
 ) -> None:  # fmt: skip
-    """Give rows these ids, distinct and not in the table, whose homes are in [begin, end). Note which are in: not one
-    that would have to go to ``end``. ``first``: the first home there is."""
+    """Give those of ``mine`` of the rows their ids, distinct and not in the table. Note which are in: not one that
+    would have to go to ``end``."""
     size = index.size
-    for i in range(rows.size):
-        if i + _FAR < rows.size:
-            prefetch_item(index, _home(ids[i + _FAR], size))
-            prefetch_item(records, rows[i + _FAR])
-        if is_in[i]:
-            continue
+    for n in range(mine.size):
+        if n + _FAR < mine.size:
+            prefetch_item(index, _home(ids[mine[n + _FAR]], size))
+            prefetch_item(records, rows[mine[n + _FAR]])
+        i = mine[n]
         home = _home(ids[i], size)
         home += size if home < first else 0
-        if not begin <= home < end:
-            continue
         place = home
         while index[place - size if place >= size else place] != 0:
             place += 1
@@ -117,24 +131,22 @@ def insert_rows(
             index[place - size if place >= size else place] = _entry(rows[i], place - home, row_bits)
             records[rows[i]]["id"] = ids[i]
             records[rows[i]]["mark"] = scores[i] | np.uint32(_DIRTY)
+            dirty[rows[i] >> _CHUNK_BITS] = True
             is_in[i] = True
 
 
 @kernel
 def remove_rows(
-    begin: int, end: int, first: int, index: Uint32s, records: Records, row_bits: int, rows: Int64s
+    mine: Int32s, index: Uint32s, records: Records, row_bits: int, dirty: Bools, rows: Int64s, ids: Int64s
 ) -> None:
-    """Take rows out of the table, whose homes are in [begin, end); ``first``: the first home there is."""
+    """Take those of ``mine`` of the rows out of the table, which have these ids."""
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
-    for i in range(rows.size):
-        if i + _FAR < rows.size:
-            prefetch_item(records, rows[i + _FAR])
-        if i + _NEAR < rows.size:
-            prefetch_item(index, _home(records[rows[i + _NEAR]]["id"], size))
-        home = _home(records[rows[i]]["id"], size)
-        if not begin <= home + (size if home < first else 0) < end:
-            continue
-        hole = home
+    for n in range(mine.size):
+        if n + _FAR < mine.size:
+            prefetch_item(index, _home(ids[mine[n + _FAR]], size))
+            prefetch_item(records, rows[mine[n + _FAR]])
+        i = mine[n]
+        hole = _home(ids[i], size)
         while np.int64(index[hole]) & mask != rows[i] + 1:
             hole = hole + 1 if hole + 1 < size else 0
         place, gap = hole, 0  # from the hole to the place
@@ -151,25 +163,31 @@ def remove_rows(
                 hole, gap = place, 0
         index[hole] = np.uint32(0)
         records[rows[i]]["mark"] = np.uint32(_DIRTY)
+        dirty[rows[i] >> _CHUNK_BITS] = True
 
 
 @kernel
-def gather_dirty(records: Records, rows: Int32s) -> Any:
-    """The first of ``rows``: those that changed; returns how many."""
+def gather_dirty(records: Records, dirty: Bools, rows: Int32s) -> Any:
+    """The first of ``rows``: those that changed, all in chunks that are ``dirty``; returns how many."""
     count = 0
-    for row in range(records.size):
-        if records[row]["mark"] >= _DIRTY:
-            rows[count] = row
-            count += 1
+    for chunk in range(dirty.size if rows.size else 0):
+        if dirty[chunk]:
+            before = count
+            for row in range(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, records.size)):
+                if records[row]["mark"] >= _DIRTY:
+                    rows[count] = row
+                    count += 1
+            dirty[chunk] = count > before
     return count
 
 
 @kernel
-def count_uses(rows: Int64s, records: Records) -> None:
+def count_uses(rows: Int64s, records: Records, dirty: Bools) -> None:
     """Add one to the scores of rows, up to the largest; a row may come several times."""
     for i in range(rows.size):
         score = records[rows[i]]["mark"] & np.uint32(MAX_SCORE)
         records[rows[i]]["mark"] = np.uint32(min(score + np.uint32(1), np.uint32(MAX_SCORE)) | np.uint32(_DIRTY))
+        dirty[rows[i] >> _CHUNK_BITS] = True
 
 
 @kernel
@@ -212,8 +230,9 @@ def give_rows(rows: Int64s, given: Int64s) -> None:
 
 def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
     """Ids without rows, int64 [n], distinct, and how often they come; they are numbered in ``rows``."""
-    scratch = np.full(1 << (2 * len(rows)).bit_length(), -1, np.int32)
-    new, counts = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    most = int(np.count_nonzero(rows < 0))
+    scratch = np.full(1 << (2 * most).bit_length(), -1, np.int32)
+    new, counts = np.empty(most, np.int64), np.empty(most, np.int64)
     count = number_absent(wanted, rows, scratch, new, counts)
     return new[:count], counts[:count]
 
@@ -256,13 +275,40 @@ def draws(ids: Int64s, seed: np.uint64) -> Float64s:
     return out
 
 
-def _lowest_ids(rows: Any, ids: Int64s, count: int) -> Any:
+@kernel
+def select(values: Int64s, place: int) -> Any:
+    """The value that would be at that place if they were sorted. By digits of how far they are above the lowest, the
+    highest first: 2 ns a value, ``numpy.partition`` takes 11."""
+    while True:
+        low, high = values.min(), values.max()
+        span, shift = np.uint64(high) - np.uint64(low), np.uint64(0)
+        while span >> shift >= np.uint64(_DIGITS):
+            shift += np.uint64(1)
+        counts = np.zeros(_DIGITS, np.int64)
+        for value in values:
+            counts[(np.uint64(value) - np.uint64(low)) >> shift] += 1
+        digit = 0
+        while counts[digit] <= place:
+            place -= counts[digit]
+            digit += 1
+        if shift == 0:
+            return low + digit
+        left, count = np.empty(counts[digit] + 1, np.int64), 0
+        for value in values:
+            left[count] = value
+            count += (np.uint64(value) - np.uint64(low)) >> shift == np.uint64(digit)
+            count = min(count, counts[digit])
+        values = left[:count]
+
+
+def _lowest_ids(rows: Int64s, ids: Int64s, count: int) -> Int64s:
     """Of rows, those ``count`` that have the lowest of ``ids``, which are distinct, and all rows'; all if there are no
     more."""
     if not 0 < count < len(rows):
         return rows[:count]
     own = ids[rows]
-    return rows[own <= np.partition(own, count - 1)[count - 1]]
+    found: Int64s = rows[own <= select(own, count - 1)]
+    return found
 
 
 def lowest(rows: Int64s, scores: Uint32s, ids: Int64s, count: int) -> Int64s:
@@ -284,75 +330,60 @@ def map_bytes(capacity: int) -> int:
     return (_RECORD.itemsize + 1) * capacity + 4 * _places(capacity)
 
 
+@inline
+def _bucket(mark: Any, low: int, width: int, bound: int) -> int:
+    """Of a row with this mark: by its score, those up to ``low`` in one; -1 if it has no id, or a score above."""
+    score: Any = np.int64(mark & np.uint32(MAX_SCORE))
+    return max(score - low, 0) // width if 0 < score <= bound else -1
+
+
 @kernel
-def gather_up_to(begin: int, end: int, records: Records, most: np.uint32, found: Words) -> Any:
-    """The first of ``found``: score << 32 | row, of rows in [begin, end) with ids, and with scores up to ``most``;
-    returns how many."""
-    count = 0
+def count_up_to(begin: int, end: int, records: Records, low: int, width: int, bound: int, counts: Int64s) -> None:
+    """How many of the rows in [begin, end) are in each bucket."""
     for row in range(begin, end):
-        score = records[row]["mark"] & np.uint32(MAX_SCORE)
-        if 0 < score <= most:
-            found[count] = np.uint64(score) << _HALF | np.uint64(row)
-            count += 1
-    return count
+        bucket = _bucket(records[row]["mark"], low, width, bound)
+        if bucket >= 0:
+            counts[bucket] += 1
 
 
 @kernel
-def sort_by_score(entries: Words, spare: Words) -> Any:
-    """Entries of a queue by their scores, otherwise in order, in one of the two arrays, which is returned."""
-    low, high = entries[0] >> _HALF, entries[0] >> _HALF
-    for entry in entries:
-        low, high = min(low, entry >> _HALF), max(high, entry >> _HALF)
-    shift = np.uint64(0)
-    while (high - low) >> shift:
-        starts = np.zeros(_DIGITS + 1, np.int64)
-        for entry in entries:
-            starts[np.int64(((entry >> _HALF) - low) >> shift & np.uint64(_DIGITS - 1)) + 1] += 1
-        for digit in range(_DIGITS):
-            starts[digit + 1] += starts[digit]
-        for entry in entries:
-            own = np.int64(((entry >> _HALF) - low) >> shift & np.uint64(_DIGITS - 1))
-            spare[starts[own]] = entry
-            starts[own] += 1
-        entries, spare = spare, entries
-        shift += np.uint64(11)
-    return entries
+def queue_up_to(
+    begin: int, end: int, records: Records, low: int, width: int, bound: int, places: Int64s, queue: Int32s
+) -> None:
+    """Put these rows where the ``places`` say for each bucket."""
+    for row in range(begin, end):
+        bucket = _bucket(records[row]["mark"], low, width, bound)
+        if bucket >= 0:
+            queue[places[bucket]] = row
+            places[bucket] += 1
 
 
 @kernel
-def next_victims(queue: Words, wanted: int, records: Records, rows: Int32s) -> Any:
-    """Of a queue of score << 32 | row, ascending, the first ``wanted`` rows that have these scores still and may lose
-    their ids, and all others of the score of the last, into ``rows``: (how many, of how many the score is lower than
-    that of the last, how many entries come before the first row that has its score still)."""
-    count, below, place, first, num_stale = 0, 0, 0, 0, 0
-    while place < queue.size:
-        if place + _FAR < queue.size:
-            prefetch_item(records, np.int64(queue[place + _FAR] & _ROW))
-        if queue[place] >> _HALF != queue[first] >> _HALF:
-            if count >= wanted:
-                break
-            below, first = count, place
-        row = np.int64(queue[place] & _ROW)
-        mark = records[row]["mark"]
-        if np.uint64(mark & np.uint32(MAX_SCORE)) == queue[place] >> _HALF:
-            if not mark & np.uint32(_KEPT):
-                rows[count] = row
-                count += 1
-        elif num_stale == place:
-            num_stale += 1
-        place += 1
-    return count, below, num_stale
-
-
-def _divide(workers: Workers | None, work: Callable[[int, int], None], count: int) -> None:
-    if workers is None:
-        work(0, count)
-    else:
-        workers.divide(work, count)
+def next_victims(
+    queue: Int32s, starts: Int64s, bucket: int, wanted: int, bound: int, records: Records, rows: Int64s
+) -> Any:
+    """The first of ``rows``: those of a queue that have scores up to ``bound`` still, and may lose their ids, bucket
+    by bucket from that one on until there are as many as ``wanted``: (how many, how many are not of the last bucket,
+    the first bucket that has such rows, or some that may not)."""
+    count, below, first, is_first = 0, 0, bucket, True
+    while bucket + 1 < starts.size and count < wanted:
+        below = count
+        for place in range(starts[bucket], starts[bucket + 1]):
+            if place + _FAR < queue.size:
+                prefetch_item(records, queue[place + _FAR])
+            mark = records[queue[place]]["mark"]
+            if _bucket(mark, 0, 1, bound) >= 0:
+                is_first = False
+                if not mark & np.uint32(_KEPT):
+                    rows[count] = queue[place]
+                    count += 1
+        bucket += 1
+        first = bucket if is_first else first
+    return count, below, first
 
 
 class IdMap:
-    """Ids and scores of a bounded number of rows. Methods that are given ``workers`` run on their threads.
+    """Ids and scores of a bounded number of rows.
 
     Attributes:
         ids: int64 [capacity]; of rows that are used.
@@ -360,15 +391,16 @@ class IdMap:
         cursor: where rows without ids are looked for next.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, workers: Workers = _ONE_THREAD) -> None:
         self._records: Records = np.zeros(capacity, _RECORD)
         self.ids: Int64s = self._records["id"]
         self._marks: Uint32s = self._records["mark"]
-        self._queue: Words = np.empty(0, np.uint64)
-        self._bound = 0
+        self._dirty: Bools = np.zeros((capacity >> _CHUNK_BITS) + 1, np.bool_)
         self.num_used = self.cursor = 0
         self._row_bits = capacity.bit_length()
         self._index: Uint32s = np.zeros(_places(capacity), np.uint32)
+        self._workers = workers
+        self._forget_queue()
 
     @property
     def capacity(self) -> int:
@@ -396,13 +428,14 @@ class IdMap:
     def set_scores(self, rows: Int64s, scores: Uint32s) -> None:
         """These are above 0, and the rows have ids."""
         self._forget_queue()
-        self._marks[rows] = scores | np.uint32(_DIRTY)
+        self._marks[rows] = scores
+        self.soil(rows)
 
     @property
     def dirty_rows(self) -> Int64s:
         """int64 [n], ascending."""
         rows = np.empty(self.capacity, np.int32)
-        return rows[: gather_dirty(self._records, rows)].astype(np.int64)
+        return rows[: gather_dirty(self._records, self._dirty, rows)].astype(np.int64)
 
     def clean(self, rows: Int64s) -> None:
         """Nothing of these has changed."""
@@ -411,49 +444,52 @@ class IdMap:
     def soil(self, rows: Int64s) -> None:
         """They have changed."""
         self._marks[rows] |= np.uint32(_DIRTY)
+        self._dirty[rows >> _CHUNK_BITS] = True
 
-    def find(self, wanted: Int64s, workers: Workers | None = None, *, score: int = 0) -> Int64s:
-        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, unless it is
-        0."""
+    def find(self, wanted: Int64s, *, score: int = 0) -> Int64s:
+        """int64 [n]: the row of each id, -1 of one that has none. Rows get the ``score``, unless it is 0."""
         rows = np.empty(len(wanted), np.int64)
         if 0 < score <= self._bound:
             self._forget_queue()
 
         def work(begin: int, end: int) -> None:
-            find_rows(begin, end, wanted, score, self._index, self._records, self._row_bits, rows)
+            find_rows(begin, end, wanted, score, self._index, self._records, self._row_bits, self._dirty, rows)
 
-        _divide(workers, work, len(wanted))
+        self._workers.divide(work, len(wanted))
         return rows
 
     def count_uses(self, rows: Int64s) -> None:
         """Add one to the score of each, as often as it comes."""
         self._forget_queue()
-        count_uses(rows, self._records)
+        count_uses(rows, self._records, self._dirty)
 
-    def put(self, rows: Int64s, ids: Int64s, scores: Uint32s, workers: Workers | None = None) -> None:
+    def put(self, rows: Int64s, ids: Int64s, scores: Uint32s) -> None:
         """Give rows that have none these ids, which are distinct and have no row, and scores, which are above 0."""
         if scores.min(initial=MAX_SCORE) <= self._bound:
             self._forget_queue()
         is_in = np.zeros(len(rows), np.bool_)
 
-        def work(begin: int, end: int, first: int) -> None:
-            insert_rows(begin, end, first, self._index, self._records, self._row_bits, rows, ids, scores, is_in)
+        def work(mine: Int32s, end: int, first: int) -> None:
+            known = self._index, self._records, self._row_bits, self._dirty
+            insert_rows(mine, end, first, *known, rows, ids, scores, is_in)
 
-        self._over_places(workers, work, len(rows))
+        self._over_places(work, ids)
         if not is_in.all():
-            work(0, 2 * len(self._index), 0)
+            work(np.flatnonzero(~is_in).astype(np.int32), 2 * len(self._index), 0)
         self.num_used += len(rows)
 
-    def _over_places(self, workers: Workers | None, work: Callable[[int, int, int], None], count: int) -> None:
-        """Call ``work(begin, end, first)`` for ranges of places, each from one empty place to another."""
-        parts = 1 if workers is None else workers.parts(count)
+    def _over_places(self, work: Callable[[Int32s, int, int], None], ids: Int64s) -> None:
+        """Call ``work(mine, end, first)`` for ranges of places, each from one empty place to another: which ids have
+        their homes there, the end of the range, and the first home there is."""
+        parts = self._workers.parts(len(ids))
         bounds = [empty_from(self._index, len(self._index) * part // parts) for part in range(parts)]
-        first = bounds[0]
-        bounds.append(first + len(self._index))
-        if workers is None:
-            work(first, bounds[1], first)
-        else:
-            workers.run(lambda begin, end: work(begin, end, first), bounds)
+        first, size = bounds[0], len(self._index)
+
+        def each(begin: int, end: int) -> None:
+            mine = np.empty(len(ids) + 1, np.int32)
+            work(mine[: homes_in(begin, end, first, size, ids, mine)], end, first)
+
+        self._workers.run(each, [*bounds, first + size])
 
     def free_rows(self, count: int) -> Int64s:
         """int64 [count], at most ``num_free``: rows without ids, from where the last ones were found on, around the
@@ -463,71 +499,83 @@ class IdMap:
         self.cursor = int(free_from(self.cursor, self._records, rows))
         return rows
 
-    def remove(self, rows: Int64s, workers: Workers | None = None) -> None:
+    def remove(self, rows: Int64s) -> None:
         """Take rows from their ids; distinct, and used."""
+        ids = self.ids[rows]
 
-        def work(begin: int, end: int, first: int) -> None:
-            remove_rows(begin, end, first, self._index, self._records, self._row_bits, rows)
+        def work(mine: Int32s, *_: int) -> None:
+            remove_rows(mine, self._index, self._records, self._row_bits, self._dirty, rows, ids)
 
-        self._over_places(workers, work, len(rows))
+        self._over_places(work, ids)
         self.num_used -= len(rows)
 
-    # Rows with the lowest scores wait in a queue, by score and row, each as score << 32 | row; those that have another
-    # score by now are passed over. Every row with a score up to ``_bound`` is in it.
+    # Rows with the lowest scores wait in a queue, in buckets of as many scores each, the first of which has all scores
+    # below, too. Every row with a score up to ``_bound`` is in it; those that have a higher one by now are passed over.
 
     def _forget_queue(self) -> None:
-        self._queue, self._bound = self._queue[:0], 0
+        self._queue, self._starts = np.empty(0, np.int32), np.zeros(1, np.int64)
+        self._bound, self._bucket, self._width = 0, 0, 1
 
     def evict(
-        self, wanted: int, kept: Sequence[Int64s], choose: Callable[[Int64s], Bools], workers: Workers | None = None,
-        *, most: int = MAX_SCORE,
-    ) -> Int64s:  # fmt: skip
-        """Take rows from their ids; returns which, int64 [n <= wanted]: those with the lowest scores, up to ``most``,
-        which never falls, of equal ones those with the lowest ids; none of ``kept``. ``choose``, given such rows, says
-        which of them go, bool [n]."""
+        self, wanted: int, kept: Sequence[Int64s], choose: Callable[[Int64s], Bools], *, most: int = MAX_SCORE
+    ) -> Int64s:
+        """Take rows from their ids; returns which, int64 [n <= wanted], by score and row: those with the lowest scores,
+        up to ``most``, which never falls, of equal ones those with the lowest ids; none of ``kept``. ``choose``, given
+        such rows, says which of them go, bool [n]."""
         try:
             for rows in kept:
                 self._marks[rows] |= np.uint32(_KEPT)
             victims = self._next(wanted)
-            for bound in (self._likely_bound(wanted, most), most) if len(victims) < wanted else ():
-                if len(victims) < wanted and bound > self._bound:
-                    self._queue, self._bound = self._up_to(bound, workers), bound
+            for share in (wanted / max(1, self.num_used) + _QUEUED_SHARE, 1) if len(victims) < wanted else ():
+                if len(victims) < wanted and self._bound < most:
+                    self._fill_queue(share, most)
                     victims = self._next(wanted)
             gone: Int64s = victims[choose(victims)]
         finally:
             for rows in kept:
                 self._marks[rows] &= ~np.uint32(_KEPT)
-        self.remove(gone, workers)
+        self.remove(gone)
         return gone
 
-    def _likely_bound(self, wanted: int, most: int) -> int:
-        """A score up to which there are probably ``wanted`` rows, and more for what is wanted next."""
-        scores = np.sort(self._marks[:: max(1, self.capacity // _SAMPLED_ROWS)] & np.uint32(MAX_SCORE))
+    def _fill_queue(self, share: float, most: int) -> None:
+        """Queue all rows with scores up to one that about such a share of rows do not exceed, or to ``most``."""
+        scores = np.sort(self._marks[:: max(1, self.capacity // _SAMPLED_ROWS)] & np.uint32(MAX_SCORE)).astype(np.int64)
         scores = scores[np.searchsorted(scores, 1) :]
-        place = int(len(scores) * (wanted / max(1, self.num_used) + _QUEUED_SHARE))
-        return min(int(scores[place]), most) if place < len(scores) else most
+        place = int(len(scores) * share)
+        bound = min(int(scores[place]), most) if place < len(scores) else most
+        low = min([*scores[:1].tolist(), bound])
+        width = (bound - low) // _BUCKETS + 1
+        parts = self._workers.parts(self.capacity)
+        bounds = [self.capacity * part // parts for part in range(parts + 1)]
+        places = np.zeros((parts, (bound - low) // width + 1), np.int64)
 
-    def _up_to(self, most: int, workers: Workers | None) -> Words:
-        """The queue of all rows with scores up to that."""
-        parts = {0: self._queue[:0]}
+        def count(begin: int, end: int) -> None:
+            part = bounds.index(begin)
+            count_up_to(begin, end, self._records, low, width, bound, places[part])
 
-        def work(begin: int, end: int) -> None:
-            found = np.empty(_SCANNED_ROWS, np.uint64)
-            for first in range(begin, end, _SCANNED_ROWS):
-                count = gather_up_to(first, min(first + _SCANNED_ROWS, end), self._records, np.uint32(most), found)
-                parts[first] = found[:count].copy()
+        def put(begin: int, end: int) -> None:
+            part = bounds.index(begin)
+            queue_up_to(begin, end, self._records, low, width, bound, places[part], self._queue)
 
-        _divide(workers, work, self.capacity)
-        found = np.concatenate([parts[first] for first in sorted(parts)])
-        queue: Words = sort_by_score(found, np.empty_like(found)) if len(found) else found
-        return queue
+        self._workers.run(count, bounds)
+        ends = np.cumsum(places.T).reshape(-1, parts)
+        self._starts = np.append(0, ends[:, -1])
+        places[:] = ends.T - places
+        self._queue = np.empty(ends[-1, -1], np.int32)
+        self._workers.run(put, bounds)
+        self._bound, self._bucket, self._width = bound, 0, width
 
     def _next(self, wanted: int) -> Int64s:
-        rows = np.empty(len(self._queue), np.int32)
-        count, below, num_stale = next_victims(self._queue, wanted, self._records, rows)
-        self._queue = self._queue[num_stale:]
-        equal = _lowest_ids(rows[below:count], self.ids, wanted - below)
-        return np.concatenate([rows[:below], equal], dtype=np.int64)
+        rows = np.empty(len(self._queue) - int(self._starts[self._bucket]), np.int64)
+        is_of_one_score = self._bucket > 0 and self._width == 1
+        count, below, self._bucket = next_victims(
+            self._queue, self._starts, self._bucket, wanted, self._bound, self._records, rows
+        )
+        first, last = rows[:below], rows[below:count]
+        if is_of_one_score:
+            return np.concatenate([first, _lowest_ids(last, self.ids, wanted - below)])
+        rows = np.concatenate([first, lowest(last, self.scores(last), self.ids, wanted - below)])
+        return rows[np.argsort(self.scores(rows), kind="stable")]
 
     def check_integrity(self) -> None:
         """AssertionError unless every used row is found by its id, once, and all others are free."""

@@ -11,7 +11,6 @@ from ..config import TableConfig
 from ..errors import DamagedError
 from ..ids.id_map import IdMap, are_scores, map_bytes
 from ..kernels.arrays import Bools, Int64s, Words
-from ..kernels.threads import Workers
 
 _HALF: Final = np.uint64(32)
 _HAS_ID: Final = np.uint64(1)
@@ -93,16 +92,16 @@ class Changed(NamedTuple):
         own = (rest == 0) & (rows >= 0) & (rows < len(section.rows))
         return Changed(rows[own] + section.rows.start, self.words[own])
 
-    def enter(self, section: Section, workers: Workers) -> None:
+    def enter(self, section: Section) -> None:
         """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
         part, own = section.part, self.within(section)
         rows, ids, used = RowIds.of(*own)
-        part.remove(rows[part.has_id(rows)], workers)
+        part.remove(rows[part.has_id(rows)])
         ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
         is_sound = are_scores(scores)
         if is_sound:
-            part.put(rows[used], ids, scores, workers)
-        if not is_sound or not np.array_equal(part.find(ids, workers), rows[used]):
+            part.put(rows[used], ids, scores)
+        if not is_sound or not np.array_equal(part.find(ids), rows[used]):
             raise DamagedError(
                 "two rows have one id, or a wrong score: restore the store from a copy, or publish all of it again"
             )

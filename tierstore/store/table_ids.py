@@ -184,7 +184,7 @@ class TableIds:
         """The rows of ids; not to admit them. IdError for one without a row, if the table asks for it, unless they are
         only prepared."""
         with self.lock:
-            found = self._found(self._rows.find(ids, self._workers), is_held=use is Use.KEEP)
+            found = self._found(self._rows.find(ids), is_held=use is Use.KEEP)
         if use is not Use.PREPARE:
             self._require_seen(ids, found.rows)
         return found
@@ -260,7 +260,7 @@ class TableIds:
             self._require_idle()
             self.num_changes += 1
             rows, step = self._rows, self._next_step()
-            found = rows.find(ids, self._workers, score=0 if self._counts_uses else self._clock)
+            found = rows.find(ids, score=0 if self._counts_uses else self._clock)
             new, counts = absent(ids, found)
             seen = self._seen(new, counts)
 
@@ -366,7 +366,7 @@ class TableIds:
     def _insert(self, rows: Int64s, ids: Int64s, counts: Int64s, put: Put) -> None:
         scores = counts.astype(np.uint32) if self._counts_uses else np.full(len(ids), self._clock, np.uint32)
         put(rows + self.first_key, ids)
-        self._rows.put(rows, ids, scores, self._workers)  # not before its row is whole
+        self._rows.put(rows, ids, scores)  # not before its row is whole
 
     # Eviction
 
@@ -399,7 +399,7 @@ class TableIds:
                 self._note_leaving(some[go])
                 return go
 
-            victims = rows.evict(wanted, kept, choose, self._workers, most=most)
+            victims = rows.evict(wanted, kept, choose, most=most)
             lacking -= self.peers.total(self._note_evicted(victims))
             if lacking > 0:
                 chosen = chosen[self.peers.lowest(chosen, order, self.peers.total(len(chosen)) - lacking)]
@@ -422,7 +422,7 @@ class TableIds:
 
     def _remove(self, rows: Int64s) -> int:
         self._note_leaving(rows)
-        self._rows.remove(rows, self._workers)
+        self._rows.remove(rows)
         return self._note_evicted(rows)
 
     def _note_evicted(self, rows: Int64s) -> int:
@@ -493,8 +493,7 @@ class TableIds:
     @cached_property
     def _known(self) -> tuple[IdMap, IdMap]:
         """Of rows and of candidates, read from the version that the cold tier shows."""
-        num_here = len(range(*self._rules.owned))
-        known = IdMap(num_here * self._shares[0]), IdMap(num_here * self._shares[1])
+        known = self._new_maps()
         for stored in self._cold.stored_rows(self._index + 1):
             for first in range(0, len(stored), _CHUNK_ROWS):
                 rows = stored[first : first + _CHUNK_ROWS]
@@ -505,6 +504,10 @@ class TableIds:
         highest = int(known[0].scores(known[0].used_rows).max(initial=0))
         self._keep_up(highest)  # a repaired store may have lost the clock
         return known
+
+    def _new_maps(self) -> tuple[IdMap, IdMap]:
+        owners, (rows, candidates) = len(range(*self._rules.owned)), self._shares
+        return IdMap(owners * rows, self._workers), IdMap(owners * candidates, self._workers)
 
     def _keep_up(self, score: int) -> None:
         """The last batch was not before that which gave this score."""
@@ -520,7 +523,7 @@ class TableIds:
 
     def _enter(self, changed: Changed, known: tuple[IdMap, IdMap]) -> None:
         for section in self._sections(known):
-            changed.enter(section, self._workers)
+            changed.enter(section)
         for words in changed.words[changed.rows % self._section_rows == 0]:
             (self._clock, self._step), known[0].cursor = divmod(int(words[0]), 2**32), int(words[1])
 
@@ -551,7 +554,7 @@ class TableIds:
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and ``show`` use."""
-        made, rows = IdMap(1), np.zeros(1, np.int64)
+        made, rows = IdMap(1, self._workers), np.zeros(1, np.int64)
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
 
@@ -584,7 +587,7 @@ class TableIds:
         with self.lock:
             if self.in_use:
                 raise TableError(f"a batch uses rows of table {self._config.name!r}: run its backward, or drop it")
-            known = IdMap(self._rows.capacity), IdMap(self._candidates.capacity)
+            known = self._new_maps()
             self._enter(Changed(np.arange(len(words)), words), known)
             for part in known:
                 part.soil(np.arange(part.capacity))
