@@ -140,7 +140,7 @@ def test_bytes_an_id() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), unique=True, min_size=1), st.integers(0, 60))
 def test_lowest(rows: list[tuple[int, int]], count: int) -> None:
     scores, ids = (np.array(column) for column in zip(*rows, strict=True))
-    chosen = lowest(np.arange(len(rows)), scores.astype(np.uint32), ids, count)
+    chosen = lowest(np.arange(len(rows)), scores.astype(np.uint32), ids.take, count)
     assert sorted(rows[place] for place in chosen.tolist()) == sorted(rows)[:count]
 
 

@@ -64,7 +64,9 @@ def find_rows(
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for i in range(begin, end):
         if i + _FAR < end:
-            prefetch_item(index, _home(wanted[i + _FAR], size))
+            ahead = _home(wanted[i + _FAR], size)
+            prefetch_item(index, ahead)
+            prefetch_item(index, min(ahead + 4, size - 1))
         if i + _NEAR < end:
             entry = np.int64(index[_home(wanted[i + _NEAR], size)])
             if entry != 0:
@@ -119,7 +121,9 @@ def insert_rows(
     size = index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            prefetch_item(index, _home(ids[mine[n + _FAR]], size))
+            ahead = _home(ids[mine[n + _FAR]], size)
+            prefetch_item(index, ahead)
+            prefetch_item(index, min(ahead + 6, size - 1))
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
         home = _home(ids[i], size)
@@ -143,7 +147,9 @@ def remove_rows(
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            prefetch_item(index, _home(ids[mine[n + _FAR]], size))
+            ahead = _home(ids[mine[n + _FAR]], size)
+            prefetch_item(index, ahead)
+            prefetch_item(index, min(ahead + 8, size - 1))
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
         hole = _home(ids[i], size)
@@ -276,6 +282,15 @@ def draws(ids: Int64s, seed: np.uint64) -> Float64s:
 
 
 @kernel
+def gather_ids(begin: int, end: int, records: Records, rows: Int64s, ids: Int64s) -> None:
+    """``ids[i]``: that of row ``rows[i]``; for i in [begin, end)."""
+    for i in range(begin, end):
+        if i + _FAR < end:
+            prefetch_item(records, rows[i + _FAR])
+        ids[i] = records[rows[i]]["id"]
+
+
+@kernel
 def select(values: Int64s, place: int) -> Any:
     """The value that would be at that place if they were sorted. By digits of how far they are above the lowest, the
     highest first: 2 ns a value, ``numpy.partition`` takes 11."""
@@ -301,24 +316,23 @@ def select(values: Int64s, place: int) -> Any:
         values = left[:count]
 
 
-def _lowest_ids(rows: Int64s, ids: Int64s, count: int) -> Int64s:
-    """Of rows, those ``count`` that have the lowest of ``ids``, which are distinct, and all rows'; all if there are no
-    more."""
+def _lowest_ids(rows: Int64s, ids_of: Callable[[Int64s], Int64s], count: int) -> Int64s:
+    """Of rows, those ``count`` that have the lowest ids, which are distinct; all if there are no more."""
     if not 0 < count < len(rows):
         return rows[:count]
-    own = ids[rows]
+    own = ids_of(rows)
     found: Int64s = rows[own <= select(own, count - 1)]
     return found
 
 
-def lowest(rows: Int64s, scores: Uint32s, ids: Int64s, count: int) -> Int64s:
+def lowest(rows: Int64s, scores: Uint32s, ids_of: Callable[[Int64s], Int64s], count: int) -> Int64s:
     """Those ``count`` rows, or all, with the lowest ``scores``, which are theirs, of equal ones those with the lowest
-    of ``ids``, which are all rows'."""
+    ids, which ``ids_of`` gives."""
     if not 0 < count < len(rows):
         return rows[:count]
     last = np.partition(scores, count - 1)[count - 1]
     below, equal = rows[scores < last], rows[scores == last]
-    return np.concatenate([below, _lowest_ids(equal, ids, count - len(below))])
+    return np.concatenate([below, _lowest_ids(equal, ids_of, count - len(below))])
 
 
 def _places(capacity: int) -> int:
@@ -331,28 +345,28 @@ def map_bytes(capacity: int) -> int:
 
 
 @inline
-def _bucket(mark: Any, low: int, width: int, bound: int) -> int:
+def _bucket(mark: Any, low: int, shift: int, bound: int) -> int:
     """Of a row with this mark: by its score, those up to ``low`` in one; -1 if it has no id, or a score above."""
     score: Any = np.int64(mark & np.uint32(MAX_SCORE))
-    return max(score - low, 0) // width if 0 < score <= bound else -1
+    return max(score - low, 0) >> shift if 0 < score <= bound else -1
 
 
 @kernel
-def count_up_to(begin: int, end: int, records: Records, low: int, width: int, bound: int, counts: Int64s) -> None:
+def count_up_to(begin: int, end: int, records: Records, low: int, shift: int, bound: int, counts: Int64s) -> None:
     """How many of the rows in [begin, end) are in each bucket."""
     for row in range(begin, end):
-        bucket = _bucket(records[row]["mark"], low, width, bound)
+        bucket = _bucket(records[row]["mark"], low, shift, bound)
         if bucket >= 0:
             counts[bucket] += 1
 
 
 @kernel
 def queue_up_to(
-    begin: int, end: int, records: Records, low: int, width: int, bound: int, places: Int64s, queue: Int32s
+    begin: int, end: int, records: Records, low: int, shift: int, bound: int, places: Int64s, queue: Int32s
 ) -> None:
     """Put these rows where the ``places`` say for each bucket."""
     for row in range(begin, end):
-        bucket = _bucket(records[row]["mark"], low, width, bound)
+        bucket = _bucket(records[row]["mark"], low, shift, bound)
         if bucket >= 0:
             queue[places[bucket]] = row
             places[bucket] += 1
@@ -372,7 +386,7 @@ def next_victims(
             if place + _FAR < queue.size:
                 prefetch_item(records, queue[place + _FAR])
             mark = records[queue[place]]["mark"]
-            if _bucket(mark, 0, 1, bound) >= 0:
+            if _bucket(mark, 0, 0, bound) >= 0:
                 is_first = False
                 if not mark & np.uint32(_KEPT):
                     rows[count] = queue[place]
@@ -419,6 +433,12 @@ class IdMap:
         """bool [n]."""
         found: Bools = self.scores(rows) != 0
         return found
+
+    def ids_of(self, rows: Int64s) -> Int64s:
+        """int64 [n]."""
+        ids = np.empty(len(rows), np.int64)
+        self._workers.divide(lambda begin, end: gather_ids(begin, end, self._records, rows, ids), len(rows))
+        return ids
 
     def scores(self, rows: Int64s) -> Uint32s:
         """uint32 [n], up to ``MAX_SCORE``."""
@@ -501,7 +521,7 @@ class IdMap:
 
     def remove(self, rows: Int64s) -> None:
         """Take rows from their ids; distinct, and used."""
-        ids = self.ids[rows]
+        ids = self.ids_of(rows)
 
         def work(mine: Int32s, *_: int) -> None:
             remove_rows(mine, self._index, self._records, self._row_bits, self._dirty, rows, ids)
@@ -509,12 +529,12 @@ class IdMap:
         self._over_places(work, ids)
         self.num_used -= len(rows)
 
-    # Rows with the lowest scores wait in a queue, in buckets of as many scores each, the first of which has all scores
+    # Rows with the lowest scores wait in a queue, in buckets of 2^_shift scores each, the first of which has all scores
     # below, too. Every row with a score up to ``_bound`` is in it; those that have a higher one by now are passed over.
 
     def _forget_queue(self) -> None:
         self._queue, self._starts = np.empty(0, np.int32), np.zeros(1, np.int64)
-        self._bound, self._bucket, self._width = 0, 0, 1
+        self._bound = self._bucket = self._shift = 0
 
     def evict(
         self, wanted: int, kept: Sequence[Int64s], choose: Callable[[Int64s], Bools], *, most: int = MAX_SCORE
@@ -544,18 +564,18 @@ class IdMap:
         place = int(len(scores) * share)
         bound = min(int(scores[place]), most) if place < len(scores) else most
         low = min([*scores[:1].tolist(), bound])
-        width = (bound - low) // _BUCKETS + 1
+        shift = ((bound - low) // _BUCKETS).bit_length()
         parts = self._workers.parts(self.capacity)
         bounds = [self.capacity * part // parts for part in range(parts + 1)]
-        places = np.zeros((parts, (bound - low) // width + 1), np.int64)
+        places = np.zeros((parts, ((bound - low) >> shift) + 1), np.int64)
 
         def count(begin: int, end: int) -> None:
             part = bounds.index(begin)
-            count_up_to(begin, end, self._records, low, width, bound, places[part])
+            count_up_to(begin, end, self._records, low, shift, bound, places[part])
 
         def put(begin: int, end: int) -> None:
             part = bounds.index(begin)
-            queue_up_to(begin, end, self._records, low, width, bound, places[part], self._queue)
+            queue_up_to(begin, end, self._records, low, shift, bound, places[part], self._queue)
 
         self._workers.run(count, bounds)
         ends = np.cumsum(places.T).reshape(-1, parts)
@@ -563,18 +583,18 @@ class IdMap:
         places[:] = ends.T - places
         self._queue = np.empty(ends[-1, -1], np.int32)
         self._workers.run(put, bounds)
-        self._bound, self._bucket, self._width = bound, 0, width
+        self._bound, self._bucket, self._shift = bound, 0, shift
 
     def _next(self, wanted: int) -> Int64s:
-        rows = np.empty(len(self._queue) - int(self._starts[self._bucket]), np.int64)
-        is_of_one_score = self._bucket > 0 and self._width == 1
+        rows = np.empty(wanted + int(np.diff(self._starts).max(initial=0)), np.int64)
+        is_of_one_score = self._bucket > 0 and self._shift == 0
         count, below, self._bucket = next_victims(
             self._queue, self._starts, self._bucket, wanted, self._bound, self._records, rows
         )
         first, last = rows[:below], rows[below:count]
         if is_of_one_score:
-            return np.concatenate([first, _lowest_ids(last, self.ids, wanted - below)])
-        rows = np.concatenate([first, lowest(last, self.scores(last), self.ids, wanted - below)])
+            return np.concatenate([first, _lowest_ids(last, self.ids_of, wanted - below)])
+        rows = np.concatenate([first, lowest(last, self.scores(last), self.ids_of, wanted - below)])
         return rows[np.argsort(self.scores(rows), kind="stable")]
 
     def check_integrity(self) -> None:

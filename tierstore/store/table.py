@@ -327,9 +327,9 @@ class Table(Unpicklable):
         """Keys, -1 of ids without a row, and [n, embedding_dim], zeros for those."""
         keys = self._keys(ids)
         self.store.require_open()
-        if self.ids is None and len(keys):
-            return keys, self.in_pool(lambda pool: pool.tier.read(keys))
         has_row = keys >= 0
+        if len(keys) and has_row.all():
+            return keys, self.in_pool(lambda pool: pool.tier.read(keys))
         known = keys[has_row]
         out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
         if len(known):

@@ -349,7 +349,7 @@ class TableIds:
             if too_many:
                 new = new[~self.peers.lowest(new, order, too_many)]
             wanted = max(lacking - too_many, int(most * EVICTED_SHARE))
-            oldest = lowest(used := candidates.used_rows, self._seen_at(used, step), candidates.ids, wanted)
+            oldest = lowest(used := candidates.used_rows, self._seen_at(used, step), candidates.ids_of, wanted)
 
             def by_age(rows: Int64s) -> Sequence[Any]:
                 return self._seen_at(rows, step), as_words(candidates.ids[rows])
