@@ -227,7 +227,10 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         assert sorted(ids) == sorted(self.model.rows)
         scores = known._rows.scores(known.find(np.array(ids, np.int64)).rows)
         assert scores.tolist() == [self.model.rows[key].score for key in ids]
-        stats = self.table.id_stats()
+        stats, of_store = self.table.id_stats(), self.store.stats()
+        assert of_store.ids == stats
+        assert f"ids: rows {stats.rows:,}, candidates" in str(of_store)
+        assert of_store.to_dict()["ids.evicted"] == stats.evicted
         assert (stats.rows, stats.candidates) == (len(self.model.rows), len(self.model.candidates))
         assert stats.evicted == self.num_noted
 

@@ -1,7 +1,7 @@
 """What the tiers did: running totals since the store was opened."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..cache import CacheCounters
 
@@ -73,33 +73,57 @@ def of_counters(counters: Sequence[CacheCounters]) -> TierStats:
     )
 
 
+class IdStats(NamedTuple):
+    """Of a table with dynamic ids, or of all.
+
+    Attributes:
+        rows: ids that have rows now; candidates: ids that are counted.
+        admitted, refused, evicted: totals since the store was opened; refused ids count once a batch.
+        bytes: memory for all this.
+    """
+
+    rows: int = 0
+    candidates: int = 0
+    admitted: int = 0
+    refused: int = 0
+    evicted: int = 0
+    bytes: int = 0
+
+
 class Stats(NamedTuple):
-    """All tiers of a store. Printed, a table of what is not zero."""
+    """All tiers of a store, and the dynamic ids that it has used. Printed, a table of what is not zero."""
 
     hbm: TierStats
     ddr: TierStats
     ssd: TierStats
+    ids: IdStats = IdStats()
+
+    @property
+    def tiers(self) -> dict[str, TierStats]:
+        """By name."""
+        return {"hbm": self.hbm, "ddr": self.ddr, "ssd": self.ssd}
 
     def to_dict(self) -> dict[str, float]:
-        """All numbers by name, as ``"ddr.hits"`` and ``"ddr.hit_rate"``: what loggers of metrics take."""
-        return {
-            f"{tier}.{name}": number
-            for tier, counts in self._asdict().items()
-            for name, number in (*counts._asdict().items(), ("hit_rate", counts.hit_rate))
-        }
+        """All numbers by name, as ``"ddr.hits"``, ``"ddr.hit_rate"`` and ``"ids.rows"``: what loggers of metrics
+        take."""
+        rates = {f"{tier}.hit_rate": counts.hit_rate for tier, counts in self.tiers.items()}
+        parts = self._asdict().items()
+        return {f"{part}.{name}": count for part, counts in parts for name, count in counts._asdict().items()} | rates
 
     def __str__(self) -> str:
         numbers = self.to_dict()
-        lines = [["", *self._fields]]
+        lines = [["", *self.tiers]]
         for name in (*TierStats._fields, "hit_rate"):
-            row = [numbers[f"{tier}.{name}"] for tier in self._fields]
+            row = [numbers[f"{tier}.{name}"] for tier in self.tiers]
             if any(row):
                 lines.append([name, *(f"{each:,.3f}" if isinstance(each, float) else f"{each:,}" for each in row)])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+        told = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        ids = "ids: " + ", ".join(f"{name} {count:,}" for name, count in self.ids._asdict().items())
+        return "\n".join(told + [ids] * any(self.ids))
 
 
 def total(stats: Sequence[Stats]) -> Stats:
     """What several stores did, as one's."""
-    tiers = (TierStats(*map(sum, zip(*each, strict=True))) for each in zip(*stats, strict=True))
-    return Stats(*tiers)
+    parts: Any = (type(each[0])(*map(sum, zip(*each, strict=True))) for each in zip(*stats, strict=True))
+    return Stats(*parts)

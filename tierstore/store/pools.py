@@ -17,7 +17,7 @@ from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..layout import RowLayout
 from ..pool import Pool
-from ..pool.stats import Stats, TierStats, of_counters
+from ..pool.stats import IdStats, Stats, TierStats, of_counters
 from ..system.device import memory_bytes
 from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
@@ -185,7 +185,9 @@ class Pools:
         """Running totals of each tier since the store was opened."""
         pools = list(self)
         num_rows = sum(len(table.rows) for table in list(self._catalog.tables.values()))
-        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows))
+        ids = [each.stats() for each in self._catalog.ids if each.is_known]
+        of_ids = IdStats(*map(sum, zip(*ids, strict=True)))
+        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows), of_ids)
 
     def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
         return of_counters([pool.leases.counters() for pool in pools])._replace(

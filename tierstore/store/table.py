@@ -28,10 +28,11 @@ from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
 from ..pool.in_place import InMemory
+from ..pool.stats import IdStats
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
-from .table_ids import FoundRows, IdStats, TableIds
+from .table_ids import FoundRows, TableIds
 from .version import TableState
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
 from ..lookup.tables import Use
+from ..pool.stats import IdStats
 from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
 
 EVICTED_SHARE: Final = 1 / 16
@@ -79,23 +80,6 @@ class FoundRows(NamedTuple):
     hold: IdsHold | None = None
 
 
-class IdStats(NamedTuple):
-    """Of a table with dynamic ids.
-
-    Attributes:
-        rows: ids that have rows now; candidates: ids that are counted.
-        admitted, refused, evicted: totals since the store was opened; refused ids count once a batch.
-        bytes: memory for all this.
-    """
-
-    rows: int
-    candidates: int
-    admitted: int
-    refused: int
-    evicted: int
-    bytes: int
-
-
 class TableIds:
     """See the module's docstring. One thread at a time may admit.
 
@@ -138,6 +122,11 @@ class TableIds:
             self._frozen = None
             self._holds.clear()
             self.num_moves += 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether they were looked at, and so read."""
+        return "_known" in self.__dict__
 
     @property
     def size_bytes(self) -> int:
@@ -438,7 +427,7 @@ class TableIds:
             self._require_idle()
             self.abandon()
             self._version = version
-            if "_known" not in self.__dict__:
+            if not self.is_known:
                 return
             dirty = [(section, section.part.dirty_rows) for section in self._sections(self._known)]
             parts = [self._of_all, *(Changed.of(*each) for each in dirty)]
@@ -544,7 +533,7 @@ class TableIds:
 
     def changed(self, newer: NewerVersion) -> ChangedIds:
         """What a newer version has of them."""
-        if "_known" not in self.__dict__:
+        if not self.is_known:
             return ChangedIds(self, None)
         first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
         keys = newer.changed[first:stop]

@@ -96,7 +96,7 @@ class Summary:
 
     def describe(self) -> str:
         """A few lines for people."""
-        hbm, ddr, ssd = self.tiers
+        hbm, ddr, ssd = self.tiers.tiers.values()
         lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
         if not self.rows and not self.interrupted:
             epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs:,} epochs"
@@ -135,7 +135,7 @@ def _describe_cache(tier: TierStats) -> str:
 
 
 def _tiers_to_dict(tiers: Stats) -> dict[str, Any]:
-    return {name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in tiers._asdict().items()}
+    return {name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in tiers.tiers.items()}
 
 
 def _describe_ranks(ranks: Sequence[RankSummary]) -> str:
