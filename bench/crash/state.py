@@ -58,7 +58,7 @@ class State:
             else:
                 ids = table.ids.listed()
                 given = torch.from_numpy(ids)
-                scores = table.ids._rows.scores(table.ids.find(ids).rows)
+                scores = table.ids.scores_of(ids).astype(np.uint32)
                 columns = [ids[:, None], scores[:, None], table.read(given).numpy(), table.read_state(given).numpy()]
             rows[name] = np.hstack([each.view(np.uint8) for each in columns])
         return cls(

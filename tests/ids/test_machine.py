@@ -225,7 +225,7 @@ class DynamicIdsMachine(RuleBasedStateMachine):
         self.table.pool.tier.check_integrity()
         ids = [int(key) for part in self.table.written() for key in part]
         assert sorted(ids) == sorted(self.model.rows)
-        scores = known._rows.scores(known.find(np.array(ids, np.int64)).rows)
+        scores = known.scores_of(np.array(ids, np.int64))
         assert scores.tolist() == [self.model.rows[key].score for key in ids]
         stats, of_store = self.table.id_stats(), self.store.stats()
         assert of_store.ids == stats

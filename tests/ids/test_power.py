@@ -41,7 +41,7 @@ class Shown:
         table.ids.check_integrity()
         ids = np.sort([int(each) for part in table.written() for each in part]).astype(np.int64)
         parts: list[Any] = [table.read(torch.from_numpy(ids)), table.read_state(torch.from_numpy(ids))]
-        scores = table.ids._rows.scores(table.ids.find(ids).rows)
+        scores = table.ids.scores_of(ids)
         return cls(step, tuple(ids.tolist()), b"".join([each.numpy().tobytes() for each in parts]) + scores.tobytes())
 
 

@@ -208,10 +208,14 @@ def free_from(cursor: int, records: Records, rows: Int64s) -> Any:
 
 
 @kernel
-def number_absent(wanted: Int64s, rows: Int64s, scratch: Int32s, new: Int64s, counts: Int64s) -> Any:
-    """Number the ids without rows in order of first use: ``rows[i]`` becomes -2 less the number. The ids go to ``new``,
-    how often they come to ``counts``; returns how many. ``scratch``: a power of two above the ids, all -1."""
-    mask, count = np.uint64(scratch.size - 1), 0
+def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
+    """Ids without rows, int64 [n], distinct, and how often each comes, int64 [n]. They are numbered in order of first
+    use: ``rows[i]`` becomes -2 less the number."""
+    most, places, count = np.count_nonzero(rows < 0), 1, 0
+    while places < 2 * most:
+        places *= 2
+    scratch, mask = np.full(places, -1, np.int32), np.uint64(places - 1)
+    new, counts = np.empty(most, np.int64), np.empty(most, np.int64)
     for i in range(rows.size):
         if rows[i] == ABSENT:
             place = mix64(np.uint64(wanted[i])) & mask
@@ -222,7 +226,7 @@ def number_absent(wanted: Int64s, rows: Int64s, scratch: Int32s, new: Int64s, co
                 count += 1
             counts[scratch[place]] += 1
             rows[i] = -2 - scratch[place]
-    return count
+    return new[:count], counts[:count]
 
 
 @kernel
@@ -234,33 +238,21 @@ def give_rows(rows: Int64s, given: Int64s) -> None:
         rows[i] = row if number >= 0 else rows[i]
 
 
-def absent(wanted: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
-    """Ids without rows, int64 [n], distinct, and how often they come; they are numbered in ``rows``."""
-    most = int(np.count_nonzero(rows < 0))
-    scratch = np.full(1 << (2 * most).bit_length(), -1, np.int32)
-    new, counts = np.empty(most, np.int64), np.empty(most, np.int64)
-    count = number_absent(wanted, rows, scratch, new, counts)
-    return new[:count], counts[:count]
-
-
 @kernel
-def draw(ids: Int64s, seed: np.uint64, out: Float64s) -> None:
-    """``out[i]``: in [0, 1), by seed and id."""
+def draws(ids: Int64s, seed: np.uint64) -> Float64s:
+    """float64 [n] in [0, 1), by seed and id."""
+    out = np.empty(ids.size, np.float64)
     for i in range(ids.size):
         out[i] = unit(mix64(np.uint64(seed ^ mix64(np.uint64(ids[i])))))
+    return out
 
 
 @kernel
-def find_owners(ids: Int64s, owners: int, out: Int64s) -> None:
-    """``out[i]``: which of so many owners has an id. By the half of the hash that ``_home`` does not use."""
+def owners_of(ids: Int64s, owners: int) -> Int64s:
+    """int64 [n]: which of so many owners has each id. By the half of the hash that ``_home`` does not use."""
+    out = np.empty(ids.size, np.int64)
     for i in range(ids.size):
         out[i] = np.int64(((mix64(np.uint64(ids[i])) & _ROW) * np.uint64(owners)) >> _HALF)
-
-
-def owners_of(ids: Int64s, owners: int) -> Int64s:
-    """int64 [n]: which of so many owners has each id."""
-    out = np.empty(len(ids), np.int64)
-    find_owners(ids, owners, out)
     return out
 
 
@@ -272,13 +264,6 @@ def as_words(ids: Int64s) -> Words:
 def are_scores(scores: Any) -> bool:
     """Whether rows with ids can have all of these, whole numbers [n]."""
     return bool(0 < scores.min(initial=1) <= scores.max(initial=1) <= MAX_SCORE)
-
-
-def draws(ids: Int64s, seed: np.uint64) -> Float64s:
-    """float64 [n] in [0, 1), by seed and id."""
-    out = np.empty(len(ids))
-    draw(ids, seed, out)
-    return out
 
 
 @kernel

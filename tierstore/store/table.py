@@ -32,7 +32,7 @@ from ..pool.stats import IdStats
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor
-from .table_ids import FoundRows, TableIds
+from .table_ids import TableIds
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -232,11 +232,10 @@ class Table(Unpicklable):
         if self.ids is None:
             return Found(self._keys_of(ids))
         refuse_capture(f"no id of table {self.name!r} is found, as its ids are dynamic")
-        rows, hold = self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
-        return Found(np.where(rows < 0, rows, rows + self.ids.first_key), hold)
+        return self._admit(ids) if use is Use.ADMIT else self.ids.find(ids, use)
 
     @shielded
-    def _admit(self, ids: Int64s) -> FoundRows:
+    def _admit(self, ids: Int64s) -> Found:
         known = self._require_dynamic("admit")
         self.require_float()
         with self.store.shown.changing():  # rows may get other ids, and other threads look rows up
@@ -247,7 +246,7 @@ class Table(Unpicklable):
         """Keys of the rows that dynamic ids have or get; see ``TableIds.give``."""
         known = self._require_dynamic("give a row")
         with self.store.shown.changing():
-            return known.give(ids, scores, self._put) + known.first_key
+            return known.give(ids, scores, self._put)
 
     def _put(self, keys: Int64s, ids: Int64s) -> None:
         self.in_pool(lambda pool: pool.tier.put_first_values(keys, ids))

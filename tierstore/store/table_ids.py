@@ -26,7 +26,7 @@ from ..kernels.arrays import Bools, Ids, Int64s, Words
 from ..kernels.hashing import mix64
 from ..kernels.threads import Workers
 from ..layout import KEY_ROW_BITS, ROW_MASK
-from ..lookup.tables import Use
+from ..lookup.tables import Found, Use
 from ..pool.stats import IdStats
 from .stored_ids import Changed, Section, ids_bytes, section_rows, shares
 
@@ -73,13 +73,6 @@ class IdsHold:
             )
 
 
-class FoundRows(NamedTuple):
-    """int64 [n]: rows of some ids, -1 of one that has none."""
-
-    rows: Int64s
-    hold: IdsHold | None = None
-
-
 class TableIds:
     """See the module's docstring. One thread at a time may admit.
 
@@ -87,7 +80,7 @@ class TableIds:
         lock: held while ids are looked up or change.
         peers: the owners of ids that are not here, with whom a batch is admitted.
         on_evict: given the keys of rows that are about to lose their ids, and the ids.
-        first_key: the key of row 0 of those that ``find`` gives.
+        first_key: of the table's rows here.
         num_changes: how often ids were admitted or evicted; num_moves: how often rows lost their ids.
         num_admitted, num_refused, num_evicted: ids, since the store was opened.
     """
@@ -169,21 +162,20 @@ class TableIds:
 
     # Looking ids up
 
-    def find(self, ids: Int64s, use: Use = Use.READ) -> FoundRows:
-        """The rows of ids; not to admit them. IdError for one without a row, if the table asks for it, unless they are
-        only prepared."""
+    def find(self, ids: Int64s, use: Use = Use.READ) -> Found:
+        """The keys of ids' rows; not to admit them. IdError for one without a row, if the table asks for it, unless
+        they are only prepared."""
         with self.lock:
             found = self._found(self._rows.find(ids), is_held=use is Use.KEEP)
         if use is not Use.PREPARE:
-            self._require_seen(ids, found.rows)
+            self._require_seen(ids, found.keys)
         return found
 
-    def _found(self, rows: Int64s, *, is_held: bool) -> FoundRows:
-        if not is_held:
-            return FoundRows(rows)
-        hold = IdsHold(self, rows)
-        self._holds.add(hold)
-        return FoundRows(rows, hold)
+    def _found(self, rows: Int64s, *, is_held: bool) -> Found:
+        hold = IdsHold(self, rows) if is_held else None
+        if hold is not None:
+            self._holds.add(hold)
+        return Found(np.where(rows < 0, rows, rows + self.first_key), hold)
 
     @property
     def in_use(self) -> bool:
@@ -212,8 +204,8 @@ class TableIds:
             return self._rows.scores(self._rows.find(ids)).astype(np.int64)
 
     def give(self, ids: Int64s, scores: Int64s | None, put: Put) -> Int64s:
-        """Rows of ids, distinct; those without one get one whatever the rules of admission. TableError: there are too
-        few. ValueError: no scores.
+        """Keys of ids' rows, distinct; those without one get one whatever the rules of admission. TableError: there are
+        too few. ValueError: no scores.
 
         Args:
             scores: int64 [n], of all of them; default: as of those used now, and what the others have.
@@ -240,9 +232,9 @@ class TableIds:
             if scores is not None:
                 own.set_scores(rows, scores.astype(np.uint32))
                 self._keep_up(int(scores.max(initial=1)))
-            return rows
+            return rows + self.first_key
 
-    def admit(self, ids: Int64s, put: Put) -> FoundRows:
+    def admit(self, ids: Int64s, put: Put) -> Found:
         """``find`` for a batch that trains: it counts uses, gives ids rows by the rules, and takes rows from others. If
         ``put`` fails, no id has got a row, though some may have lost theirs."""
         with self.lock:
