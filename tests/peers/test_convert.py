@@ -217,3 +217,8 @@ def test_the_way_back_is_traced_and_does_not_change_the_model() -> None:
         both = nn.ModuleDict({"bags": tierstore.TieredEmbeddingBagCollection(store)})
         with pytest.raises(ValueError, match="'bags' is a TieredEmbeddingBagCollection"):
             tierstore.plain_model(both)
+    config = tierstore.TableConfig(name="any", num_embeddings=9, embedding_dim=4, ids=tierstore.DynamicIds())
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        rows = nn.ModuleDict({"rows": tierstore.TieredEmbedding(store.create_table(config))})
+        with pytest.raises(TableError, match=r"'any' has dynamic ids.*keep 'rows' as it is, or export"):
+            tierstore.plain_model(rows)

@@ -70,7 +70,6 @@ def _rule_of(kind: str, group: Mapping[str, Any]) -> optim.Optimizer:
 __all__ = ["convert", "plain_model"]
 
 Embedding = nn.Embedding | nn.EmbeddingBag
-_PART_ROWS: Final = 1 << 14
 _ROOT: Final = "embedding"
 """The table's name where the model itself is the embedding."""
 
@@ -153,16 +152,20 @@ def plain_model(model: nn.Module) -> nn.Module:
     """A copy of a model with ``nn.Embedding`` and ``nn.EmbeddingBag`` in the place of tiered modules.
 
     For an ONNX or TorchScript export, or where tierstore is not installed. All rows are in memory at once, as float32.
-    The model itself is not changed. Over a table with dynamic ids, a module of this package, which a TorchScript export
-    does not need, finds the rows of the ids that have some now; other ids give zeros, and get no row.
+    The model itself is not changed.
 
     Raises:
         ValueError: a tiered module is no ``TieredEmbedding`` or ``TieredEmbeddingBag`` of a whole store; it is named.
-        TableError: a table has ``unseen="error"``.
+        TableError: a table has dynamic ids, which modules of torch do not find.
     """
     for name, module in model.named_modules():
         if isinstance(module, TieredModule) and not isinstance(getattr(module, "table", None), Table):
             raise ValueError(f"{name!r} is a {type(module).__name__}, which has no counterpart in torch")
+        if isinstance(module, TieredEmbedding | TieredEmbeddingBag) and module.table.ids is not None:
+            raise TableError(
+                f"table {module.table.name!r} has dynamic ids, which modules of torch do not find: keep {name!r} as it "
+                "is, or export the table's rows with their ids (tierstore export)"
+            )
     weights: dict[Table, nn.Parameter] = {}
     made: dict[int, nn.Module] = {}
     plain = copying.deepcopy(model)
@@ -310,47 +313,11 @@ def _tiered(module: Embedding, table: Table) -> nn.Module:
     return made.train(module.training)
 
 
-class _PlainRows(nn.Module):
-    """From ids of any shape to rows: of an id that has none, the last row."""
-
-    ids: Tensor
-
-    def __init__(self, ids: Tensor) -> None:
-        super().__init__()
-        # The end, which is above all others, so that a search ends at a row.
-        self.register_buffer("ids", torch.cat([ids, ids.new_full((1,), torch.iinfo(torch.int64).max)]))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = torch.searchsorted(self.ids, ids.long())
-        return torch.where(self.ids[rows] == ids, rows, self.ids.numel() - 1)
-
-
-class _PlainBag(nn.Module):
-    """Called as ``nn.EmbeddingBag`` is."""
-
-    def __init__(self, rows: _PlainRows, bag: nn.Module) -> None:
-        super().__init__()
-        self.rows = rows
-        self.bag = bag
-
-    def forward(
-        self,
-        input: Tensor,  # noqa: A002 - torch.nn.EmbeddingBag's name
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
-        out: Tensor = self.bag(self.rows(input), offsets, per_sample_weights)
-        return out
-
-
 def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter) -> nn.Module:
     rows, dim = weight.shape
-    known = module.table.ids
-    if module.padding_idx is not None:
-        module.table.config.require_fixed_ids("plain_model of a module with padding_idx")
     made: Embedding
     if isinstance(module, TieredEmbeddingBag):
-        last, padding = module.include_last_offset, module.padding_idx if known is None else rows - 1
+        last, padding = module.include_last_offset, module.padding_idx
         made = nn.EmbeddingBag(
             rows, dim, mode=module.mode, include_last_offset=last, padding_idx=padding, _weight=weight
         )
@@ -362,31 +329,13 @@ def _of_torch(module: TieredEmbedding | TieredEmbeddingBag, weight: nn.Parameter
                 weight[padding] = module.forward(torch.tensor(padding))
     made.weight = weight
     weight.requires_grad_(module.rows.requires_grad or module.table.store.readonly)
-    made.train(module.training)
-    if known is None:
-        return made
-    found = _PlainRows(torch.from_numpy(known.listed()).to(weight.device))
-    return _PlainBag(found, made) if isinstance(made, nn.EmbeddingBag) else nn.Sequential(found, made)
+    return made.train(module.training)
 
 
 def _rows_of(table: Table) -> Tensor:
-    if table.config.ids is not None:
-        return _rows_of_ids(table)
     out = torch.empty((table.config.num_embeddings, table.layout.dim), device=table.store.device)
     for start, stop in chunks(table):
         out[start:stop] = table.read(torch.arange(start, stop))
-    return out
-
-
-def _rows_of_ids(table: Table) -> Tensor:
-    """Those of the ids that have rows, ascending, and one of zeros."""
-    assert table.config.ids is not None
-    if table.config.ids.unseen == "error":
-        raise TableError(f'table {table.name!r} has unseen="error", and a plain module gives zeros: leave it out')
-    ids = torch.cat([*table.written()])
-    out = torch.zeros((len(ids) + 1, table.layout.dim), device=table.store.device)
-    for first in range(0, len(ids), _PART_ROWS):
-        out[first : first + _PART_ROWS][: len(ids) - first] = table.read(ids[first : first + _PART_ROWS])
     return out
 
 
