@@ -227,10 +227,7 @@ def _write_tables(
     total = sum(spec.size_bytes for plan in plans for spec in plan.specs)
     done = 0
     for plan in plans:
-        for start, end in chunks(plan.table):
-            stop = min(end, plan.num_rows)
-            if stop <= start:
-                break
+        for start, stop in chunks(plan.table, plan.num_rows):
             for spec, part in zip(plan.specs, plan.read(start, stop), strict=True):
                 done += len(file.append(descriptor, spec.name, part))
             if progress is not None:

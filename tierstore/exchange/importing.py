@@ -11,7 +11,7 @@ import torch
 
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
-from ..kernels.arrays import Floats, Int64s
+from ..kernels.arrays import Floats
 from ..layout import DtypeName
 from ..optim import Optimizer
 from ..pool.transfers import raw_weights
@@ -140,36 +140,17 @@ def _table(store: Store, match: Match, is_new: bool) -> Table:
 def _import(match: Match, table: Table, add: Callable[[int], None], created: bool, count: int) -> TableImport:
     changed = nonfinite = 0
     rows = match.info.shape[0]
-    ids, scores = _ids(match)
-    for start, end in chunks(table):
-        if (stop := min(end, rows)) <= start:
-            break
+    for start, stop in chunks(table, rows):
         weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
-        part = slice(start, stop)
-        if table.ids is None:
-            keys = numbered(table, start, stop)
-        else:
-            keys = table.give_rows(ids[part], None if scores is None else scores[part])
+        ids = [each[start:stop] for each in match.ids]
+        keys = table.give_rows(*ids) if ids else numbered(table, start, stop)
         changed += write_keys(table, keys, raw_weights(weights), _state(match, table, start, stop))
         add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
     notes = notes_of(match, created, count)
     return TableImport(
         table.name, match.key, created, rows, changed, bool(match.states), nonfinite, table.config, notes
     )
-
-
-def _ids(match: Match) -> tuple[Int64s, Int64s | None]:
-    """Of a table with dynamic ids: those of the rows, else numbers, and scores if there are any. ValueError: an id
-    comes twice."""
-    rows = match.info.shape[0]
-    ids, *scores = (part.read(rows) for part in match.ids) if match.ids else (np.arange(rows),)
-    distinct, counts = np.unique(ids, return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"the ids of {match.place}: id {distinct[counts > 1][0]} comes twice; leave out one of its rows"
-        )
-    return ids, scores[0] if scores else None
 
 
 def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:

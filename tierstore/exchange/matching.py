@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from ..config import TableConfig
@@ -36,17 +37,6 @@ class StatePart(NamedTuple):
     key: str
 
 
-class IdsPart(NamedTuple):
-    """int64 [rows], whole: ids of the rows of a table, or their scores."""
-
-    source: Source
-    key: str
-
-    def read(self, num_rows: int) -> Int64s:
-        values: Int64s = self.source.read(self.key, 0, num_rows).numpy()
-        return values
-
-
 class _Files(NamedTuple):
     """The file of each tensor, the numbers alongside, and the keys that the caller named for a table's state."""
 
@@ -62,14 +52,14 @@ class _Files(NamedTuple):
 class Match(NamedTuple):
     """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it, else
     ``updates``, the count of updates that Adam's moments have. ``keys`` are all that are taken, ``beside`` the
-    state that is not. ``ids``: of the rows, and their scores, as far as the files have them."""
+    state that is not. ``ids``: int64 [rows] of the rows of a table with dynamic ids, and their scores if there are."""
 
     source: Source
     key: str
     config: TableConfig
     info: TensorInfo
     states: tuple[StatePart, ...]
-    ids: tuple[IdsPart, ...]
+    ids: Sequence[Int64s]
     kept: TableState | None
     updates: int | None
     keys: tuple[str, ...]
@@ -183,13 +173,8 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
     step_key = files.key_of(key, table, "step")
     kept, updates = (told.state, None) if told else (None, _updates(files, step_key, config))
     states = _states(files, key, table, config, info.shape[0])
-    ids = _ids(files, key, config, told.config if told else None, info.shape[0]) if has_ids else ()
-    taken = (
-        key,
-        *(part.key for part in states),
-        *(part.key for part in ids),
-        *(() if updates is None else (step_key,)),
-    )
+    ids = _ids(files, key, config, told.config if told else None, info.shape[0]) if has_ids else {}
+    taken = (key, *(part.key for part in states), *ids, *(() if updates is None else (step_key,)))
     found = {name: files.key_of(key, table, name) for name in STATE_NAMES}
     beside = tuple(name for name, its in found.items() if its in files.places and its not in taken and name != "step")
     for name in STATE_NAMES:
@@ -198,7 +183,8 @@ def _match(files: _Files, key: str, table: str, settings: Settings, existing: Ta
                 f"mapping={{{excerpt(found[name])}: {f'{table}.{name}'!r}}}: table {table!r} has "
                 f"{type(config.optimizer).__name__}, without {name}; {_other_optimizer((name,))}"
             )
-    match = Match(source, key, config, info, states, ids, kept, updates, taken, beside)
+    numbers = [] if config.ids is None else [np.arange(info.shape[0])]
+    match = Match(source, key, config, info, states, [*ids.values()] or numbers, kept, updates, taken, beside)
     _require_fits(match, config, settings)
     return match
 
@@ -303,21 +289,25 @@ def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None
         raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
 
 
-def _ids(files: _Files, key: str, config: TableConfig, told: TableConfig | None, num_rows: int) -> tuple[IdsPart, ...]:
-    """Ids of rows, and their scores if the table evicts as the file's did. ValueError: they are no int64 [num_rows].
-    TableError: the table's rows have numbers."""
+def _ids(files: _Files, key: str, config: TableConfig, told: TableConfig | None, num_rows: int) -> dict[str, Int64s]:
+    """By key, ids of rows, and their scores if the table evicts as the file's did. ValueError: they are no int64
+    [num_rows], or an id comes twice. TableError: the table's rows have numbers."""
     names = [files.key_of(key, config.name, name) for name in (IDS, SCORES)]
-    parts = [IdsPart(files.places[name], name) for name in names if name in files.places]
-    place = _place(*parts[0])
+    place = _place(files.places[names[0]], names[0])
     if config.ids is None:
         raise TableError(f"{place} has ids of rows, and table {config.name!r} numbers them: choose another table")
     if told is None or told.ids is None or told.ids.eviction.scores != config.ids.eviction.scores:
-        parts = parts[:1]
-    for part in parts:
-        info = part.source.tensors[part.key]
+        names = names[:1]
+    found = {}
+    for name, source in [(name, files.places[name]) for name in names if name in files.places]:
+        info = source.tensors[name]
         if info.dtype is not torch.int64 or info.shape != (num_rows,):
-            raise ValueError(f"{_place(*part)} is {info.dtype} {list(info.shape)}, not torch.int64 {[num_rows]}")
-    return tuple(parts)
+            raise ValueError(f"{_place(source, name)} is {info.dtype} {list(info.shape)}, not int64 {[num_rows]}")
+        found[name] = source.read(name, 0, num_rows).numpy()
+    distinct, counts = np.unique(found[names[0]], return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"{place} has id {distinct[counts > 1][0]} twice; leave out one of its rows")
+    return found
 
 
 def _states(files: _Files, key: str, table: str, config: TableConfig, num_rows: int) -> tuple[StatePart, ...]:

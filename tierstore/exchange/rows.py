@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int64s, Weights
-from ..layout import KEY_ROW_BITS
+from ..layout import KEY_ROW_BITS, MAX_ROWS
 from ..store import Table
 
 CHUNK_BYTES: Final = 8 * 2**20
@@ -23,11 +23,13 @@ class RowValues(NamedTuple):
     """float32 [n, state_dim]."""
 
 
-def chunks(table: Table) -> Iterator[tuple[int, int]]:
-    """(start, stop) of runs of rows that make about ``CHUNK_BYTES``, all that the store uses in their order."""
+def chunks(table: Table, end: int = MAX_ROWS) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of rows that make about ``CHUNK_BYTES``, all that the store uses before ``end`` in their
+    order."""
     rows, step = table.rows, max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
-    for start in range(rows.start, rows.stop, step):
-        yield start, min(start + step, rows.stop)
+    end = min(end, rows.stop)
+    for start in range(rows.start, end, step):
+        yield start, min(start + step, end)
 
 
 def numbered(table: Table, start: int, stop: int) -> Int64s:

@@ -26,7 +26,6 @@ from ..system.sizes import format_size
 from .apply import Applied
 from .delta import Update, source_of, write_update
 from .header import Origin
-from .update_file import UpdateFile
 
 DEFAULT_PORT: Final = 8002
 PART_BYTES: Final = 16 << 20
@@ -210,8 +209,11 @@ class _Publisher:
         which = f"changed since version {since}" if header.since else "ever written"
         if since and not header.since:
             which += f": nothing records what changed since {since}"
-        with UpdateFile(update.path) as file:
-            counts = [f"  {line}" for line in file.describe()]
+        counts = [
+            f"  {config.name}: {rows:,} rows"
+            for config, rows in zip(header.tables, header.rows_of_tables().values(), strict=True)
+            if not config.is_hidden
+        ]
         size = format_size(update.size_bytes)
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {which}, {size}", *counts]
 

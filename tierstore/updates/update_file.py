@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, FormatError, TruncatedError
 from ..exchange.tensor_file import METADATA_KEY, SafetensorsFile, TensorSpec
 from ..layout import RowLayout
-from ..store.stored_ids import RowIds
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
@@ -183,25 +182,6 @@ class UpdateFile:
                 raise FormatError(f"{self.path}: chunk {number} has ids that are not rows of {excerpt(config.name)}")
             last = int(ids[-1])
             yield ids, weights
-
-    def ids(self, table: int) -> Iterator[RowIds]:
-        """Of a table with dynamic ids, its rows that got, used or lost an id. Others as of ``rows``."""
-        for rows, words in self.rows(table + 1):
-            yield RowIds.of_table(self.header.tables[table], rows, words)
-
-    def describe(self) -> list[str]:
-        """A line for each table: how many rows are sent, and how many ids are upserted and removed."""
-        lines = []
-        for index, (config, rows) in enumerate(
-            zip(self.header.tables, self.header.rows_of_tables().values(), strict=True)
-        ):
-            if config.is_hidden:
-                continue
-            lines.append(f"{config.name}: {rows:,} rows")
-            if config.ids is not None:
-                have = np.concatenate([np.empty(0, np.bool_), *(each.has_id for each in self.ids(index))])
-                lines[-1] += f"; ids: {np.count_nonzero(have):,} upserted, {np.count_nonzero(~have):,} removed"
-        return lines
 
     def check(self) -> None:
         """Read all of it. Raises as ``version`` and ``rows`` do."""
