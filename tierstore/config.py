@@ -154,9 +154,8 @@ class TableConfig:
 
     def require_fixed_ids(self, what: str) -> None:
         """TableError if the table has dynamic ids, which ``what`` does not know yet."""
-        if self.ids is not None or self.is_table_of_ids:
-            name = self.name if self.ids is not None else "with dynamic ids"
-            raise TableError(f"table {name!r} has dynamic ids, which are not supported by {what} yet")
+        if self.ids is not None:
+            raise TableError(f"table {self.name!r} has dynamic ids, which are not supported by {what} yet")
 
     def table_of_ids(self, place: int) -> "TableConfig":
         """What keeps the ids of this table, which is in that place: a row for what is of all, and one for each of its
@@ -166,10 +165,9 @@ class TableConfig:
         rows = self.ids.owners * (1 + (2 * max(rows, candidates) if candidates else rows))
         return TableConfig(name=f"{_IDS}{place}", num_embeddings=rows, embedding_dim=4, init=initializers.Constant(0.0))
 
-    @property
-    def has_table_of_ids(self) -> bool:
-        """Whether ``table_of_ids`` is in the next place."""
-        return self.ids is not None and not self.is_dropped
+    def with_ids(self, place: int) -> tuple["TableConfig", ...]:
+        """It, which is in that place, and if its ids are dynamic, what is in the next."""
+        return (self,) if self.ids is None or self.is_dropped else (self, self.table_of_ids(place))
 
     @property
     def is_table_of_ids(self) -> bool:
@@ -201,17 +199,8 @@ class TableConfig:
     def keeps_rows_of(self, before: "TableConfig") -> bool:
         """Whether the rows of another table, as they are stored or as they are before they are written, are rows of
         this one, which may have more."""
-        own, other = (
-            (
-                each.embedding_dim,
-                each.dtype,
-                each.init,
-                each.init.place,
-                each.ids,
-                each.optimizer.state_dim(each.embedding_dim),
-            )
-            for each in (self, before)
-        )
+        page_bytes = 4096  # the same for both
+        own, other = ((each.layout(page_bytes), each.init, each.init.place, each.ids) for each in (self, before))
         return own == other and self.num_embeddings >= before.num_embeddings and not before.is_dropped
 
     def layout(self, page_bytes: int) -> RowLayout:

@@ -203,13 +203,12 @@ def _save(
             for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
                 for count in taker.take(segments, runs, proven):
                     steps.copied(size * (done := done + count) // total, size)
-            names = [each.name for each in known.tables]
-            dynamic = [index for index, each in enumerate(known.tables) if each.has_table_of_ids]
-            for index in dynamic:
-                names[index + 1] = f"of ids of {names[index]}"
-            report.lost = [loss for index, name in enumerate(names) for loss in _losses(rows, index, name)]
-            for index in dynamic if report.lost or report.missing else ():
-                _drop_ids(tier, index, known.tables[index], report.version)
+            for index, each in enumerate(known.tables):
+                name = f"of ids of {known.tables[index - 1].name}" if each.is_table_of_ids else each.name
+                report.lost += _losses(rows, index, name)
+            for index, each in enumerate(known.tables[1:] if report.lost or report.missing else ()):
+                if each.is_table_of_ids:
+                    _drop_ids(tier, index, known.tables[index], report.version)
             tier.commit(_payload(known, remains, report), report.version)
         steps.copied(size, size)
 

@@ -152,9 +152,9 @@ class Catalog:
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = self._manifest.with_table(config), len(self._manifest.tables)
-        if config.ids is not None:
-            manifest = manifest.with_table(config.table_of_ids(index))
+        manifest, index = self._manifest, len(self._manifest.tables)
+        for each in config.with_ids(index):
+            manifest = manifest.with_table(each)
         try:
             for place, shape in list(manifest.shapes.items())[index:]:
                 self._add_table(place, *shape)

@@ -50,10 +50,10 @@ def require_changeable(directory: Path, catalog: Catalog) -> None:
 
 def drop(catalog: Catalog, table: Table) -> None:
     """Drop a table; nothing is cached."""
-    manifest, place = catalog.manifest, table.index
-    if table.config.ids is not None:
-        manifest = manifest.with_place(place + 1, manifest.tables[place + 1].dropped(place + 1))
-    catalog.change(manifest.with_place(place, table.config.dropped(place)))
+    manifest = catalog.manifest
+    for place, each in enumerate(table.config.with_ids(table.index), table.index):
+        manifest = manifest.with_place(place, each.dropped(place))
+    catalog.change(manifest)
 
 
 def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config: TableConfig) -> Table:
@@ -71,39 +71,31 @@ def change(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config:
     is_other = rule.kind != other.kind or rule.state_dim(before.embedding_dim) != other.state_dim(before.embedding_dim)
     if is_other and catalog.version.number:
         return _moved(cold, catalog, pools, table, config)
-    manifest = manifest.with_place(table.index, config)
-    if config.ids is not None:
-        place = table.index + 1
-        num_rows = config.table_of_ids(table.index).num_embeddings
-        manifest = manifest.with_place(place, replace(manifest.tables[place], num_embeddings=num_rows))
+    for place, each in enumerate(config.with_ids(table.index), table.index):
+        manifest = manifest.with_place(place, replace(each, init=manifest.tables[place].init))
     catalog.change(manifest)
     return catalog.tables[config.name]
 
 
 def _moved(cold: ColdTier, catalog: Catalog, pools: Pools, table: Table, config: TableConfig) -> Table:
-    place = len(catalog.manifest.tables)
-    if config.ids is None:
-        moved = [replace(config, init=config.init.of_place(table.index))]
-    else:  # first values go by ids
-        ids = config.table_of_ids(place)
-        moved = [config, replace(ids, init=ids.init.of_place(table.index + 1))]
-    manifest = catalog.manifest
-    for offset, each in enumerate(moved):
-        manifest = manifest.with_table(each.dropped(place + offset))
+    manifest, place = catalog.manifest, len(catalog.manifest.tables)
+    shift = place - table.index
+    moved = {
+        gone: each if each.ids else replace(each, init=each.init.of_place(gone))  # first values may go by ids
+        for gone, each in enumerate(config.with_ids(place), table.index)
+    }
+    for gone, each in moved.items():
+        manifest = manifest.with_table(each.dropped(gone + shift))
     catalog.change(manifest)
     with catalog.written_to(range(place, place + len(moved))):
-        counts = [
-            _copy(cold, catalog, table.index + offset, each, place + offset, pools.epoch)
-            for offset, each in enumerate(moved)
-        ]
+        counts = [_copy(cold, catalog, gone, each, gone + shift, pools.epoch) for gone, each in moved.items()]
         version, number = catalog.version, pools.epoch
         payload = repack(version._replace(tables=catalog.states), version.lineage.following(version.number))
         cold.commit(payload, number, keep=1)
         pools.epoch = number + 1
         catalog.shown.version = unpack(number, payload)
-        for offset, each in enumerate(moved):
-            gone = table.index + offset
-            manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone)).with_place(place + offset, each)
+        for gone, each in moved.items():
+            manifest = manifest.with_place(gone, manifest.tables[gone].dropped(gone)).with_place(gone + shift, each)
         catalog.change(manifest)
     _LOG.warning(
         "table %r: the optimizer state of %s begins again, of %s in the place of %s",

@@ -164,8 +164,8 @@ class UpdateHeader:
         if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
             raise ValueError("two tables have one name, or there are too many")
         for place, config in enumerate(self.tables):
-            wanted = [config.table_of_ids(place)] if config.has_table_of_ids else []
-            if wanted != [replace(each, init=wanted[0].init) for each in self.tables[place + 1 :][: len(wanted)]]:
+            wanted = config.with_ids(place)[1:]
+            if wanted != tuple(replace(each, init=wanted[0].init) for each in self.tables[place + 1 :][: len(wanted)]):
                 raise ValueError(f"table {excerpt(config.name)} has dynamic ids, and the next table does not hold them")
         self._check_chunks()
         order = [chunk.table for chunk in self.chunks]
