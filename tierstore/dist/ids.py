@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..ids.id_map import owners_of
 from ..ids.peers import Peers
 from ..kernels.arrays import Bools, Int64s, Words
 from ..lookup.dynamic import DynamicLookup
@@ -83,7 +84,8 @@ class _Table(NamedTuple):
     @classmethod
     def of(cls, sought: Sought, size: int) -> "_Table":
         table: Any = sought.table
-        owners = table.owners_of(sought.ids)
+        ranks = np.array(table.sharding.ranks)
+        owners = ranks[owners_of(sought.ids, len(ranks))]
         return cls(table, sought, np.argsort(owners, kind="stable"), np.bincount(owners, minlength=size))
 
     def split(self, values: Int64s) -> list[Int64s]:

@@ -86,20 +86,14 @@ class Sent(NamedTuple):
 class SendsGradients(ABC):
     """A lookup whose gradients go to the owners of its rows, who train them.
 
-    Args:
-        tables: this rank's parts of the tables: what it trains.
-
     Attributes:
-        tables: as given.
+        tables: this rank's parts of the tables: what it trains.
+        holds: what keeps the ids of this rank's rows, if they are dynamic.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[Table], holds: Sequence[Hold]) -> None:
         self.tables = tables
-
-    @property
-    @abstractmethod
-    def holds(self) -> Sequence[Hold]:
-        """What keeps the ids of this rank's rows, if they are dynamic."""
+        self.holds = holds
 
     @abstractmethod
     def release(self) -> None:
@@ -167,7 +161,7 @@ class ShardedLookup(SendsGradients):
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         tables: Any = joined.tables
-        super().__init__([table.local for table in tables])
+        super().__init__([table.local for table in tables], joined.holds)
         self.joined = joined
         self.mode = mode
         self._owners = owners
@@ -176,10 +170,6 @@ class ShardedLookup(SendsGradients):
     @property
     def _ranks(self) -> Ranks:
         return self._owners.ranks
-
-    @property
-    def holds(self) -> Sequence[Hold]:
-        return self.joined.holds
 
     @property
     def _names(self) -> str:
@@ -194,10 +184,6 @@ class ShardedLookup(SendsGradients):
     def group(self) -> Hashable:
         table = self._sharded[0]
         return type(self), table.store, table.layout, table.num_parts, self.mode
-
-    def admitted(self) -> "ShardedLookup":
-        """Itself: its ids have rows."""
-        return self
 
     @abstractmethod
     def route(self, ranks: Ranks) -> None:
@@ -316,9 +302,7 @@ class RowsLookup(RoutedLookup[_Route]):
 
     @cached_property
     def own(self) -> AnyLookup:
-        joined = Joined.of_keys(self.tables, self._route.keys)
-        joined.holds = self.holds
-        return make_lookup(joined, mode="sum")
+        return make_lookup(Joined.of_keys(self.tables, self._route.keys), mode="sum")
 
     @property
     def _dim(self) -> int:

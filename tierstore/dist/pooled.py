@@ -17,7 +17,6 @@ from torch import Tensor
 from ..kernels.arrays import Floats, Int64s
 from ..lookup.joined import AnyLookup, Joined
 from ..lookup.lookup import make_lookup
-from ..lookup.tables import Hold
 from ..pool.bags import NO_FLOATS, Features
 from ..store import Table
 from .lookup import RoutedLookup, SendsGradients, Sent
@@ -104,9 +103,7 @@ class PooledLookup(RoutedLookup[_Route]):
     @cached_property
     def own(self) -> AnyLookup:
         features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
-        joined = _joined(self.tables, features, self._route.requests, self._width)
-        joined.holds = self.holds
-        return make_lookup(joined, mode="sum")
+        return make_lookup(_joined(self.tables, features, self._route.requests, self._width), mode="sum")
 
     @property
     def _feature_tables(self) -> Sequence[ShardedTable]:
@@ -224,13 +221,10 @@ class _MergedPooled(SendsGradients):
     """Several lookups: each sends its gradients, and this rank's bags of all are merged."""
 
     def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
-        super().__init__(list(dict.fromkeys(table for lookup in lookups for table in lookup.tables)))
+        tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
+        super().__init__(tables, [hold for lookup in lookups for hold in lookup.holds])
         self._lookups = lookups
         self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
-
-    @property
-    def holds(self) -> Sequence[Hold]:
-        return [hold for lookup in self._lookups for hold in lookup.holds]
 
     @property
     def _ranks(self) -> Ranks:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from ..config import TableConfig
 from ..hbm.checks import Captured
-from ..ids.id_map import owners_of
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS, RowLayout
 from ..lookup.tables import id_error
@@ -94,11 +93,6 @@ class ShardedTable:
 
     def id_error(self, row: int) -> ValueError:
         return id_error(self.name, row, range(self.config.num_embeddings))
-
-    def owners_of(self, ids: Int64s) -> Int64s:
-        """int64 [n]: the rank of each dynamic id."""
-        ranks = np.array(self.sharding.ranks)
-        return ranks[owners_of(ids, len(ranks))]
 
     def require_float(self) -> None:
         self.local.require_float()

@@ -298,11 +298,6 @@ class AnyLookup(TrainsRows, Protocol):
         """The pool and the keys, int64 [N], of the rows it will use."""
         return self.joined.tables[0].pool, self.joined.keys
 
-    def admitted(self) -> "AnyLookup":
-        """What a forward pass that trains is to use: itself, or, of tables with dynamic ids, one whose ids were
-        admitted."""
-        return self
-
     @abstractmethod
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..lookup.dynamic import DynamicLookup
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.tables import LookupTable
@@ -87,7 +88,7 @@ class Prepared:
 
     def admit(self) -> None:
         """Before a forward pass that trains: give ids rows, where tables have dynamic ids."""
-        self.lookups = [lookup.admitted() for lookup in self.lookups]
+        self.lookups = [each.admitted() if isinstance(each, DynamicLookup) else each for each in self.lookups]
 
     def has_room(self) -> bool:
         """Whether ``stage`` would bring the rows in; some lookups of one pool together may not have what each has."""
