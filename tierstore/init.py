@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from .kernels.arrays import Int32s, Int64s, Weights, Words
-from .kernels.floats import code_of_dtype
+from .kernels.floats import FLOAT32, INT4, INT8, code_of_dtype
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
-from .kernels.quantized import fill_first_values
+from .kernels.quantized import pack_rows
 from .kernels.simd import store
 from .layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from .system.kinds import by_kind
@@ -25,6 +25,7 @@ __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 _CONSTANT: Final = 0
 _UNIFORM: Final = 1
 _NORMAL: Final = 2
+_CHUNK_ROWS: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,26 @@ class Initializer:
         return 0
 
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None:
-        """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``.
+        """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``. ValueError: one is too large for
+        the format of quantized rows.
 
         Args:
             keys: int64 [n], row keys (table index and row).
             slots: int32 [n].
-            weights: float32 or uint16 [capacity, >= dim]; columns from ``dim`` on become 0.
+            weights: float32 or uint16 [capacity, >= dim]; columns from ``dim`` on become 0. Or quantized rows, of the
+                first values in float32.
             dtype_code: ``floats.code_of_dtype`` of the dtype.
         """
+        if dtype_code in (INT8, INT4):
+            places = np.arange(min(len(keys), _CHUNK_ROWS), dtype=np.int32)
+            values = np.empty((len(places), dim), np.float32)
+            for start in range(0, len(keys), _CHUNK_ROWS):
+                part = slice(start, start + _CHUNK_ROWS)
+                count = len(keys[part])
+                self.fill(keys[part], places[:count], values, dim, FLOAT32)
+                if pack_rows(values[:count], slots[part], weights, dim, dtype_code) >= 0:
+                    raise ValueError(f"first values of {self} are too large for the scale and bias of a quantized row")
+            return
         first, second, seed = self._parameters()
         if self.place is not None:
             keys = keys & ROW_MASK | (self.place << KEY_ROW_BITS)
@@ -74,18 +87,10 @@ class Initializer:
             dtype_code,
         )  # fmt: skip
 
-    def fill_layout(self, keys: Int64s, slots: Int32s, weights: Weights, layout: RowLayout) -> None:
-        """``fill`` of rows of a layout, quantized ones too."""
-        dtype_code = code_of_dtype(layout.dtype)
-        if layout.is_quantized:
-            fill_first_values(self, keys, slots, weights, layout.dim, dtype_code)
-        else:
-            self.fill(keys, slots, weights, layout.dim, dtype_code)
-
     def rows(self, keys: Int64s, layout: RowLayout) -> Words:
         """Weights of whole rows before anything is written to them, uint64 [n, weight words of the layout]."""
-        words = np.zeros((len(keys), layout.weight_words), np.uint64)
-        self.fill_layout(keys, np.arange(len(keys), dtype=np.int32), words.view(layout.numpy_dtype), layout)
+        words, slots = np.zeros((len(keys), layout.weight_words), np.uint64), np.arange(len(keys), dtype=np.int32)
+        self.fill(keys, slots, words.view(layout.numpy_dtype), layout.dim, code_of_dtype(layout.dtype))
         return words
 
     @property

@@ -8,7 +8,7 @@ on a CPU with fused multiply-add; per-sample weights are multiplied into scale a
 ``dtype_code`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,7 +25,6 @@ _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _AHEAD: Final = 16
 """Rows fetched into the processor's caches ahead of the one that is added."""
 _LINE_BYTES: Final = 64
-_CHUNK_ROWS: Final = 1024
 
 
 @inline
@@ -214,22 +213,3 @@ def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, dtype_c
         if not packed:
             return i
     return -1
-
-
-class FirstValues(Protocol):
-    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int) -> None: ...
-
-
-def fill_first_values(
-    init: FirstValues, keys: Int64s, slots: Int32s, weights: Weights, dim: int, dtype_code: int
-) -> None:
-    """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized. ValueError: one is too
-    large for the row format."""
-    values = np.empty((min(len(keys), _CHUNK_ROWS), dim), np.float32)
-    places = np.arange(len(values), dtype=np.int32)
-    for start in range(0, len(keys), _CHUNK_ROWS):
-        part = slice(start, start + _CHUNK_ROWS)
-        count = len(keys[part])
-        init.fill(keys[part], places[:count], values, dim, floats.FLOAT32)
-        if pack_rows(values[:count], slots[part], weights, dim, dtype_code) >= 0:
-            raise ValueError(f"first values of {init} are too large for the scale and bias of a quantized row")

@@ -149,7 +149,7 @@ class Leases:
         config = self._tables[int(keys[0]) >> KEY_ROW_BITS]
 
         def work(begin: int, end: int) -> None:
-            config.init.fill_layout(ids[begin:end], slots[begin:end], arena.weights, layout)
+            config.init.fill(ids[begin:end], slots[begin:end], arena.weights, layout.dim, arena.dtype_code)
             kernels.fill_state(slots[begin:end], arena.state, layout.state_dim, config.optimizer.initial_state)
 
         arena.over_threads(work, len(ids))
