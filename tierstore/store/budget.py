@@ -55,15 +55,9 @@ class Division(NamedTuple):
 
 
 def divide(
-    budget: int,
-    rows: Mapping[RowLayout, int],
-    *,
-    num_tables: int,
-    policy: str,
-    given: object,
-    hbm_staging: int = 0,
+    budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0,
     ids_bytes: int = 0,
-) -> Division:
+) -> Division:  # fmt: skip
     """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
 
     Args:

@@ -131,13 +131,10 @@ class Recorder:
     @shielded
     def note_bags(self, table_index: int, num_rows: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
         """A batch of bags of one table with so many rows: int64 or int32 [n], int64 [bags + 1]."""
-        first, bags, starts = (
-            np.array([table_index << KEY_ROW_BITS], np.int64),
-            len(offsets) - 1,
-            np.empty_like(offsets),
-        )
+        first, rows = np.array([table_index << KEY_ROW_BITS]), np.array([num_rows])
+        bags, starts = len(offsets) - 1, np.empty_like(offsets)
         if copy_offsets(offsets, len(ids), starts):  # else the caller changed them since the lookup
-            self._add([IdsOfBags(ids, _ZERO, first, np.array([num_rows], np.int64), bags, starts)], bags)
+            self._add([IdsOfBags(ids, _ZERO, first, rows, bags, starts)], bags)
 
     @shielded
     def note_rows(self, keys: Int64s) -> None:

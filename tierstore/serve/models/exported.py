@@ -16,7 +16,7 @@ from ...store import Store, Table
 from ..base import Outputs, Pause
 from ..messages import DATATYPES, InferTensor, ModelMetadata, TensorSpec
 from .jagged import DenseAndIds, Dropped, Features, Merged, check_inputs, invalid, merge, parts_of, require_finite
-from .lookups import feature_inputs, num_rows_of
+from .lookups import feature_inputs, limits_of
 from .program import Program
 
 _OTHER_INPUTS: Final = ("values", "lengths")
@@ -50,7 +50,7 @@ class Exported:
             _require_fit(program, spec, owners)
         pooled = [table.name for name, table in self._tables.items() if len(self._specs[name].shape) == 2]
         self._collection = TieredEmbeddingBagCollection(store, tables=list(dict.fromkeys(pooled)))
-        self._features = Features(program.name, num_rows_of(self._tables), dropped)
+        self._features = Features(program.name, limits_of(self._tables), dropped)
         self.metadata = ModelMetadata(
             name=program.name,
             inputs=(*self._dense, *feature_inputs(len(self._specs))),

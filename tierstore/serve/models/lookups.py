@@ -93,7 +93,7 @@ def pooled_table(table: Table, dropped: Dropped | None) -> Pooled:
         outputs=(_embeddings([table]),),
         parameters={"rows": num_rows, "pooling": table.config.pooling},
     )
-    return Pooled(metadata, Features(name, num_rows_of({table.name: table}), dropped, ids="ids"), [table], pool)
+    return Pooled(metadata, Features(name, limits_of({table.name: table}), dropped, ids="ids"), [table], pool)
 
 
 def _owners(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:
@@ -115,18 +115,16 @@ def _of_features(name: str, owners: Mapping[str, Table], output: TensorSpec) -> 
     return ModelMetadata(name=name, inputs=feature_inputs(len(owners)), outputs=(output,), parameters=parameters)
 
 
-def num_rows_of(owners: Mapping[str, Table]) -> dict[str, int | None]:
-    """Of each feature's table, for ``Features``; None if its ids are dynamic."""
-    return {
-        feature: table.config.num_embeddings if table.config.ids is None else None for feature, table in owners.items()
-    }
+def limits_of(owners: Mapping[str, Table]) -> dict[str, int | None]:
+    """``rows`` of ``Features``, by each feature's table."""
+    return {feature: None if table.config.ids else table.config.num_embeddings for feature, table in owners.items()}
 
 
 def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped | None) -> Pooled:
     owners = _owners(collection)
     tables = list(owners.values())
     metadata = _of_features("pooled", owners, _embeddings(tables))
-    features = Features("pooled", num_rows_of(owners), dropped)
+    features = Features("pooled", limits_of(owners), dropped)
     return Pooled(metadata, features, tables, lambda batch: pool_features(collection, batch).numpy())
 
 
@@ -215,13 +213,11 @@ def table_rows(table: Table, dropped: Dropped | None) -> RowsModel:
     metadata = ModelMetadata(
         name=name, inputs=_TABLE_INPUTS[:1], outputs=(_rows(table),), parameters={"rows": num_rows}
     )
-    return RowsModel(metadata, Features(name, num_rows_of({table.name: table}), dropped, ids="ids"), [table])
+    return RowsModel(metadata, Features(name, limits_of({table.name: table}), dropped, ids="ids"), [table])
 
 
 def feature_rows(collection: TieredEmbeddingBagCollection) -> RowsModel:
     """Model "rows". Ids that are no rows are refused always: there would be no row of theirs in the output."""
     owners = _owners(collection)
     tables = list(owners.values())
-    return RowsModel(
-        _of_features("rows", owners, _rows(tables[0])), Features("rows", num_rows_of(owners), None), tables
-    )
+    return RowsModel(_of_features("rows", owners, _rows(tables[0])), Features("rows", limits_of(owners), None), tables)

@@ -50,8 +50,7 @@ class NpyReader(Reader):
       ``offsets[r + 1]``.
 
     Categories are integers, booleans or whole floating-point numbers; NaN and negative ones are missing, of ids only
-    -1 is. DataError
-    where a file is missing, is no array of the right kind, or is longer than another.
+    -1 is. DataError where a file is missing, is no array of the right kind, or is longer than another.
     """
 
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
