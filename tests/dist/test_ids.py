@@ -19,6 +19,7 @@ from torch import Tensor
 
 import tierstore
 from tests.ids.model import Model
+from tests.ids.test_machine import INIT, first_values
 from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import ShardedTieredEmbeddingBag, ShardedTieredEmbeddingBagCollection, open_sharded
@@ -29,7 +30,6 @@ from .ranks import run
 
 DIM, SAMPLES = 12, 3
 FEATURES = ["a1", "a2", "plain"]
-INIT = tierstore.init.Uniform(-0.5, 0.5, seed=7)
 RULE = optim.Adagrad(lr=0.5)
 PLAIN = tierstore.TableConfig(name="plain", num_embeddings=50, embedding_dim=DIM, optimizer=RULE)
 
@@ -166,7 +166,7 @@ class Oracle:
     def admit(self, batches: list[Any], in_use: frozenset[int]) -> None:
         ids = [key for feature in range(2) for _, own, _ in batches for key in own[feature]]
         if new := self.model.train(ids, in_use):
-            self.table.write(torch.tensor([self.model.rows[key].number for key in new]), first_values(new))
+            self.table.write(torch.tensor([self.model.rows[key].number for key in new]), first_values(new, DIM))
 
     def run(self, stage: Stage) -> list[list[Tensor]]:
         """Results of each rank."""
@@ -223,13 +223,6 @@ class Oracle:
             assert known._step == model.step
 
 
-def first_values(ids: list[int]) -> Tensor:
-    """By a table that was never written."""
-    with tierstore.open(cold="memory", ddr="2MiB") as store:
-        made = tierstore.TableConfig(name="x", num_embeddings=1, embedding_dim=DIM, init=INIT, ids=DynamicIds())
-        return store.create_table(made).first_values(torch.tensor(ids))
-
-
 STEPS = st.builds(Step, st.sampled_from(["train"] * 6 + ["pair", "read", "evict"]), st.integers(0, 400))
 ONLY_TRAIN = st.builds(Step, st.just("train"), st.integers(0, 400))
 
@@ -257,12 +250,7 @@ CASES = st.builds(
 )
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(case=CASES)
 def test_ranks_give_the_ids_and_bits_of_one_process(case: Case) -> None:
     oracle = Oracle(case)

@@ -242,11 +242,11 @@ class DynamicIdsMachine(RuleBasedStateMachine):
             self.few_slots.close()
 
 
-def first_values(ids: list[int]) -> torch.Tensor:
+def first_values(ids: list[int], dim: int = 33) -> torch.Tensor:
     """By a table that was never written."""
     with tierstore.open(cold="memory", ddr="2MiB") as store:
-        config = tierstore.TableConfig(name="x", num_embeddings=1, embedding_dim=33, init=INIT, ids=DynamicIds())
-        return store.create_table(config).first_values(torch.tensor(ids))
+        config = tierstore.TableConfig(name="x", num_embeddings=1, embedding_dim=dim, init=INIT, ids=DynamicIds())
+        return store.create_table(config).first_values(torch.tensor(ids, dtype=torch.long))
 
 
 TestDynamicIds = DynamicIdsMachine.TestCase

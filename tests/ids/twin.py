@@ -1,6 +1,5 @@
 """A dict of ids and their rows that is trained as a table is; what it holds is known without the package's map."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.ids.model import Model
-from tests.ids.test_machine import ADMISSIONS, EVICTIONS
+from tests.ids.test_machine import ADMISSIONS, EVICTIONS, INIT, first_values
 from tierstore.ids import DynamicIds
 
 RULES = st.builds(DynamicIds, admission=ADMISSIONS, eviction=EVICTIONS)
@@ -20,8 +19,7 @@ Rows = dict[int, list[float]]
 
 def config(rules: DynamicIds | None = DynamicIds(), rows: int = 12, **options: Any) -> tierstore.TableConfig:  # noqa: B008
     fields = {"name": "item", "optimizer": tierstore.optim.SGD(lr=LR)} | options
-    init = tierstore.init.Uniform(-0.5, 0.5, seed=7)
-    return tierstore.TableConfig(num_embeddings=rows, embedding_dim=6, ids=rules, init=init, **fields)
+    return tierstore.TableConfig(num_embeddings=rows, embedding_dim=6, ids=rules, init=INIT, **fields)
 
 
 class Twin:
@@ -38,10 +36,7 @@ class Twin:
         """One bag of both, whose rows get a gradient of one each time they are in it."""
         tierstore.TieredEmbeddingBag(table)(torch.tensor([ids])).sum().backward()
         given = self.model.train(ids)
-        with tierstore.open(cold="memory", **SMALL) as store:  # a table that was never written
-            made = store.create_table(replace(table.config, num_embeddings=1))
-            first = made.first_values(torch.tensor(given, dtype=torch.long))
-        self.values |= dict(zip(given, first, strict=True))
+        self.values |= dict(zip(given, first_values(given, 6), strict=True))
         self.values |= {key: self.values[key] - LR * ids.count(key) for key in {*ids} & self.model.rows.keys()}
 
     def evict(self, table: tierstore.Table, ids: list[int]) -> None:

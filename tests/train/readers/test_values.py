@@ -13,18 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore.train.readers import (
-    Categories,
-    CategoryRule,
-    CriteoReader,
-    CsvReader,
-    DataError,
-    FeatureHasher,
-    Schema,
-    open_reader,
-)
+from tierstore.train.readers import Categories, CriteoReader, CsvReader, DataError, FeatureHasher, Schema, open_reader
 from tierstore.train.readers import csv as csv_reader
-from tierstore.train.readers.categories import read_texts
+from tierstore.train.readers.categories import CategoryRule, read_texts
 
 from .rows import IDS, bags, category_of
 
