@@ -354,9 +354,7 @@ _COMMANDS: Final = {
     "compact": COMPACT,
     "reshard": RESHARD,
     "shard": group(
-        _shard_commands,
-        "plan which rank gets which tables",
-        "Measure ranks, and plan which of them gets which tables.",
+        _shard_commands, "plan which rank gets which tables", "Measure ranks, and plan which of them gets which tables."
     ),
     "trace": group(
         _trace_commands,

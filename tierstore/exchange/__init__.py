@@ -4,12 +4,4 @@ from .exporting import FORMATS, ExportReport, export_store
 from .importing import ImportReport, TableImport, import_files
 from .keys import DEFAULT_KEY
 
-__all__ = [
-    "DEFAULT_KEY",
-    "FORMATS",
-    "ExportReport",
-    "ImportReport",
-    "TableImport",
-    "export_store",
-    "import_files",
-]
+__all__ = ["DEFAULT_KEY", "FORMATS", "ExportReport", "ImportReport", "TableImport", "export_store", "import_files"]

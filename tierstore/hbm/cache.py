@@ -21,17 +21,7 @@ from torch import Tensor
 from ..cache.base import DIRTY, LOADING, RESIDENT
 from . import backend, cache_twin
 from .batch import Groups
-from .books import (
-    NO_SUCH_SLOT,
-    PIN,
-    SUMMARY_ROWS,
-    WAYS,
-    Books,
-    Plan,
-    Status,
-    mixed,
-    sets_of,
-)
+from .books import NO_SUCH_SLOT, PIN, SUMMARY_ROWS, WAYS, Books, Plan, Status, mixed, sets_of
 
 PolicyName = Literal["lru", "lfu"]
 

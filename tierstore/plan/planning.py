@@ -129,10 +129,7 @@ def plan(asked: PlanFile, *, progress: Callable[[str, int, int], None] | None = 
         in_memory_if_off=in_memory_if_off,
         curves=curves,
         marginals=marginal_values(setup, demand),
-        alternatives=(
-            *(Attempt(each.setup, each) for each in found.runners_up[:most]),
-            *found.failures[:most],
-        ),
+        alternatives=(*(Attempt(each.setup, each) for each in found.runners_up[:most]), *found.failures[:most]),
         marks=marks_of(asked, best),
         warnings=(
             *warnings_of(asked, best),

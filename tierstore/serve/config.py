@@ -79,8 +79,7 @@ class ServeConfig:
     )
     follow_seconds: float = _seconds(0.05, "how often to look for a newer commit; 0: never")
     updates: bool = option(
-        False,
-        "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token",
+        False, "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token"
     )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that clients must show; health stays open")

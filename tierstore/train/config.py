@@ -92,8 +92,7 @@ class DataSection:
     )
     test_rows: int = option(0, "rows after those, to evaluate on; 0: do not evaluate", low=0, high=_MAX_COUNT)
     test_path: str = option(
-        "",
-        'file or folder to evaluate on, not rows after the training rows: test_rows of it, or with 0 all; "": none',
+        "", 'file or folder to evaluate on, not rows after the training rows: test_rows of it, or with 0 all; "": none'
     )
     hashing: Hashing = option(
         "mix",

@@ -26,15 +26,7 @@ from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size
 from .build import table_configs, trace_run
-from .config import (
-    DataSection,
-    EmbeddingSection,
-    ModelSection,
-    OptimizerSection,
-    RunConfig,
-    StoreSection,
-    TrainSection,
-)
+from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
 from .page import Row, page_of, table_of
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name, python_name
