@@ -1,8 +1,6 @@
 """What a table is: a frozen, keyword-only description that the manifest keeps."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
@@ -10,13 +8,11 @@ from . import optim
 from .errors import TableError
 from .ids import DynamicIds
 from .layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
+from .system.checks import require_choice, require_int
 from .system.excerpt import excerpt
 from .system.hints import hinting
 
-__all__ = [
-    "MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_choice", "require_int",
-    "require_names", "require_slack",
-]  # fmt: skip
+__all__ = ["MAX_KEPT_VERSIONS", "MAX_SLACK", "Pooling", "Rounding", "TableConfig", "require_names", "require_slack"]
 
 Pooling = Literal["sum", "mean", "max"]
 Rounding = Literal["nearest", "stochastic"]
@@ -28,21 +24,6 @@ _MAX_NAME: Final = 200
 _HIDDEN: Final = "\0"
 _DROPPED: Final = "\0dropped "
 _IDS: Final = "\0ids "
-
-
-def require_choice(value: object, choices: Collection[str], name: str) -> None:
-    """ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
-
-
-def require_int(value: object, name: str, low: int, high: int) -> int:
-    """The value as an int, numpy's integers too. TypeError for what is none, ValueError unless in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if not low <= (number := int(value)) <= high:
-        raise ValueError(f"{name}={excerpt(number)} must be in [{low}, {high}]")
-    return number
 
 
 def require_names(names: object, name: str) -> None:

@@ -22,8 +22,8 @@ needs no policy.  ``tierstore.hbm.cache`` has that of device memory.
 import bisect
 from typing import Any, Final
 
-from ..config import require_choice as _require_choice
-from ..config import require_int as _require_int
+from ..system.checks import require_choice as _require_choice
+from ..system.checks import require_int as _require_int
 from .base import Admission, AdmitStatus, CacheCounters, Listing, Pinned, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import overhead_bytes_of as _overhead_bytes_of

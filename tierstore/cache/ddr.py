@@ -10,8 +10,8 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from ..config import require_int
 from ..kernels.arrays import Bools, Int32s, Int64s
+from ..system.checks import require_int
 from . import admission as kernels
 from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of

@@ -10,11 +10,11 @@ from typing import Final
 
 import numpy as np
 
-from ..config import require_int
 from ..kernels.arrays import Bools, Bytes, Int32s, Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK
+from ..system.checks import require_int
 from .base import (
     CONSUMED,
     DIRTY,

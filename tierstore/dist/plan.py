@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from ..config import require_choice, require_int
+from ..system.checks import require_choice, require_int
 from ..system.excerpt import excerpt
 
 ShardingType = Literal["data_parallel", "table_wise", "row_wise", "table_row_wise", "column_wise"]

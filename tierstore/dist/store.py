@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..cache import AUTO
-from ..config import TableConfig, require_choice
+from ..config import TableConfig
 from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
@@ -31,6 +31,7 @@ from ..store.arguments import OffsetsType
 from ..store.lifetime import Shown
 from ..store.optimizer import TieredOptimizer
 from ..store.version import MAX_ANCESTORS
+from ..system.checks import require_choice
 from .opening import OwnPart, open_to_read, require_alike
 from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType

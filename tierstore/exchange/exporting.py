@@ -8,11 +8,11 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ..config import require_choice
 from ..errors import TierstoreError
 from ..kernels.arrays import Int64s
 from ..lookup.tables import Use
 from ..store import Store, Table, open_store
+from ..system.checks import require_choice
 from ..system.output import partial_file, require_room
 from .keys import DEFAULT_KEY, IDS, SCORES, StateTensor, state_key, state_tensors, weight_keys
 from .rows import CHUNK_BYTES, chunks, numbered, read_keys

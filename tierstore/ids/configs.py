@@ -4,19 +4,11 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, Literal, get_args
 
-from ..system.excerpt import excerpt
+from ..system.checks import require_choice, require_int
 from ..system.kinds import by_kind
 
 Unseen = Literal["zeros", "error"]
 MAX_SEEN: Final = 255
-
-
-def _require(value: object, name: str, low: int, high: int) -> None:
-    """TypeError unless an int, ValueError unless in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} must be in [{low}, {high}]")
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,9 @@ class Frequency(Admission):
     kind: ClassVar[str] = "frequency"
 
     def __post_init__(self) -> None:
-        _require(self.times, "times", 2, MAX_SEEN)
+        require_int(self.times, "times", 2, MAX_SEEN)
         if self.candidates is not None:
-            _require(self.candidates, "candidates", 1, 2**31 - 1)
+            require_int(self.candidates, "candidates", 1, 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         if self.half_life_steps is not None:
-            _require(self.half_life_steps, "half_life_steps", 1, 2**31)
+            require_int(self.half_life_steps, "half_life_steps", 1, 2**31)
 
     @property
     def scores(self) -> str:
@@ -124,7 +116,7 @@ class TTL(Eviction):
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("TTL takes either steps or minutes")
-        _require(self.span, "steps" if self.minutes is None else "minutes", 1, 2**30)
+        require_int(self.span, "steps" if self.minutes is None else "minutes", 1, 2**30)
 
     @property
     def scores(self) -> str:
@@ -172,8 +164,7 @@ class DynamicIds:
             raise TypeError(f"admission must be Frequency, Probability or None, not {type(self.admission).__name__}")
         if not isinstance(self.eviction, Eviction):
             raise TypeError(f"eviction must be LRU(), LFU() or TTL(), not {type(self.eviction).__name__}")
-        if self.unseen not in get_args(Unseen):
-            raise ValueError(f"unseen={excerpt(self.unseen)} is not one of {', '.join(get_args(Unseen))}")
+        require_choice(self.unseen, get_args(Unseen), "unseen")
 
     def num_candidates(self, num_rows: int) -> int:
         """How many ids without a row are counted."""

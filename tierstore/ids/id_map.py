@@ -414,11 +414,6 @@ class IdMap:
         """int64 [num_used], ascending."""
         return np.flatnonzero(self._marks & np.uint32(MAX_SCORE))
 
-    def has_id(self, rows: Int64s) -> Bools:
-        """bool [n]."""
-        found: Bools = self.scores(rows) != 0
-        return found
-
     def ids_of(self, rows: Int64s) -> Int64s:
         """int64 [n]."""
         ids = np.empty(len(rows), np.int64)
@@ -426,7 +421,7 @@ class IdMap:
         return ids
 
     def scores(self, rows: Int64s) -> Uint32s:
-        """uint32 [n], up to ``MAX_SCORE``."""
+        """uint32 [n], up to ``MAX_SCORE``; 0 of rows without an id."""
         scores: Uint32s = self._marks[rows] & np.uint32(MAX_SCORE)
         return scores
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import optim
-from ..config import TableConfig, require_int, require_names
+from ..config import TableConfig, require_names
 from ..errors import TableError
 from ..exchange.keys import StateTensor, state_tensors
 from ..exchange.rows import chunks, write_rows
@@ -19,6 +19,7 @@ from ..layout import MAX_ROWS
 from ..pool.transfers import raw_weights
 from ..store import Store, Table
 from ..store.version import TableState
+from ..system.checks import require_int
 from .embedding import TieredEmbedding, TieredEmbeddingBag
 from .module import TieredModule
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..config import Pooling, require_choice
+from ..config import Pooling
 from ..kernels.slots import MODES
 from ..store import Table
 from ..store.arguments import require_tensor
+from ..system.checks import require_choice
 from ..system.hints import hinting
 from .function import Padding, Prepared
 from .module import NO_COUNTERPART, TieredModule, checked_padding, checked_table

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import require_int
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
+from ..system.checks import require_int
 from ..system.hints import Unpicklable
 from .anchor import Anchor
 from .function import Announced, Prepared, PreparedLookups, run_lookups

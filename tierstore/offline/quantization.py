@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 
 from .. import optim
-from ..config import TableConfig, require_choice
+from ..config import TableConfig
 from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
 from ..io.reads import by_key, stored_batches
@@ -26,6 +26,7 @@ from ..store import open_store
 from ..store.manifest import Manifest
 from ..store.target import bytes_on_device, new_store, new_tier, require_outside
 from ..store.version import NO_LINEAGE, TableState, pack, unpack, unpack_tensors
+from ..system.checks import require_choice
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20  # rows and optimizer state that are read at a time

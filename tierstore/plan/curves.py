@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from ..cache import resolve_policy
 from ..cache.ddr import DdrCache
-from ..config import require_int
 from ..kernels.arrays import Float64s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS
 from ..pool import HELD_SHARE
 from ..settings.sections import nearest
+from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from .accesses import Accesses, Numbered, first_uses, numbered, of_tables

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ..cache import POLICIES
-from ..config import require_choice
 from ..dist.ranks import Precision
 from ..settings.sections import option
+from ..system.checks import require_choice
 from ..system.sizes import format_size
 from .host import Accelerator, Checked, Host, shared_by, times
 from .queueing import Latency, Queue

@@ -5,10 +5,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..config import require_int
 from ..kernels.arrays import Int64s
 from ..kernels.hashing import mix64
 from ..layout import KEY_ROW_BITS, MAX_ROWS
+from ..system.checks import require_int
 from ..system.excerpt import excerpt
 from ..system.terminal import columns_of
 from ..trace import TableTrace, Trace

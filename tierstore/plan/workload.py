@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from ..config import require_choice
 from ..ids.id_map import map_bytes
 from ..layout import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from ..settings.sections import option
+from ..system.checks import require_choice
 from ..system.excerpt import excerpt
 from .dense import MLPERF_LAYERS, DenseWork, dlrm_work
 from .host import Checked

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ..config import require_choice
 from ..settings.sections import check_ranges, option
+from ..system.checks import require_choice
 from ..system.sizes import parse_size
 from .bearer_token import read_token
 

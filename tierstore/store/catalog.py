@@ -94,7 +94,7 @@ class Catalog:
     @property
     def ids(self) -> list[TableIds]:
         """Of the tables with dynamic ids."""
-        return [table.ids for table in self.tables.values() if table.ids is not None]
+        return [table.ids for table in list(self.tables.values()) if table.ids is not None]
 
     @property
     def num_changes(self) -> dict[str, int]:

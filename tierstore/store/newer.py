@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +21,6 @@ from .catalog import Catalog
 from .lifetime import Lifetime, Shown
 from .manifest import Manifest
 from .pools import Pools
-from .table_ids import ChangedIds
 from .version import Version, unpack, unpack_tensors
 
 _PIECE_ROWS: Final = 1 << 14  # lookups wait while so many are listed: a millisecond
@@ -150,7 +149,7 @@ class Newer:
     version: Version  # its number, extra and tensors
     manifest: Manifest  # of the store then
     rows: Sequence[CachedRows] | None  # what is to change in the caches; None if all that they hold is dropped
-    ids: Sequence[ChangedIds]  # of the tables with dynamic ids
+    show_ids: Sequence[Callable[[], None]]  # of the tables with dynamic ids
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""
@@ -261,8 +260,8 @@ class Follower:
                 for rows in newer.rows or ():
                     rows.show()
                 newer.found.show()
-                for changed in newer.ids:
-                    changed.show()
+                for show in newer.show_ids:
+                    show()
             except BaseException:
                 self._pools.close()
                 for ids in self._catalog.ids:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from .. import cache
-from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
+from ..config import MAX_KEPT_VERSIONS, require_slack
 from ..errors import StoreLockedError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..layout import FloatName, QuantizedName
+from ..system.checks import require_choice, require_int
 from ..system.device import resolve_device
 from ..system.dropped import settle
 from ..system.oserrors import translate_os_error

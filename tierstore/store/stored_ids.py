@@ -42,25 +42,6 @@ class Section(NamedTuple):
     step: int
 
 
-class RowIds(NamedTuple):
-    """int64 [n], rows of a table; each one's id, int64 [n], and whether it still has it, bool [n]."""
-
-    rows: Int64s
-    ids: Int64s
-    has_id: Bools
-
-    @classmethod
-    def of(cls, rows: Int64s, words: Words) -> "RowIds":
-        """As ``words`` of the table of ids, uint64 [n, 2], have them: id; whether the row has it << 32 | score."""
-        return cls(rows, words[:, 0].view(np.int64), words[:, 1] >> _HALF & _HAS_ID != 0)
-
-    @classmethod
-    def of_table(cls, config: TableConfig, rows: Int64s, words: Words) -> "RowIds":
-        """Of the table's own rows, among some of its table of ids'."""
-        own, found = own_rows(config, rows)
-        return cls.of(found, words[own])
-
-
 def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
     """Which of its table of ids' rows, int64 [n], have ids of the table's own rows, bool [n], and of which."""
     assert config.ids is not None
@@ -72,7 +53,7 @@ def own_rows(config: TableConfig, places: Int64s) -> tuple[Bools, Int64s]:
 
 
 class Changed(NamedTuple):
-    """Rows of the table of ids, int64 [n], and what they hold, uint64 [n, 2], as ``RowIds.of`` reads it."""
+    """Rows of the table of ids, int64 [n], and what they hold, uint64 [n, 2]: id; if the row has it 1 << 32 | score."""
 
     rows: Int64s
     words: Words
@@ -80,10 +61,9 @@ class Changed(NamedTuple):
     @classmethod
     def of(cls, section: Section, rows: Int64s) -> "Changed":
         """What these rows of a section, the only one of its map, hold."""
-        part = section.part
-        words = np.empty((len(rows), 2), np.uint64)
-        words[:, 0] = part.ids[rows].view(np.uint64)
-        words[:, 1] = part.has_id(rows).astype(np.uint64) << _HALF | part.scores(rows)
+        words, scores = np.empty((len(rows), 2), np.uint64), section.part.scores(rows)
+        words[:, 0] = section.part.ids_of(rows).view(np.uint64)
+        words[:, 1] = (scores != 0).astype(np.uint64) << _HALF | scores
         return cls(rows * section.step + section.start, words)
 
     def within(self, section: Section) -> "Changed":
@@ -94,10 +74,10 @@ class Changed(NamedTuple):
 
     def enter(self, section: Section) -> None:
         """Have its map hold what this says of a section, as it is stored. DamagedError: nobody wrote this."""
-        part, own = section.part, self.within(section)
-        rows, ids, used = RowIds.of(*own)
-        part.remove(rows[part.has_id(rows)])
-        ids, scores = ids[used], own.words[used, 1].astype(np.uint32)
+        part, (rows, words) = section.part, self.within(section)
+        part.remove(rows[part.scores(rows) != 0])
+        used = words[:, 1] >> _HALF & _HAS_ID != 0
+        ids, scores = words[used, 0].view(np.int64), words[used, 1].astype(np.uint32)
         is_sound = are_scores(scores)
         if is_sound:
             part.put(rows[used], ids, scores)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import TableConfig, require_choice
+from ..config import TableConfig
 from ..errors import ClosedError, ReadOnlyError, TableError
 from ..hbm.checks import Captured
 from ..hbm.lanes import refuse_capture, refused_in_graph
@@ -29,6 +29,7 @@ from ..pool import Pool
 from ..pool.bags import Features
 from ..pool.in_place import InMemory
 from ..pool.stats import IdStats
+from ..system.checks import require_choice
 from ..system.hints import Unpicklable
 from ..system.signals import shielded
 from .arguments import FLOAT_TYPES, check_ids, check_jagged, may_trace, refuse_traces, refuse_transforms, require_tensor

@@ -11,8 +11,8 @@ row for it than that of the id that had it before, in the version that has the n
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -41,17 +41,6 @@ _AGE: Final = 2**22 - 1
 Put = Callable[[Int64s, Int64s], None]
 """Overwrites whole rows with first values and state, given their keys and their ids."""
 _Order = Callable[[Int64s], Sequence[Any]]
-
-
-class ChangedIds(NamedTuple):
-    """What a newer version has of a table's ids; None if they were not looked at yet, and are read when they are."""
-
-    ids: "TableIds"
-    changed: Changed | None
-
-    def show(self) -> None:
-        """The store shows that version now."""
-        self.ids.show(self.changed)
 
 
 class IdsHold:
@@ -523,15 +512,15 @@ class TableIds:
         self.num_changes += 1
         return keys[0]
 
-    def changed(self, newer: NewerVersion) -> ChangedIds:
-        """What a newer version has of them."""
+    def changed(self, newer: NewerVersion) -> Callable[[], None]:
+        """Have ready what a newer version has of them; to call once the store shows that version."""
         if not self.is_known:
-            return ChangedIds(self, None)
+            return partial(self._show, None)
         first, stop = (np.searchsorted(newer.changed, (self._index + after) << KEY_ROW_BITS) for after in (1, 2))
         keys = newer.changed[first:stop]
         words, state = np.zeros((len(keys), 2), np.uint64), np.empty((len(keys), 0), np.uint64)
         newer.read(keys, np.arange(len(keys), dtype=np.int32), words, state, np.empty(len(keys), np.bool_))
-        return ChangedIds(self, Changed(keys & ROW_MASK, words))
+        return partial(self._show, Changed(keys & ROW_MASK, words))
 
     def rehearse(self) -> None:
         """Compile what ``changed`` and ``show`` use."""
@@ -539,7 +528,7 @@ class TableIds:
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
 
-    def show(self, changed: Changed | None) -> None:
+    def _show(self, changed: Changed | None) -> None:
         with self.lock:
             known = self.__dict__.pop("_known", None)
             if changed is not None and known is not None:

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..config import require_int
 from ..dist.plan import MAX_RANKS
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..layout import WORD_BYTES, RowLayout
 from ..settings.sections import to_toml
 from ..store import open_store
+from ..system.checks import require_int
 from ..system.durable import names_in
 from ..system.output import write_text
 from ..system.sizes import format_size

@@ -13,12 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import TableConfig, require_int
+from ..config import TableConfig
 from ..errors import FormatError
 from ..io.reads import CHUNK_BYTES
 from ..layout import MAX_ROWS, MAX_TABLES, RowLayout
 from ..store.manifest import is_store_id
 from ..store.version import ORIGIN_KEY, is_commit_id
+from ..system.checks import require_int
 from ..system.excerpt import excerpt
 
 

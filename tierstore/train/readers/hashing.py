@@ -5,10 +5,10 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...config import require_choice
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
 from ...kernels.jit import kernel
+from ...system.checks import require_choice
 from .categories import Categories
 
 Hashing = Literal["mix", "mod", "none"]
