@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests import children
+from tierstore.nn import choice as choices
 
 MANY = 100_000
 """Rows that do not all fit 1 MiB: where they do, none is ever evicted."""
@@ -44,7 +45,8 @@ def pinned(store: tierstore.Store) -> int:
 @settings(max_examples=settings.default.max_examples // 3)
 @given(
     policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead"]),
-    depth=st.integers(0, 5),
+    depth=st.integers(0, 5) | st.just("auto"),
+    ways=st.lists(st.booleans(), min_size=1),
     lookahead=st.sampled_from([0, 1, 3, 50]),
     shares=st.lists(st.floats(0.001, 1.6), min_size=1, max_size=6),
     trained=st.booleans(),
@@ -52,7 +54,7 @@ def pinned(store: tierstore.Store) -> int:
     at=st.integers(0, 5),
 )
 def test_any_loop(
-    policy: Any, depth: int, lookahead: int, shares: list[float], trained: bool, end: str, at: int
+    policy: Any, depth: Any, ways: list[bool], lookahead: int, shares: list[float], trained: bool, end: str, at: int
 ) -> None:
     """Batches of any share of the cache come in order, each in its turn, with the rows of a plain loop; whatever ends
     the loop, nothing stays pinned, announced or running."""
@@ -85,7 +87,7 @@ def test_any_loop(
             ) as ahead:
                 for item in ahead:
                     assert item is batches[seen]
-                    assert read <= seen + 1 + depth + lookahead
+                    assert read <= seen + 1 + (2 if depth == "auto" else depth) + lookahead
                     with torch.set_grad_enabled(trained):
                         out = collection(item).values()
                     assert torch.equal(out[:, 0].detach(), expected[ids[seen]])
@@ -99,7 +101,11 @@ def test_any_loop(
                         break
 
         error = {"reader": OSError, "wrong id": ValueError, "model": ZeroDivisionError}.get(end)
-        with contextlib.nullcontext() if error is None else pytest.raises(error):
+        way = property(lambda _: ways[seen % len(ways)])
+        with pytest.MonkeyPatch.context() as patch, contextlib.nullcontext() if error is None else pytest.raises(error):
+            patch.setattr(choices.Choice, "is_ahead", way, raising=False)
+            patch.setattr(choices.Choice, "__init__", lambda _: None)
+            patch.setattr(choices.Choice, "note_step", lambda _: None)
             loop()
         assert seen == (len(batches) if end == "all" else at + (end == "break"))
         gc.collect()
@@ -113,6 +119,26 @@ def test_any_loop(
             thread.join(10)
         assert not prefetch_threads()
         assert store.commit() == 1
+
+
+@pytest.mark.parametrize("is_faster_ahead", [False, True])
+def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, is_faster_ahead: bool
+) -> None:
+    now, ways = 0.0, []
+    monkeypatch.setattr(choices.time, "perf_counter", lambda: now)
+    choice = choices.Choice()
+    for step in range(10_000):
+        if step == 5_000:
+            is_faster_ahead = not is_faster_ahead
+        now += (1.0 if choice.is_ahead is is_faster_ahead else 1.1) * (5.0 if step % 50 == 0 else 1.0)
+        ways.append(choice.is_ahead is is_faster_ahead)
+        choice.note_step()
+    first, later = np.array(ways[:5_000]), np.array(ways[5_000:])
+    assert first.mean() > 0.95
+    assert first[2_500:].mean() > 0.97
+    assert later.mean() > 0.8
+    assert later[2_500:].mean() > 0.95
 
 
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:

@@ -27,6 +27,10 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[str, ...], str]]] = {
     "--data": ("data.path", str, "PATH", "file or folder to train on"),
     "--store": ("store.path", str, "DIR", "folder of the store"),
@@ -37,7 +41,12 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
     "--threads": ("store.threads", int, "N", "threads of the store"),
     "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
-    "--prefetch-depth": ("train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
+    "--prefetch-depth": (
+        "train.prefetch_depth",
+        _depth,
+        "N",
+        "batches fetched ahead; 0: none; auto: 2 where that is faster",
+    ),
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
 }
 """Flags that stand for one key of the run file: key, type, metavar or all there are, help."""

@@ -88,6 +88,8 @@ class Ahead:
 class ShardedModule(TieredModule):
     """What all have in common."""
 
+    is_collective = True
+
     @property
     def _owners(self) -> Owners:
         owners: Owners = self._store.owners  # type: ignore[attr-defined]

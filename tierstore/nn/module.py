@@ -82,6 +82,8 @@ class TieredModule(Unpicklable, nn.Module, ABC):
                 "requires_grad_(False) before it is replicated"
             )
 
+    is_collective = False
+
     def ahead(self) -> Any:
         """What ``tierstore.prefetch`` drives, for one pass over batches."""
         return self

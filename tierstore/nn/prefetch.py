@@ -8,13 +8,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..system.dropped import finish, hand_over
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
+from .choice import AUTO_DEPTH, Choice
 from .function import Announced
 
 Batch = TypeVar("Batch")
@@ -27,7 +29,13 @@ _LEFT: Final[dict[int, threading.Event]] = {}
 
 
 class Preparable(Protocol):
-    """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``."""
+    """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``.
+
+    Attributes:
+        is_collective: other ranks must bring theirs in at the same time.
+    """
+
+    is_collective: bool
 
     def ahead(self) -> "Preparable":
         """What brings the rows of one pass in."""
@@ -55,6 +63,7 @@ class Preparable(Protocol):
 class _Several:
     def __init__(self, modules: Sequence[Preparable]) -> None:
         self._modules = modules
+        self.is_collective = any(module.is_collective for module in modules)
 
     def ahead(self) -> "_Several":
         return _Several([module.ahead() for module in self._modules])
@@ -182,7 +191,7 @@ def prefetch(
     batches: Iterable[Batch],
     module: Any,
     *,
-    depth: int = 2,
+    depth: int | Literal["auto"] = "auto",
     lookahead: int = 0,
     features: Callable[[Batch], Any] | None = None,
 ) -> Prefetched[Batch]:
@@ -204,7 +213,8 @@ def prefetch(
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
             very object that ``features`` returned.
-        depth: batches brought in ahead; 0 is a plain loop without a thread.
+        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": 2, or 0 where steps are faster so;
+            both are tried in turn, ever more rarely. Where ranks must agree: 2.
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
@@ -215,13 +225,15 @@ def prefetch(
             ``features`` or the reading of rows raised, when the batch that it happened to is asked for; batches before
             it are yielded first, and the store stays usable.
     """
+    get_features, one = default_features if features is None else features, _as_one(module)
+    choice = Choice() if depth == "auto" and not one.is_collective else None
+    depth = AUTO_DEPTH if depth == "auto" else depth
     for name, value in (("depth", depth), ("lookahead", lookahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name}={value!r} must be an int, 0 or more")
-    get_features, one = default_features if features is None else features, _as_one(module)
     if depth == 0:
         return Prefetched(_plain(batches, one, lookahead, get_features))
-    return Prefetched(_pipeline(batches, one, depth, lookahead, get_features))
+    return Prefetched(_pipeline(batches, one, depth, lookahead, get_features, choice))
 
 
 def _plain(
@@ -385,8 +397,9 @@ def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.ma
 
 
 def _pipeline(
-    batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
-) -> Generator[Any, None, None]:
+    batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any],
+    choice: Choice | None,
+) -> Generator[Any, None, None]:  # fmt: skip
     worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
     try:
         worker.start(consumer)
@@ -397,9 +410,17 @@ def _pipeline(
             if isinstance(item, BaseException):
                 raise item
             yield item
+            if choice is not None:
+                choice.note_step()
+                worker.is_ahead = choice.is_ahead
             worker.forget(1)
     finally:
         finish(worker.stop)
+
+
+def _forget(module: Preparable, ticket: Any) -> None:
+    if ticket is not None:
+        module.forget(ticket)
 
 
 class _Consumer:
@@ -409,10 +430,17 @@ class _Consumer:
 class _Worker:
     """Reads batches and brings their rows in, in a thread. While that waits for the source, no variable of its frames
     refers to a batch, a ticket or the store; while it waits for a place, it does not refer to the worker either: who
-    drops a pipeline drops all of it."""
+    drops a pipeline drops all of it.
+
+    Attributes:
+        is_ahead: if not, the thread gets no more places: who takes batches reads them, and no rows are brought in.
+    """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
+        self.is_ahead = True
         self._reader = reader
+        self._stepping = threading.Lock()
+        self._withheld = 0
         self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         # One for each batch that may yet be brought in; a dead reference once nobody refers to this.
         self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
@@ -436,6 +464,10 @@ class _Worker:
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""
+        with self._stepping:
+            return not self._has_ended and self._step()
+
+    def _step(self) -> bool:
         try:
             if self._go_on():
                 return True
@@ -462,6 +494,10 @@ class _Worker:
             module = self._reader.module
             if item is None or module is None:
                 return False
+            if not self.is_ahead:
+                self._tickets.append(None)
+                self._ready.put((item.batch, item.position))
+                return not self._reader.is_closed
             self._next = (item.batch, item.position), module.prepare(item.features)
             self._tickets.append(self._next[1])
         else:
@@ -492,6 +528,11 @@ class _Worker:
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
         self._reader.require_own()
+        if not self.is_ahead and self._ready.empty():
+            with self._stepping:
+                if self._ready.empty() and not self._has_ended:
+                    self._withheld -= 1
+                    self._step()
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
@@ -505,8 +546,11 @@ class _Worker:
         """Release what the next batches in order, not yet forgotten, still pin; others may take their places."""
         module = self._reader.module
         if module is not None:
-            _pop_all(self._tickets, module.forget, limit)
-        self._places.put(None)
+            _pop_all(self._tickets, partial(_forget, module), limit)
+        self._withheld += 1
+        while self.is_ahead and self._withheld:
+            self._withheld -= 1
+            self._places.put(None)
 
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing

@@ -37,13 +37,14 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
 
 
 def check_ranges(description: Any) -> None:
-    """Whether each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a float.
-    ValueError: names the field, its value and what is accepted."""
+    """Whether each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a float, and
+    for a word that is the default. ValueError: names the field, its value and what is accepted."""
     for each in fields(description):
         low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
-        if low is None:
+        value, word = getattr(description, each.name), isinstance(each.default, str)
+        if low is None or (word and value == each.default):
             continue
-        value, kind = getattr(description, each.name), type(each.default)
+        kind = int if word else type(each.default)
         if type(value) not in (int, kind) or not low <= value <= high:
             what = "number" if kind is float else "whole number"
             raise ValueError(f"{each.name}={excerpt(value)}: expected a {what} from {low:,} to {high:,}")

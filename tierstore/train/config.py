@@ -226,7 +226,12 @@ class TrainSection:
     batch_size: int = option(128, "rows of a step; over ranks, of all together", low=1, high=1 << 24)
     epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
     seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
-    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=_MAX_THREADS)
+    prefetch_depth: int | Literal["auto"] = option(
+        "auto",
+        'batches whose rows are fetched ahead; 0: none; "auto": 2 where that is faster',
+        low=0,
+        high=_MAX_THREADS,
+    )
     lookahead: int = option(
         0,
         'batches after those whose ids are made known, so that rows used again soon stay; for store.policy "lookahead"',

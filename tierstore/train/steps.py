@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +45,9 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(logits, labels) if len(labels) else logits.sum()
 
 
-def feed(run: Run, batches: Iterator[Batch], *, depth: int, lookahead: int = 0) -> Generator[Batch, None, None]:
+def feed(
+    run: Run, batches: Iterator[Batch], *, depth: int | Literal["auto"], lookahead: int = 0
+) -> Generator[Batch, None, None]:
     """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead, ``lookahead``
     after those made known. Closing it releases what was made ready and not used."""
     copies = _Copies(run.local.device)
