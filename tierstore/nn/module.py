@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..lookup.gradients import note_pass
 from ..store import Store, Table
 from ..store.arguments import NOT_TRACED, refuse_traces
 from ..system.checks import require_int
@@ -50,6 +51,11 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     @abstractmethod
     def _prepare(self, *arguments: Any) -> Prepared:
         """The lookups of one call of ``forward``, whose arguments these are."""
+
+    def _pooled_in_memory(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
+        """What a call without gradients gives, where one compiled call does it: most of a small lookup's time is
+        Python's. None: ``_prepare`` must."""
+        return None
 
     def _run(
         self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None = None
@@ -185,7 +191,13 @@ def _look_up(
     module: TieredModule, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
 ) -> Tensor:
     refuse_traces(sources)
-    prepared = module._prepared.take(arguments[0], sources) or module._prepare(*arguments)
+    prepared = module._prepared.take(arguments[0], sources)
+    if prepared is None and not torch.is_grad_enabled():
+        pooled = module._pooled_in_memory(*arguments)
+        if pooled is not None:
+            note_pass()
+            return pooled
+    prepared = prepared or module._prepare(*arguments)
     rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
     trainable = rows.requires_grad and not module._store.readonly
     if trainable:

@@ -240,8 +240,8 @@ if JIT_ENABLED:
 
     @kernel
     def pool_at(
-        arguments: Int64s, num_flags: int, ids: int, num_ids: int, offsets: int, bags: int, mode: int, out: int,
-        body: int, team: int, parts: int, threads: int,
+        arguments: Int64s, num_flags: int, ids: int, num_ids: int, offsets: int, num_offsets: int, bags: int, mode: int,
+        out: int, body: int, team: int, parts: int, threads: int,
     ) -> Any:  # fmt: skip
         """``look_up_at`` of one table and feature, whose offsets are a caller's. Numbers are passed ten times as fast
         as arrays.
@@ -249,14 +249,16 @@ if JIT_ENABLED:
         Args:
             arguments: of ``laid_out``.
             num_flags: how many of its flags there are to be looked at.
-            offsets: address of int64 [bags + 1].
+            offsets: address of int64 [num_offsets]: bags + 1, or all but the last.
             out: address of float32 [bags, dim].
 
         Returns:
             ``NOT_OFFSETS`` too, if they are none.
         """
         bag_starts = np.empty(bags + 1, np.int64)
-        if not kernels.copy_offsets(carray(_pointer(offsets), (bags + 1,), np.int64), num_ids, bag_starts):
+        bag_starts[bags] = num_ids
+        bag_starts[:num_offsets] = carray(_pointer(offsets), (num_offsets,), np.int64)
+        if not kernels.copy_offsets(bag_starts, num_ids, bag_starts):
             return np.int64(NOT_OFFSETS)
         place = _stack_words()
         words = carray(_pointer(place), (_NUM_WORDS,), np.int64)

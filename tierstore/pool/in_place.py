@@ -77,7 +77,7 @@ class InMemory:
             return rows
         return torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
 
-    def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+    def pooled(self, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         """As ``Table.pooled``, of mode ``kernels.SUM`` or ``MEAN``; None where that must do it: a row is not resident,
         or an argument is wrong or not a plain tensor in memory."""
         arena = self._arena()
@@ -97,19 +97,22 @@ class InMemory:
             return None
         alone = self._alone.get(ids.dtype)
         if alone is not None and ids.numel() < self._few:
-            return self._run(arena, alone, ids, offsets, mode)
+            return self._run(arena, alone, ids, offsets, mode, is_last_given)
         id_type, weight_type = _NUMPY_TYPES.get(ids.dtype), arena.weights.dtype.type
         if id_type is None:
             return None
         how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
         if how is None:
             return None
-        pooled = self._run(arena, how, ids, offsets, mode)
+        pooled = self._run(arena, how, ids, offsets, mode, is_last_given)
         self._alone[ids.dtype] = direct.whole(id_type, weight_type)
         return pooled
 
-    def _run(self, arena: Arena, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
-        num_ids, bags, address = ids.numel(), offsets.numel() - 1, ids.data_ptr()
+    def _run(
+        self, arena: Arena, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool
+    ) -> Tensor | None:
+        num_ids, num_offsets, address = ids.numel(), offsets.numel(), ids.data_ptr()
+        bags = num_offsets - is_last_given
         if num_ids and not address:
             return None
         pooled = torch.from_numpy(np.empty((bags, self._dim), np.float32))  # torch.empty takes twice as long
@@ -121,8 +124,9 @@ class InMemory:
                 return None
             num_flags = 0 if cache.is_complete else cache.capacity
             status = run(
-                self._arguments, num_flags, address, num_ids, offsets.data_ptr(), bags, mode, pooled.data_ptr(), *how
-            )
+                self._arguments, num_flags, address, num_ids, offsets.data_ptr(), num_offsets, bags, mode,
+                pooled.data_ptr(), *how,
+            )  # fmt: skip
         if status != kernels.DONE:
             return None
         with arena.lock:

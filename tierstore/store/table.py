@@ -302,8 +302,6 @@ class Table(Unpicklable):
         """Lookups by one compiled call; None if rows have no slots of their own."""
         if self._in_memory is None or self._in_memory.is_over:
             self.require_whole()
-            if self.ids is not None:
-                return None
             self._in_memory = self.pool.tier.one_table(self.index, self.config.num_embeddings)
         return self._in_memory
 
@@ -511,21 +509,9 @@ class Table(Unpicklable):
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
-        if per_sample_weights is None and mode != "max":
-            store = self.store
-            memory, shown = self._in_memory, store.shown
-            before = shown.changes
-            try:
-                pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
-                if pooled is None or before & 1 or shown.changes != before:
-                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode], memory if pooled is None else None)
-            except RuntimeError:
-                refuse_transforms()
-                raise
-            if pooled is not None:
-                if store.recorder is not None:
-                    store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), offsets.numpy())
-                return pooled
+        pooled = self.pooled_in_memory(ids, offsets, mode) if per_sample_weights is None else None
+        if pooled is not None:
+            return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
@@ -534,16 +520,34 @@ class Table(Unpicklable):
             self.store.recorder.note_lookups([lookup.joined])
         return out
 
-    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int, failed: InMemory | None) -> Tensor | None:
-        """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
-        in memory, or rows have no slots of their own; and if ``failed`` would be asked again."""
-        return self.store.shown.at_one(lambda: self._pooled_by_one_call(ids, offsets, mode, failed))
+    def pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
+        """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, the mode is
+        "max", a row is not in memory, or rows have no slots of their own. ``is_last_given``: else ``offsets`` are all
+        but the last."""
+        pool = self._known_pool()
+        if mode == "max" or self.ids is not None or (pool is not None and not pool.rows.takes_ids):
+            return None
+        arguments, store = (ids, offsets, MODES[mode], is_last_given), self.store
+        memory, shown = self._in_memory, store.shown
+        before = shown.changes
+        try:
+            pooled = None if memory is None else memory.pooled(*arguments)
+            if pooled is None or before & 1 or shown.changes != before:
+                failed = memory if pooled is None else None
+                pooled = shown.at_one(lambda: self._pooled_by_one_call(failed, *arguments))
+        except RuntimeError:
+            refuse_transforms()
+            raise
+        if pooled is not None and store.recorder is not None:
+            ends = offsets.numpy() if is_last_given else np.append(offsets.numpy(), len(ids))
+            store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), ends)
+        return pooled
 
-    def _pooled_by_one_call(self, ids: Tensor, offsets: Tensor, mode: int, failed: InMemory | None) -> Tensor | None:
+    def _pooled_by_one_call(self, failed: InMemory | None, *arguments: Any) -> Tensor | None:
         self.store.require_open()
         self.require_whole()
         memory = self._memory()
-        return None if memory is None or memory is failed else memory.pooled(ids, offsets, mode)
+        return None if memory is None or memory is failed else memory.pooled(*arguments)
 
     def jagged(
         self,
