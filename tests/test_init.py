@@ -1,10 +1,13 @@
 """First values of rows, against arithmetic on Python's own integers and floats."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import tierstore
 from tierstore import init
 from tierstore.layout import KEY_ROW_BITS
 
@@ -87,3 +90,21 @@ def test_rules_are_read_back_and_a_range_of_columns_has_the_values_of_the_whole_
     assert np.array_equal(filled(part, KEYS, 3), filled(rule, KEYS, 7)[:, 4:])
     with pytest.raises(ValueError, match="initializer kind 'xavier' is not one of"):
         init.from_dict({"kind": "xavier"})
+
+
+def test_tables_looked_up_together_have_first_values_and_state_of_their_own(tmp_path: Path) -> None:
+    rules = [tierstore.optim.Adagrad(lr=0.1, initial_accumulator_value=first) for first in (0.0, 0.5)]
+    kinds = [(init.Constant(float(value)), rule) for value in (1, 2) for rule in rules]
+    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
+        for number, (first, rule) in enumerate([*kinds, *kinds]):
+            config = tierstore.TableConfig(
+                name=f"t{number}", num_embeddings=9, embedding_dim=3, init=first, optimizer=rule
+            )
+            store.create_table(config)
+        names = list(store.tables)
+        features = tierstore.KeyedJaggedTensor(names, torch.arange(8), lengths=torch.ones(8, dtype=torch.int64))
+        with torch.no_grad():
+            found = tierstore.TieredEmbeddingBagCollection(store)(features).values()
+        assert found.tolist() == [[1.0] * 6 + [2.0] * 6 + [1.0] * 6 + [2.0] * 6]
+        states = [store[name].read_state(torch.tensor([number])).max() for number, name in enumerate(names)]
+        assert states == [0.0, 0.5] * 4

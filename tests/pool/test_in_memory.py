@@ -67,9 +67,10 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         memory = table.pool.tier.one_table(table.index, ROWS)
         assert memory is not None
         for given in (ids, ids.to(torch.int32)):
-            pooled = memory.pooled(given, offsets, {"sum": 0, "mean": 1}[mode])
-            assert pooled is not None
-            assert torch.equal(pooled.view(torch.int32), expected.view(torch.int32))
+            for some, is_last_given in ((offsets, True), (offsets[:-1], False)):
+                pooled = memory.pooled(given, some, {"sum": 0, "mean": 1}[mode], is_last_given)
+                assert (pooled is None) == (not len(some))
+                assert pooled is None or torch.equal(pooled.view(torch.int32), expected.view(torch.int32))
             assert torch.equal(table.pooled(given, offsets, mode=mode), expected)
 
 

@@ -38,10 +38,15 @@ class Leases:
         self._writeback = writeback
         self._read_rows = read_rows
         self._tables: dict[int, TableConfig] = {}
+        self._alike: Int64s = np.empty(0, np.int64)  # of each table, the first one with the same first values
         self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
         self._tables[table_index] = config
+        firsts: dict[tuple[object, float], int] = {}
+        self._alike = np.zeros(max(self._tables) + 1, np.int64)
+        for index, each in self._tables.items():
+            self._alike[index] = firsts.setdefault((each.init, each.optimizer.initial_state), index)
 
     def acquire(self, keys: Int64s) -> Lease:
         """Pin the rows of leading positions of ``keys``, int64 [n], n > 0: as many as there is room for, at least one.
@@ -138,15 +143,14 @@ class Leases:
         self.seconds += time.perf_counter() - started
 
     def _fill_first_values(self, keys: Int64s, slots: Int32s) -> None:
-        table_indices = keys >> KEY_ROW_BITS
-        for table_index in np.unique(table_indices):
-            chosen = table_indices == table_index
-            self.fill_first_values(keys[chosen], keys[chosen], slots[chosen])
+        alike = self._alike[keys >> KEY_ROW_BITS]
+        for table_index in np.unique(alike).tolist():
+            chosen = alike == table_index
+            self.fill_first_values(table_index, keys[chosen], slots[chosen])
 
-    def fill_first_values(self, keys: Int64s, ids: Int64s, slots: Int32s) -> None:
-        """First values and state of rows of one table, by ``ids``, int64 [n]: keys, unless ids are dynamic."""
-        arena, layout = self._arena, self._arena.layout
-        config = self._tables[int(keys[0]) >> KEY_ROW_BITS]
+    def fill_first_values(self, table_index: int, ids: Int64s, slots: Int32s) -> None:
+        """First values and state of rows of a table, by ``ids``, int64 [n]: keys, unless ids are dynamic."""
+        arena, layout, config = self._arena, self._arena.layout, self._tables[table_index]
 
         def work(begin: int, end: int) -> None:
             config.init.fill(ids[begin:end], slots[begin:end], arena.weights, layout.dim, arena.dtype_code)

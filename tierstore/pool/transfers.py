@@ -16,6 +16,7 @@ from ..cache import Admission
 from ..kernels import quantized
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bools, Floats, Int32s, Int64s, Weights, Words
+from ..layout import KEY_ROW_BITS
 from ..system.signals import shielded
 from .arena import Arena
 from .leases import Leases, ResidentRows
@@ -123,7 +124,11 @@ class Transfers:
 
     def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
         """``put`` of first values and state: those that rows ``ids`` of the table would have. Keys are of one table."""
-        self._overwrite(keys, lambda slots, places: self._leases.fill_first_values(keys[places], ids[places], slots))
+
+        def fill(slots: Int32s, places: Any) -> None:
+            self._leases.fill_first_values(int(keys[0]) >> KEY_ROW_BITS, ids[places], slots)
+
+        self._overwrite(keys, fill)
 
     def _overwrite(self, keys: Int64s, fill: _Fill) -> None:
         start = 0
