@@ -124,7 +124,7 @@ def step_of(module: Any, workload: StepWorkload) -> Callable[[Any], None]:
     return step
 
 
-def timed(module: Any, step: Callable[[Any], None], batches: list[Any], depth: int) -> Generator[float, None, None]:
+def timed(module: Any, step: Callable[[Any], None], batches: list[Any], depth: Any) -> Generator[float, None, None]:
     """Seconds from step to step."""
     with contextlib.closing(tierstore.prefetch(batches, module, depth=depth)) as ahead:
         last = time.perf_counter()
