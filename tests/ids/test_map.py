@@ -128,6 +128,22 @@ def test_rows_that_changed_are_told_until_they_are_clean() -> None:
         assert made.dirty_rows.tolist() == made.dirty_rows.tolist() == [changed]
 
 
+def test_a_queue_that_memory_was_short_for_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, everyone = IdMap(5000), lambda rows: np.ones(len(rows), np.bool_)
+    made.put(made.free_rows(5000), np.arange(5000), np.repeat(np.arange(1, 51, dtype=np.uint32), 100))
+    assert len(made.evict(3, [], everyone)) == 3
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(id_map, "queue_up_to", fail)
+        with pytest.raises(MemoryError):
+            made.evict(2000, [], everyone)
+    assert made.ids[made.evict(2000, [], everyone)].tolist() == list(range(3, 2003))
+    made.check_integrity()
+
+
 def test_bytes_an_id() -> None:
     made = IdMap(1000)
     rows = made.free_rows(1000)

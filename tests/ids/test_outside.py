@@ -262,6 +262,7 @@ def test_a_recording_has_the_rows_of_ids_and_nothing_of_others(tmp_path: Path) -
                 table.read(torch.tensor([3, 8]))
                 table.pooled(torch.tensor([8, 8, 4]), torch.tensor([0, 1, 3]))
                 assert table.rows_in_memory(np.array([-7])) is not None
+                assert table.rows_in_memory(np.array([0])) is None, "0 is a row, and no id"
                 late.read(torch.tensor([1]))
             bag(torch.tensor([[11, 8]])).sum().backward()
     trace = read_trace(tmp_path / "t.npz").tables

@@ -131,7 +131,8 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     for step in range(10_000):
         if step == 5_000:
             is_faster_ahead = not is_faster_ahead
-        now += (1.0 if choice.is_ahead is is_faster_ahead else 1.1) * (5.0 if step % 50 == 0 else 1.0)
+        is_good = choice.is_ahead is is_faster_ahead
+        now += (1.0 if is_good else 1.1 if step % 4 else 1.8) * (5.0 if step % 50 == 0 else 1.0)
         ways.append(choice.is_ahead is is_faster_ahead)
         choice.note_step()
     first, later = np.array(ways[:5_000]), np.array(ways[5_000:])

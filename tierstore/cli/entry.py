@@ -28,6 +28,8 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def _depth(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{excerpt(text)} is neither a whole number nor "auto"')
     return text if text == "auto" else int(text)
 
 

@@ -90,6 +90,9 @@ class ShardedModule(TieredModule):
 
     is_collective = True
 
+    def _pooled_in_memory(self, *arguments: Any) -> None:
+        """Nothing: all ranks take part in each lookup."""
+
     @property
     def _owners(self) -> Owners:
         owners: Owners = self._store.owners  # type: ignore[attr-defined]

@@ -35,9 +35,9 @@ class Frequency(Admission):
     kind: ClassVar[str] = "frequency"
 
     def __post_init__(self) -> None:
-        require_int(self.times, "times", 2, MAX_SEEN)
+        object.__setattr__(self, "times", require_int(self.times, "times", 2, MAX_SEEN))
         if self.candidates is not None:
-            require_int(self.candidates, "candidates", 1, 2**31 - 1)
+            object.__setattr__(self, "candidates", require_int(self.candidates, "candidates", 1, 2**31 - 1))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class LFU(Eviction):
 
     def __post_init__(self) -> None:
         if self.half_life_steps is not None:
-            require_int(self.half_life_steps, "half_life_steps", 1, 2**31)
+            steps = require_int(self.half_life_steps, "half_life_steps", 1, 2**31)
+            object.__setattr__(self, "half_life_steps", steps)
 
     @property
     def scores(self) -> str:
@@ -116,7 +117,8 @@ class TTL(Eviction):
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("TTL takes either steps or minutes")
-        require_int(self.span, "steps" if self.minutes is None else "minutes", 1, 2**30)
+        name = "steps" if self.minutes is None else "minutes"
+        object.__setattr__(self, name, require_int(self.span, name, 1, 2**30))
 
     @property
     def scores(self) -> str:

@@ -4,7 +4,7 @@ A place of the table is one uint32: row + 1 in its lower bits, as many as the ca
 it lies behind its home, the largest number standing for all above. 0 is empty. So a probe reads the ids of rows of its
 own home alone, and a deletion reads none. With 1.7 places a row, it takes 12 bytes for its id and its
 score, which are used together and so lie in one cache line, 6.8 of the table, and one of the queue of those that may
-lose their ids next.
+lose their ids next; up to 4 where many have one score.
 
 Sources: mixer as in ``kernels.hashing``; range reduction, D. Lemire, Fast random integer generation in an interval
 (2019); deletion by backward shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
@@ -126,6 +126,8 @@ def insert_rows(
             prefetch_item(index, min(ahead + 6, size - 1))
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
+        if is_in[i]:
+            continue
         home = _home(ids[i], size)
         home += size if home < first else 0
         place = home
@@ -467,7 +469,7 @@ class IdMap:
         """Give rows that have none these ids, which are distinct and have no row, and scores, which are above 0."""
         if scores.min(initial=MAX_SCORE) <= self._bound:
             self._forget_queue()
-        is_in = np.zeros(len(rows), np.bool_)
+        is_in, every = np.zeros(len(rows), np.bool_), np.arange(len(rows), dtype=np.int32)
 
         def work(mine: Int32s, end: int, first: int) -> None:
             known = self._index, self._records, self._row_bits, self._dirty
@@ -475,7 +477,7 @@ class IdMap:
 
         self._over_places(work, ids)
         if not is_in.all():
-            work(np.flatnonzero(~is_in).astype(np.int32), 2 * len(self._index), 0)
+            work(every, 2 * len(self._index), 0)
         self.num_used += len(rows)
 
     def _over_places(self, work: Callable[[Int32s, int, int], None], ids: Int64s) -> None:
@@ -484,9 +486,10 @@ class IdMap:
         parts = self._workers.parts(len(ids))
         bounds = [empty_from(self._index, len(self._index) * part // parts) for part in range(parts)]
         first, size = bounds[0], len(self._index)
+        lists = np.empty((parts, len(ids) + 1), np.int32)  # before anything changes
 
         def each(begin: int, end: int) -> None:
-            mine = np.empty(len(ids) + 1, np.int32)
+            mine = lists[bounds.index(begin)]
             work(mine[: homes_in(begin, end, first, size, ids, mine)], end, first)
 
         self._workers.run(each, [*bounds, first + size])
@@ -555,15 +558,15 @@ class IdMap:
 
         def put(begin: int, end: int) -> None:
             part = bounds.index(begin)
-            queue_up_to(begin, end, self._records, low, shift, bound, places[part], self._queue)
+            queue_up_to(begin, end, self._records, low, shift, bound, places[part], queue)
 
         self._workers.run(count, bounds)
         ends = np.cumsum(places.T).reshape(-1, parts)
-        self._starts = np.append(0, ends[:, -1])
+        starts = np.append(0, ends[:, -1])
         places[:] = ends.T - places
-        self._queue = np.empty(ends[-1, -1], np.int32)
+        queue = np.empty(ends[-1, -1], np.int32)
         self._workers.run(put, bounds)
-        self._bound, self._bucket, self._shift = bound, 0, shift
+        self._queue, self._starts, self._bound, self._bucket, self._shift = queue, starts, bound, 0, shift
 
     def _next(self, wanted: int) -> Int64s:
         rows = np.empty(wanted + int(np.diff(self._starts).max(initial=0)), np.int64)

@@ -36,7 +36,7 @@ class Choice:
             return
         self._run.append(now - began)
         if len(self._run) == _RUN_STEPS:
-            self._end_run(statistics.median(self._run))
+            self._end_run(statistics.mean(sorted(self._run)[:-1]))
             self._run.clear()
 
     def _end_run(self, seconds: float) -> None:

@@ -213,8 +213,9 @@ def prefetch(
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
             very object that ``features`` returned.
-        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": 2, or 0 where steps are faster so;
-            both are tried in turn, ever more rarely. Where ranks must agree: 2.
+        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead, and
+            brings their rows in where steps are faster so; both ways are tried, ever more rarely. Where ranks must
+            agree: 2.
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
@@ -433,14 +434,12 @@ class _Worker:
     drops a pipeline drops all of it.
 
     Attributes:
-        is_ahead: if not, the thread gets no more places: who takes batches reads them, and no rows are brought in.
+        is_ahead: if not, batches are read, but no rows are brought in.
     """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
         self.is_ahead = True
         self._reader = reader
-        self._stepping = threading.Lock()
-        self._withheld = 0
         self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         # One for each batch that may yet be brought in; a dead reference once nobody refers to this.
         self._places: queue.SimpleQueue[weakref.ref[_Worker] | None] = queue.SimpleQueue()
@@ -464,10 +463,6 @@ class _Worker:
 
     def step(self) -> bool:
         """With a place: go on with the next batch; False at the end."""
-        with self._stepping:
-            return not self._has_ended and self._step()
-
-    def _step(self) -> bool:
         try:
             if self._go_on():
                 return True
@@ -528,11 +523,6 @@ class _Worker:
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
         self._reader.require_own()
-        if not self.is_ahead and self._ready.empty():
-            with self._stepping:
-                if self._ready.empty() and not self._has_ended:
-                    self._withheld -= 1
-                    self._step()
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
@@ -547,10 +537,7 @@ class _Worker:
         module = self._reader.module
         if module is not None:
             _pop_all(self._tickets, partial(_forget, module), limit)
-        self._withheld += 1
-        while self.is_ahead and self._withheld:
-            self._withheld -= 1
-            self._places.put(None)
+        self._places.put(None)
 
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing

@@ -43,10 +43,10 @@ class Leases:
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
         self._tables[table_index] = config
-        firsts: dict[tuple[object, float], int] = {}
-        self._alike = np.zeros(max(self._tables) + 1, np.int64)
-        for index, each in self._tables.items():
-            self._alike[index] = firsts.setdefault((each.init, each.optimizer.initial_state), index)
+        firsts, alike = dict[str, int](), np.zeros(max(self._tables) + 1, np.int64)
+        for index, each in self._tables.items():  # 0.0 and -0.0 are equal, and not alike
+            alike[index] = firsts.setdefault(repr((each.init, each.optimizer.initial_state)), index)
+        self._alike = alike
 
     def acquire(self, keys: Int64s) -> Lease:
         """Pin the rows of leading positions of ``keys``, int64 [n], n > 0: as many as there is room for, at least one.

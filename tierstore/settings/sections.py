@@ -46,8 +46,8 @@ def check_ranges(description: Any) -> None:
             continue
         kind = int if word else type(each.default)
         if type(value) not in (int, kind) or not low <= value <= high:
-            what = "number" if kind is float else "whole number"
-            raise ValueError(f"{each.name}={excerpt(value)}: expected a {what} from {low:,} to {high:,}")
+            what, other = "number" if kind is float else "whole number", f' or "{each.default}"' * word
+            raise ValueError(f"{each.name}={excerpt(value)}: expected a {what} from {low:,} to {high:,}{other}")
 
 
 _MAX_BYTES: Final = 1 << 18

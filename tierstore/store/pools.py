@@ -185,9 +185,8 @@ class Pools:
         """Running totals of each tier since the store was opened."""
         pools = list(self)
         num_rows = sum(len(table.rows) for table in list(self._catalog.tables.values()))
-        ids = [each.stats() for each in self._catalog.ids if each.is_known]
-        of_ids = IdStats(*map(sum, zip(*ids, strict=True)))
-        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows), of_ids)
+        ids = IdStats(*map(sum, zip(*(each.stats() for each in self._catalog.ids), strict=True)))
+        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows), ids)
 
     def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
         return of_counters([pool.leases.counters() for pool in pools])._replace(

@@ -302,6 +302,8 @@ class Table(Unpicklable):
         """Lookups by one compiled call; None if rows have no slots of their own."""
         if self._in_memory is None or self._in_memory.is_over:
             self.require_whole()
+            if self.ids is not None:
+                return None
             self._in_memory = self.pool.tier.one_table(self.index, self.config.num_embeddings)
         return self._in_memory
 
@@ -479,7 +481,9 @@ class Table(Unpicklable):
     def id_stats(self) -> IdStats:
         """Of dynamic ids: how many have rows, and what became of others. TableError: the table's are not dynamic."""
         self.store.require_open()
-        return self._require_dynamic("count").stats()
+        known = self._require_dynamic("count")
+        _ = known.counts  # which reads them
+        return known.stats()
 
     def _require_dynamic(self, action: str) -> TableIds:
         if self.ids is None:

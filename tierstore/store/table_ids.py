@@ -122,7 +122,12 @@ class TableIds:
             return self._rows.num_used, self._candidates.num_used
 
     def stats(self) -> IdStats:
-        return IdStats(*self.counts, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
+        """Zeros if they were not looked at. Takes no lock: a batch may be admitted meanwhile."""
+        known = self.__dict__.get("_known")
+        if known is None:
+            return IdStats()
+        rows, candidates = (part.num_used for part in known)
+        return IdStats(rows, candidates, self.num_admitted, self.num_refused, self.num_evicted, self.size_bytes)
 
     @property
     def _counts_uses(self) -> bool:

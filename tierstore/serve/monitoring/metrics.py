@@ -359,6 +359,6 @@ class StateCollector(Collector):
         for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
             for field, documentation in fields.items():
                 family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
-                for tier, stats in state.tiers._asdict().items():
+                for tier, stats in state.tiers.tiers.items():
                     family.add_metric([tier], getattr(stats, field))
                 yield family

@@ -37,7 +37,7 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
         "models": _models(metrics, state, seconds),
         "tiers": [
             {"name": name, **tier._asdict(), "hit_rate": tier.hit_rate if tier.unique else None}
-            for name, tier in state.tiers._asdict().items()
+            for name, tier in state.tiers.tiers.items()
         ],
         "tables": [table._asdict() for table in state.tables],
         "memory": {"resident_bytes": psutil.Process().memory_info().rss, "machine_bytes": machine_memory_bytes()},
