@@ -22,6 +22,8 @@ class ColdCounters(NamedTuple):
     """Of those, rows that were never written."""
     pages_read: int = 0
     """Pages the rows lay on, each counted once per ``read`` call (they may have come from the page cache)."""
+    pages_direct: int = 0
+    """Of those, pages that were read past the page cache."""
     read_seconds: float = 0.0
     rows_written: int = 0
     bytes_written: int = 0

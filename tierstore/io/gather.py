@@ -1,11 +1,9 @@
-"""Copy rows out of the mapped file: places first, then the copy, with page reads queued ahead where pages are cold.
+"""Copy rows out of the mapped file: places first, then the copy, until pages turn out not to be in memory.
 
-A cold page read by touching it costs one trip to the device at a time. ``madvise(MADV_WILLNEED)`` starts the read and
-returns, so queueing many pages ahead of the copy keeps the device's queue full from one thread; on a warm page the
-call is wasted. Nothing says beforehand, at no cost, which pages are warm. So the copy watches the clock: it copies in
-groups without asking, and a group slower than memory by a good part of a trip to the device switches to queueing,
-unless ``mincore`` finds the next rows in memory (the thread was merely interrupted). The same look ends the queueing.
-All of this decides speed only; every row is bounds-checked and verified in either mode.
+A cold page read by touching it costs one trip to the device at a time; ``cold.py`` reads many at once. Nothing says
+beforehand, at no cost, which pages are warm. So the copy watches the clock: where a group of rows was slower than
+memory by a good part of a trip to the device, it stops, unless ``mincore`` finds the next row in memory (the thread was
+merely interrupted). This decides speed only; every row is bounds-checked and verified in either way.
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
 ``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself;
@@ -29,24 +27,15 @@ from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .indexes import damage_error, damage_words
-from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
+from .mapped import clock_ns, copy_words, is_resident, prefetch_word
 from .places import Places, SegmentArrays
 from .segments import Geometry, SegmentStatus, row_seed
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
-QUEUE_DEPTH: Final = 512
-"""Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
-SAMPLE_EVERY: Final = 512
-SAMPLE_ROWS: Final = 16
-"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS on pages not queued yet are looked at: if all are in
-memory, queueing ends."""
-BLIND_ROWS: Final = 4096
-"""Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin again if need be."""
 PREFETCH_ROWS: Final = 8
 PREFETCH_ENTRIES: Final = 32
 MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
 HASH_GROUP: Final = 64  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
-COLD_GROUP: Final = 32  # rows copied before the queue is filled up again
 GROUP_SLACK_NS: Final = 30_000
 ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device
 
@@ -85,8 +74,9 @@ class How(NamedTuple):
     """In which way rows are read."""
 
     verify: bool  # compare each row with its checksum
-    cold: bool  # start by queueing page reads
     can_sample: bool  # whether ``is_resident`` says the truth
+    cold: bool  # pages are not expected in memory
+    direct: bool  # read such pages past the page cache, if the system can
 
 
 class Scratch(NamedTuple):
@@ -96,8 +86,8 @@ class Scratch(NamedTuple):
     pairs: Int64s  # word offset of its key, which its checksum follows; 0 likewise
     seeds: Words  # of its checksum
     seen: NDArray[np.uint32]
-    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers:
-    what it says decides speed alone, and the count of pages."""
+    """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers,
+    to count pages by."""
     lanes: Words
     timespec: Int64s
     flag: NDArray[np.uint8]
@@ -149,40 +139,12 @@ def _resolve(
 
 
 @inline
-def _page_entry(seen: NDArray[np.uint32], in_bits: bool, page: int) -> int:
-    """Where ``seen`` says whether it has a page."""
-    if in_bits:
-        return page >> 5
-    mask = len(seen) - 1
-    at = (page ^ (page >> 17)) & mask
-    while seen[at] != 0 and seen[at] != np.uint32(page):
-        at = (at + 1) & mask
-    return at
-
-
-@inline
-def _has_page(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
-    entry = seen[_page_entry(seen, in_bits, page)]
-    found: bool = (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
-    return found
-
-
-@inline
-def _is_new(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
-    """Whether ``seen`` does not have a page, which it has then."""
-    at = _page_entry(seen, in_bits, page)
-    before = seen[at]
-    seen[at] = before | (np.uint32(1) << np.uint32(page & 31)) if in_bits else np.uint32(page)
-    return before != seen[at]  # type: ignore[no-any-return]
-
-
-@inline
 def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
     """Distinct pages the rows lie on; ``seen`` as in ``Scratch``."""
     page_shift = 0
     while (1 << page_shift) < page_words:
         page_shift += 1
-    in_bits = len(seen) >= (limit + 31) // 32
+    in_bits, mask = len(seen) >= (limit + 31) // 32, len(seen) - 1
     count = 0
     for i in range(len(offsets)):
         if offsets[i] == 0:
@@ -190,12 +152,19 @@ def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s,
         first = offsets[i] >> page_shift
         last = (offsets[i] + stored_words - 1) >> page_shift
         for page in range(first, last + 1):
-            count += 1 if _is_new(seen, in_bits, page) else 0
+            at, entry = page >> 5, np.uint32(1) << np.uint32(page & 31)
+            if not in_bits:
+                at, entry = (page ^ (page >> 17)) & mask, np.uint32(page)
+                while seen[at] != 0 and seen[at] != entry:
+                    at = (at + 1) & mask
+            before = seen[at]
+            seen[at] = before | entry
+            count += 1 if before != seen[at] else 0
     return count
 
 
 @inline
-def _copy_rows(geo: Geometry, words: Words, start: int, end: int, offsets: Int64s, target: Target) -> None:
+def copy_rows(geo: Geometry, words: Words, start: int, end: int, offsets: Int64s, target: Target) -> None:
     """Copy rows ``[start, end)`` as they are; a row's slot is left alone if it was never written."""
     slots, weights, state, present = target
     for i in range(start, end):
@@ -216,7 +185,7 @@ def _is_bad(words: Words, key: int, pair: int, checksum: np.uint64) -> bool:
 
 
 @inline
-def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch) -> int:
+def first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch) -> int:
     """-1, or the position of the first present row of ``[start, end)`` that is not the one its key names."""
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     for first in range(start, end, 2):
@@ -234,100 +203,46 @@ def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s,
     return -1
 
 
-@inline
-def _queue_row(
-    address: int, page_words: int, stored_words: int, offset: int, seen: NDArray[np.uint32], in_bits: bool
-) -> None:
-    """Start reading a row's pages, unless they are in ``seen``, where they are then."""
-    if offset == 0:
-        return
-    first = offset // page_words
-    last = (offset + stored_words - 1) // page_words
-    is_new = False
-    for page in range(first, last + 1):
-        is_new |= _is_new(seen, in_bits, page)
-    if is_new:
-        queue_read(address + first * page_words * 8, (last + 1 - first) * page_words * 8)
-
-
-@inline
-def _all_resident(
-    page_words: int, address: int, start: int, offsets: Int64s, flag: NDArray[np.uint8], seen: NDArray[np.uint32],
-    in_bits: bool,
-) -> bool:  # fmt: skip
-    """Whether the next ``SAMPLE_ROWS`` rows on pages that are not in ``seen`` are in memory, by their first pages."""
-    looked = 0
-    for i in range(start, min(len(offsets), start + SAMPLE_EVERY)):
-        page = offsets[i] // page_words
-        if offsets[i] != 0 and not _has_page(seen, in_bits, page):
-            if not is_resident(address + page * page_words * 8, flag):
-                return False
-            looked += 1
-            if looked == SAMPLE_ROWS:
-                return True
-    return start + SAMPLE_EVERY >= len(offsets)
-
-
 @kernel
 def gather(
     geo: Geometry, source: Source, places: Places, segments: SegmentArrays, wanted: Wanted, target: Target, how: How,
     scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
-    """Copy rows to their slots; see ``ColdTier.read``.
+    """Copy rows to their slots until their pages turn out to be cold; see ``ColdTier.read``.
 
     Args:
         segments: of the layout.
         scratch: of as many rows.
-        result: int64 [4], zeroed; receives a SegmentStatus, the position it is about, distinct pages, and 1 if the
-            pages turned out cold.
+        result: int64 [5], zeroed; receives a SegmentStatus, the position it is about, distinct pages, and how many rows
+            were looked at before pages were cold. The last is for pages that do not come through the map.
     """
     words, address, limit = source
-    verify, cold, can_sample = how
-    keys, seen, timespec, flag = wanted.keys, scratch.seen, scratch.timespec, scratch.flag
+    keys, timespec = wanted.keys, scratch.timespec
     _resolve(geo, limit, wanted, places, segments, scratch, result)
-    if result[0] != 0:
+    if result[0] != 0 or how.cold:
         return
     offsets = scratch.pairs  # a row of a block of several pages follows its key
     row_words = geo.weight_words + geo.state_words
     stored_words = 1 if geo.pages_per_block == 1 else row_words + PAIR_WORDS
-    result[2] = count_pages(geo.page_words, stored_words, limit, offsets, seen)
-    for i in range(len(seen)):
-        seen[i] = np.uint32(0)  # from here on, the pages that were queued
-    in_bits = len(seen) >= (limit + 31) // 32
-    num = len(keys)
-    depth = QUEUE_DEPTH * num // max(1, result[2])
-    group = 2
-    position = 0  # rows before it are copied
-    queued = 0  # rows before it are queued
-    next_sample = 0 if can_sample else BLIND_ROWS
+    result[2] = count_pages(geo.page_words, stored_words, limit, offsets, scratch.seen)
+    num, group, position, is_cold = len(keys), 2, 0, False
     started = clock_ns(timespec)
-    while position < num:
-        queued = max(queued, position)
-        while cold and queued < min(num, position + depth):
-            if queued >= next_sample:
-                next_sample = queued + SAMPLE_EVERY
-                cold = can_sample and not _all_resident(geo.page_words, address, queued, offsets, flag, seen, in_bits)
-            if cold:
-                _queue_row(address, geo.page_words, stored_words, offsets[queued], seen, in_bits)
-                queued += 1
-        end = min(num, position + (COLD_GROUP if cold else group))
-        rows, bad = end - position, -1
-        step = HASH_GROUP if verify else rows
+    while position < num and not is_cold:
+        end, bad = min(num, position + group), -1
+        rows, step = end - position, HASH_GROUP if how.verify else group
         while position < end and bad < 0:
             start, position = position, min(end, position + step)
-            _copy_rows(geo, words, start, position, scratch.offsets, target)
-            if verify:
-                bad = _first_bad(words, row_words, start, position, keys, scratch)
+            copy_rows(geo, words, start, position, scratch.offsets, target)
+            if how.verify:
+                bad = first_bad(words, row_words, start, position, keys, scratch)
         if bad >= 0:
-            result[0] = _BAD_ROW
-            result[1] = bad
+            result[0], result[1] = _BAD_ROW, bad
             return
         now = clock_ns(timespec)
-        waited = now - started > GROUP_SLACK_NS + rows * ROW_SLACK_NS
-        started = now
         group = min(group * 2, MAX_GROUP)
-        if waited and not cold:
-            cold = True
+        if now - started > GROUP_SLACK_NS + rows * ROW_SLACK_NS and position < num:
+            page = offsets[position] // geo.page_words
+            is_cold = not (how.can_sample and is_resident(address + page * geo.page_words * 8, scratch.flag))
             group = 2
-            next_sample = end if can_sample else end + BLIND_ROWS
-    result[3] = 1 if cold else 0
+        started = now
+    result[3] = position

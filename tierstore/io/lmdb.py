@@ -146,7 +146,10 @@ class LmdbColdTier:
         if result[0]:
             raise gather_error(self.path, result, keys)
         absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
-        self._counting.add(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
+        pages, direct = int(result[2]), int(result[4])
+        self._counting.add(
+            rows_read=len(keys), rows_absent=absent, pages_read=pages, pages_direct=direct, read_seconds=seconds
+        )
 
     @contextmanager
     def changes(self, since: int) -> Iterator[Changes]:

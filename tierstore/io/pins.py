@@ -38,6 +38,7 @@ import psutil
 from ..errors import StoreLockedError, StoreReplacedError, TierstoreError
 from ..system.forks import OwnDescriptor, disown_in_forks
 from ..system.oserrors import translate_os_error
+from .ring import Rings
 
 _FLOCK: Final = struct.Struct("hhqqi4x")  # the system's ``struct flock``: type, whence, start, length, process id
 _OWN_LOCKS: Final = re.compile(r"^lock:.* OFDLCK .* (\d+) (\d+)$", re.MULTILINE)
@@ -79,6 +80,7 @@ class Pins:
         self._file = OwnDescriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         self.identity: Final = self._file.identity
         self.is_held: Final = self._file.is_held
+        self.rings: Final = Rings(self._file)  # to read it past the page cache
 
     @property
     def descriptor(self) -> int:
@@ -227,6 +229,7 @@ class Pins:
 
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""
+        self.rings.close()
         if self.is_held():
             with contextlib.suppress(OSError):  # a file system without locks
                 lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)

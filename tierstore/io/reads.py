@@ -1,5 +1,7 @@
 """Reading stored rows: a batch by keys, those changed since a version, or all in the order of another file."""
 
+import math
+import time
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -8,6 +10,8 @@ import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
+from ..system.sizes import free_memory_bytes
+from .cold import FAILED, read_cold
 from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .guard import Guard
 from .row_map import RowMap, RowPlaces
@@ -15,6 +19,7 @@ from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
 
 _LIST_STEP: Final = 1 << 20
+_ASK_SECONDS: Final = 1.0
 
 
 class KeyedRows(NamedTuple):
@@ -29,18 +34,21 @@ class KeyedRows(NamedTuple):
 
 
 class RowReader:
-    """Gathers rows from a file, and remembers whether its pages were in memory the last time.
+    """Gathers rows from a file, and remembers whether its pages were in memory the last time. Pages of a file that
+    memory has no room for are read past the page cache; others stay there once they were read.
 
     Args:
         verify: compare each row with its checksum.
 
     Attributes:
         is_cold: pages were not in memory the last time.
+        is_large: memory had no room for the file, at the time ``asked_at``.
     """
 
     def __init__(self, *, verify: bool) -> None:
         self._verify = verify
-        self.is_cold = False
+        self.is_cold = self.is_large = False
+        self.asked_at = -math.inf
         self._can_sample: bool | None = None
 
     def unverified(self) -> "RowReader":
@@ -78,11 +86,16 @@ class RowReader:
             file_map = whole_map.rows  # a map of its own: pages of rows that cannot be read are nobody else's trouble
             since = file_map.guard.begin()
             source = Source(file_map.words, file_map.address, limit)
-            how = How(self._verify, self.is_cold, self._can_sample)
-            scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(4, np.int64)
+            how = How(self._verify, self._can_sample, self.is_cold, self._outgrows_memory(limit * geo.page_words * 8))
+            scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(5, np.int64)
             gather(geo, source, places, arrays, wanted, target, how, scratch, result)
+            if result[0] == SegmentStatus.DONE:
+                self.is_cold = result[3] < len(keys) and read_cold(
+                    geo, file_map.pins.rings, source, keys, target, how, scratch, result
+                )
+                if result[0] == FAILED:
+                    continue
             if result[0] != SegmentStatus.OUT_OF_FILE:
-                self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since):
                     _look_for_refused(file_map.guard, since, geo, scratch, result)
                 return result
@@ -92,6 +105,11 @@ class RowReader:
             limit = whole_map.file_bytes() // snapshot.page_bytes
             if (limit, len(arrays.numbers)) == known:
                 return result
+
+    def _outgrows_memory(self, size_bytes: int) -> bool:
+        if (now := time.monotonic()) > self.asked_at + _ASK_SECONDS:
+            self.asked_at, self.is_large = now, size_bytes > free_memory_bytes()
+        return self.is_large
 
 
 def _look_for_refused(guard: Guard, since: int, geo: Geometry, scratch: Scratch, result: Int64s) -> None:

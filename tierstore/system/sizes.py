@@ -10,6 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from ..errors import BudgetError
 from .excerpt import excerpt
 
@@ -44,6 +46,12 @@ def machine_memory_bytes() -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return min(limits)
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process could still take, page cache included."""
+    used = psutil.Process().memory_info()
+    return min(int(psutil.virtual_memory().available), machine_memory_bytes() - int(used.rss - used.shared))
 
 
 def cpu_limit() -> float:
