@@ -1,8 +1,9 @@
-"""Do cold reads run at the device's own random-read limit, and what do they read beside what was asked for?
+"""Do cold reads run at the device's own random-read limit, at what cost, and what do they read that nobody asked for?
 
 Batches of random rows from a store that is not in memory: the page cache is dropped before each. The limit is how many
 4 KiB pages the device gives a second to direct reads of the store's own file at queue depth 64, by fio, in turns with
-the batches. A store of several tables is read in a call for each of them, one after another.
+the batches. The store is read past the page cache, as one that is larger than memory, and through it. A store of
+several tables is read in a call for each of them, one after another.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ from .rowdata import Int64s, Rows, TierReader, build_flat, build_store, open_fla
 __all__ = ["run"]
 
 OWN: Final = "tierstore, every row verified"
-LIMIT: Final = "device limit: direct reads of 4 KiB, queue depth 64"
+MAPPED: Final = "tierstore, through the page cache"
+LIMIT: Final = "fio, the device's limit: direct reads of 4 KiB, queue depth 64"
 ROCKSDB: Final = "RocksDB MultiGet, one key a row, a thread a core"
 ROCKSDB_MANY: Final = "RocksDB MultiGet, one key a row, 32 threads"
 MANY_THREADS: Final = 32
@@ -54,6 +56,8 @@ class Case(NamedTuple):
     rates: dict[str, Spread]
     share: float | None
     """Pages that tierstore read a second, of the limit right before each batch; the median."""
+    processor_us: dict[str, float]
+    """Of a row, or of one of fio's reads; the median."""
     pages_per_row: float
     amplification: dict[str, float]
     """Bytes from the device over bytes of the rows asked for."""
@@ -86,16 +90,16 @@ def _peers(request: Run, rows: Rows, names: list[str], stack: contextlib.ExitSta
 
 
 class _Series(NamedTuple):
-    limit: list[float]
-    seconds: dict[str, list[float]]
+    limit: list[device.Seconds]
+    seconds: dict[str, list[device.Seconds]]
     bytes_read: dict[str, list[int]]
     resident_share_max: float
 
 
 def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> _Series:
     generator = np.random.default_rng(config["seed"])
-    limit: list[float] = []
-    seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
+    limit: list[device.Seconds] = []
+    seconds: dict[str, list[device.Seconds]] = {each.name: [] for each in contenders}
     bytes_read: dict[str, list[int]] = {each.name: [] for each in contenders}
     resident = 0.0
     for _ in range(config["repetitions"] + 1):
@@ -108,9 +112,10 @@ def _measure(contenders: list[Contender], rows: int, config: dict[str, Any]) -> 
                 page_cache.drop(path)
                 resident = max(resident, page_cache.resident_share(path))
             before = diskio.of_process()
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.process_time()
             each.read(ids)
-            seconds[each.name].append(time.perf_counter() - start)
+            taken = device.Seconds(time.perf_counter() - start, time.process_time() - processor)
+            seconds[each.name].append(taken)
             bytes_read[each.name].append((diskio.of_process() - before).read)
     # The first round compiles kernels and starts threads.
     warm = [{name: values[1:] for name, values in series.items()} for series in (seconds, bytes_read)]
@@ -123,25 +128,37 @@ def _case(request: Run, given: dict[str, Any]) -> Case:
     tables = given["tables"]
     with contextlib.ExitStack() as stack:
         store = build_store(request.folder, rows, tables)
-        reader = TierReader(store, rows, config["batch_rows"], verify=True, tables=tables)
-        stack.callback(reader.close)
-        own = Contender(OWN, [reader.path], reader.read_by_table, config["batch_rows"])
-        contenders = [own, *_peers(request, rows, given["peers"], stack)]
+        contenders = []
+        for name in (MAPPED, OWN):
+            reader = TierReader(store, rows, config["batch_rows"], verify=True, tables=tables, direct=name == OWN)
+            stack.callback(reader.close)
+            contenders.append(Contender(name, [reader.path], reader.read_by_table, config["batch_rows"]))
+        contenders += _peers(request, rows, given["peers"], stack)
         series = _measure(contenders, rows.count, config)
         counted = reader.tier.counters()
         store_bytes = reader.path.stat().st_size
     pages_per_row = counted.pages_read / counted.rows_read
     shares = [
-        (config["batch_rows"] * pages_per_row / own_seconds) / (config["limit_reads"] / limit_seconds)
-        for own_seconds, limit_seconds in zip(series.seconds[OWN], series.limit, strict=bool(series.limit))
+        (config["batch_rows"] * pages_per_row / own.elapsed) / (config["limit_reads"] / limit.elapsed)
+        for own, limit in zip(series.seconds[OWN], series.limit, strict=bool(series.limit))
     ]
     return Case(
         rows.dim,
         tables,
         store_bytes,
-        per_second(config["limit_reads"], series.limit) if series.limit else None,
-        {each.name: per_second(each.batch_rows, series.seconds[each.name]) for each in contenders},
+        per_second(config["limit_reads"], [each.elapsed for each in series.limit]) if series.limit else None,
+        {
+            each.name: per_second(each.batch_rows, [taken.elapsed for taken in series.seconds[each.name]])
+            for each in contenders
+        },
         statistics.median(shares) if shares else None,
+        {
+            name: 1e6 * statistics.median(taken.processor for taken in all_taken) / count
+            for name, count, all_taken in [
+                *((each.name, each.batch_rows, series.seconds[each.name]) for each in contenders),
+                *([(LIMIT, config["limit_reads"], series.limit)] if series.limit else []),
+            ]
+        },
         pages_per_row,
         {
             each.name: statistics.median(series.bytes_read[each.name]) / (each.batch_rows * rows.dim * 4)
@@ -159,10 +176,19 @@ def _rates(cases: list[Case]) -> Table:
             spread = f"{rate.lowest:,.0f} - {rate.highest:,.0f}"
             of_limit = f"{rate.median / case.limit.median:.2f}" if case.limit else ""
             asked = "" if amplification is None else f"{amplification:.1f}"
-            rows.append([case.name, name, f"{rate.median:,.0f}", spread, of_limit, asked])
+            processor = f"{case.processor_us[name]:.1f}"
+            rows.append([case.name, name, f"{rate.median:,.0f}", spread, of_limit, processor, asked])
     return Table(
         title="cold reads",
-        columns=["rows", "read by", "rows or reads/s", "lowest - highest", "of the limit", "bytes read, of asked"],
+        columns=[
+            "rows",
+            "read by",
+            "rows or reads/s",
+            "lowest - highest",
+            "of the limit",
+            "processor us a row or read",
+            "bytes read, of asked",
+        ],
         rows=rows,
     )
 
@@ -177,6 +203,9 @@ def _goals(cases: list[Case]) -> list[Goal]:
         if case.over_rocksdb is not None:
             value = round(case.over_rocksdb, 2)
             goals.append(Goal(name=f"{case.name}: rows a second over RocksDB's", value=value, at_least=2))
+    for case in cases:
+        value = round(case.processor_us[OWN] / case.pages_per_row, 2)
+        goals.append(Goal(name=f"{case.name}: us of a processor a page", value=value, at_most=3.5))
     largest = max(case.store_bytes for case in cases)
     return [*goals, Goal(name="GB of the largest row file", value=round(largest / 1e9, 2), at_least=2)]
 

@@ -1,6 +1,7 @@
 """The rows that cold and warm reads are measured on, as a store and as a flat file, each built once and kept."""
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -111,12 +112,16 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
 
 
 class TierReader:
-    """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with."""
+    """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with. With
+    ``direct`` memory is taken to have no room for the file, or to have it."""
 
-    def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool, tables: int = 1) -> None:
+    def __init__(
+        self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool, tables: int = 1, direct: bool = False
+    ) -> None:
         self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True)
         if not verify:
             self.tier.reader = self.tier.reader.unverified()
+        self.tier.reader.is_large, self.tier.reader.asked_at = direct, math.inf
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)
         self._tables = tables

@@ -1,10 +1,9 @@
 """Copy rows whose pages are not in memory: each page is read once, in the order of the file, many at a time.
 
 They go past the page cache into the buffers of a ring, or without one (``madvise``) into the page cache. Pages that are
-there already come through the map. To ask about each (``mincore``) would take a third of the time. So one in
-``_LOOK_EVERY`` is asked about, and the ``_LOOK_ON`` after one that was there, as what was written together lies
-together. Either way is right: what a lease shows does not change, and before the system reads directly what it has not
-written yet, it writes it.
+there already come through the map. To ask about each (``mincore``) takes a third of the time; so one in ``_LOOK_EVERY``
+is asked about, and the ``_LOOK_ON`` after one that was there: what was written together lies together. Either way is
+right: what a lease shows does not change, and the system writes what it has not written yet before it is read directly.
 """
 
 from typing import Final, NamedTuple
@@ -59,12 +58,14 @@ def read_cold(
     ordered = target._replace(slots=target.slots[order], present=np.empty(len(order), np.bool_))
     by_page = scratch._replace(offsets=scratch.offsets[order], pairs=scratch.pairs[order], seeds=scratch.seeds[order])
     depth = min(DEPTH, BUFFER_WORDS // (geo.pages_per_block * geo.page_words))
-    with rings.lent(how.direct and depth > 0) as ring:
-        depth = depth if ring else _QUEUE_DEPTH
-        queues = ring.queues if ring else Queues(-1, source.words, np.empty((depth, 4), np.int64))
-        is_cold = _read(_Batch(geo, queues, depth, keys[order], ordered, how, by_page, result), source)
+    ring = rings.take() if how.direct and depth > 0 else None
+    depth = depth if ring else _QUEUE_DEPTH
+    queues = ring.queues if ring and ring.queues else Queues(-1, source.words, np.empty((depth, 4), np.int64))
+    is_cold = _read(_Batch(geo, queues, depth, keys[order], ordered, how, by_page, result), source)
     if result[0] == FAILED:
         rings.close()
+    elif ring:
+        rings.idle.append(ring)
     target.present[order] = True
     result[1] = order[result[1]] if result[0] else 0
     return bool(is_cold)
@@ -94,7 +95,7 @@ def _finish(batch: _Batch, read: int) -> None:
     if result[0] != FAILED and queues.descriptor >= 0:
         shift = (page - slot * batch.geo.pages_per_block) * batch.geo.page_words
         got = wait(queues, slot)
-        if got != size and result[0] == 0:
+        if got != size and (result[0] == 0 or got > size):
             result[0], result[1] = _UNREADABLE if got in _OF_DEVICE else FAILED, start
     _take_rows(batch, queues.buffers, shift, start, stop)
 
@@ -108,7 +109,11 @@ def _read(batch: _Batch, source: Source) -> bool:
     stored_words = 1 if geo.pages_per_block == 1 else geo.weight_words + geo.state_words + PAIR_WORDS
     at = begun = ended = looks = units = pages = 0
     counted = -1  # pages up to this one
-    while at < num and result[0] == 0:
+    while ended < begun or (at < num and result[0] == 0):
+        if begun - ended == depth or at == num or result[0] != 0:
+            _finish(batch, ended)
+            ended += 1
+            continue
         page, stop, is_there = pairs[at] // page_words, at + 1, False
         while stop < num and pairs[stop] < (page + 1) * page_words:
             stop += 1
@@ -122,9 +127,6 @@ def _read(batch: _Batch, source: Source) -> bool:
         if is_there:
             _take_rows(batch, words, 0, at, stop)
         else:
-            if begun - ended == depth:
-                _finish(batch, ended)
-                ended += 1
             slot, start, size = begun % depth, page * page_words * 8, (last + 1 - page) * page_words * 8
             queues.reads[slot, 0], queues.reads[slot, 1] = at, stop
             queues.reads[slot, 2], queues.reads[slot, 3] = page, size
@@ -135,8 +137,5 @@ def _read(batch: _Batch, source: Source) -> bool:
                 result[4] += last + 1 - page
             begun += 1
         at = stop
-    while ended < begun:
-        _finish(batch, ended)
-        ended += 1
     result[2] = max(result[2], pages)
     return how.can_sample and begun * _COLD_PART > units

@@ -1,9 +1,8 @@
 """Copy rows out of the mapped file: places first, then the copy, until pages turn out not to be in memory.
 
 A cold page read by touching it costs one trip to the device at a time; ``cold.py`` reads many at once. Nothing says
-beforehand, at no cost, which pages are warm. So the copy watches the clock: where a group of rows was slower than
-memory by a good part of a trip to the device, it stops, unless ``mincore`` finds the next row in memory (the thread was
-merely interrupted). This decides speed only; every row is bounds-checked and verified in either way.
+beforehand, at no cost, which pages are warm. So the copy watches the clock: it stops where a group of rows took longer
+than memory by a good part of such a trip, unless ``mincore`` finds the next row there (the thread was interrupted).
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
 ``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself;

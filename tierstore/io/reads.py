@@ -20,6 +20,7 @@ from .snapshot import Snapshot
 
 _LIST_STEP: Final = 1 << 20
 _ASK_SECONDS: Final = 1.0
+_PARTS: Final = 2  # a file so many times as large as the memory that is left is read past the page cache
 
 
 class KeyedRows(NamedTuple):
@@ -34,15 +35,14 @@ class KeyedRows(NamedTuple):
 
 
 class RowReader:
-    """Gathers rows from a file, and remembers whether its pages were in memory the last time. Pages of a file that
-    memory has no room for are read past the page cache; others stay there once they were read.
+    """Gathers rows from a file, and remembers whether its pages were in memory the last time.
 
     Args:
         verify: compare each row with its checksum.
 
     Attributes:
         is_cold: pages were not in memory the last time.
-        is_large: memory had no room for the file, at the time ``asked_at``.
+        is_large: cold pages are read past the page cache, as memory was found at the time ``asked_at``.
     """
 
     def __init__(self, *, verify: bool) -> None:
@@ -108,7 +108,7 @@ class RowReader:
 
     def _outgrows_memory(self, size_bytes: int) -> bool:
         if (now := time.monotonic()) > self.asked_at + _ASK_SECONDS:
-            self.asked_at, self.is_large = now, size_bytes > free_memory_bytes()
+            self.asked_at, self.is_large = now, size_bytes > _PARTS * free_memory_bytes()
         return self.is_large
 
 
