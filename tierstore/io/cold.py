@@ -19,12 +19,11 @@ from .mapped import is_resident, queue_read
 from .ring import BUFFER_WORDS, DEPTH, Queues, Rings, begin_read, wait
 from .segments import Geometry, SegmentStatus
 
-_BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
-_UNREADABLE: Final = int(SegmentStatus.UNREADABLE)
+_BAD_ROW, _UNREADABLE = int(SegmentStatus.BAD_ROW), int(SegmentStatus.UNREADABLE)
 FAILED: Final = -1
 """A read of a ring failed, and the system does not say that the device is to blame: read again, without a ring."""
 _QUEUE_DEPTH: Final = 512  # reads that ``madvise`` is called for ahead of the copy
-_LOOK_EVERY: Final = 8
+_LOOK_EVERY: Final = 16
 _LOOK_ON: Final = 64
 _COLD_PART: Final = 64  # where one page in so many had to be read, the next batch is expected to be cold
 _OF_DEVICE: Final = -5, -61  # EIO, ENODATA

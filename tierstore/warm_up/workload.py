@@ -97,6 +97,7 @@ def _serve(rows: int, folder: Path) -> None:
             store["item"].write(torch.arange(first, first + rows // 2), torch.ones(rows // 2, _ITEM.embedding_dim))
         store.commit()
         with open_store(folder, mode="r", ddr=_BUDGET, threads=1) as reader:
+            reader._cold.reader.is_cold = True  # type: ignore[attr-defined]
             reader["item"].read(_IDS)
             reader.rehearse_newer()
             store["item"].write(_IDS, torch.zeros(4, _ITEM.embedding_dim))
