@@ -19,8 +19,7 @@ from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
 
 _LIST_STEP: Final = 1 << 20
-_ASK_SECONDS: Final = 1.0
-_PARTS: Final = 2  # a file so many times as large as the memory that is left is read past the page cache
+_ASK_SECONDS, _PARTS = 1.0, 2  # a file larger than so many times the memory left is read past the page cache
 
 
 class KeyedRows(NamedTuple):

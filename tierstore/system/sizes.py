@@ -10,8 +10,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from ..errors import BudgetError
 from .excerpt import excerpt
 
@@ -49,9 +47,13 @@ def machine_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that this process could still take, page cache included."""
-    used = psutil.Process().memory_info()
-    return min(int(psutil.virtual_memory().available), machine_memory_bytes() - int(used.rss - used.shared))
+    """Memory that this process could still take, page cache included; all of it where the system does not tell."""
+    left = machine_memory_bytes()
+    with contextlib.suppress(OSError, IndexError):
+        _, resident, of_files, *_ = map(int, _STATM.read_text().split())
+        available = int(re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[0]) * 1024
+        left = min(available, left - (resident - of_files) * mmap.PAGESIZE)
+    return left
 
 
 def cpu_limit() -> float:
