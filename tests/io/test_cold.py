@@ -120,16 +120,16 @@ def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyP
 
 def test_threads_and_signals(tier: LmdbColdTier) -> None:
     """Several threads read at a time, while signals stop them from waiting."""
-    before = signal.signal(signal.SIGALRM, seen := Mock())
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
     try:
         with ThreadPoolExecutor(len(TABLES)) as threads:
-            list(threads.map(lambda table: _read_cold(tier, table), list(TABLES) * ROUNDS))
+            for _ in threads.map(lambda table: _read_cold(tier, table), list(TABLES) * ROUNDS):
+                _read_cold(tier)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert seen.called
-    assert 1 <= len(_rings(tier).idle) <= len(TABLES)
+    assert 1 <= len(_rings(tier).idle) <= len(TABLES) + 1
 
 
 def test_a_forked_child_has_no_rings_and_a_closed_tier_neither(tier: LmdbColdTier) -> None:

@@ -28,7 +28,6 @@ def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbC
 
 
 def _go(tier: LmdbColdTier, way: str) -> None:
-    """Have the tier read in a way: the direct one does not ask what is in memory."""
     tier.reader.is_cold, tier.reader.is_large, tier.reader.asked_at = way != "warm", way == "direct", math.inf
     tier.reader._can_sample = way != "direct"
 
