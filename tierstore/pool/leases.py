@@ -45,7 +45,8 @@ class Leases:
         self._tables[table_index] = config
         firsts, alike = dict[str, int](), np.zeros(max(self._tables) + 1, np.int64)
         for index, each in self._tables.items():  # 0.0 and -0.0 are equal, and not alike
-            alike[index] = firsts.setdefault(repr((each.init, each.optimizer.initial_state)), index)
+            rule = repr((each.init, each.init.place, each.optimizer.initial_state))
+            alike[index] = firsts.setdefault(rule, index)
         self._alike = alike
 
     def acquire(self, keys: Int64s) -> Lease:
