@@ -9,7 +9,7 @@ import pytest
 import tierstore
 from bench.data import examples
 from tests.peers.process import PEERS, run
-from tierstore.pool.stats import TierStats
+from tierstore.pool.stats import IdStats, TierStats
 
 _, LIGHTNING, MANUAL, ACCELERATE, MLFLOW = examples("docs/frameworks.md")
 
@@ -112,7 +112,7 @@ def test_names_of_metrics_are_those_that_mlflow_takes(monkeypatch: pytest.Monkey
     with tierstore.open(cold="memory", ddr="4MiB") as store:
         names["log"](store, 0.5, 3)  # type: ignore[operator]
     metrics, step = recorded.logged
-    assert (len(metrics), step) == (3 * (len(TierStats._fields) + 1) + 1, 3)
+    assert (len(metrics), step) == (3 * (len(TierStats._fields) + 1) + len(IdStats._fields) + 1, 3)
     for name, number in metrics.items():
         assert re.fullmatch(r"[\w./ :-]{1,250}", name)  # its rule for names
         assert isinstance(number, float | int)
