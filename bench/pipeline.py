@@ -15,7 +15,8 @@ import tierstore
 from tierstore.plan.measure import page_cache
 
 from .common import Goal, Part, Report, Run, Spread, Table, Told, measure, program, run_parts
-from .steps import CHUNK, StepWorkload, fill, step_of, timed, zipf
+from .steps import StepWorkload, fill, step_of, timed, zipf
+from .workload import read_every_row
 
 __all__ = ["run"]
 
@@ -57,8 +58,7 @@ def _mean_step(path: Path, workload: StepWorkload, place: str, depth: Any) -> fl
         step = step_of(module, workload)
         if place == "in memory":
             for table in store.tables.values():
-                for first in range(0, table.config.num_embeddings, CHUNK):
-                    table.read(torch.arange(first, min(first + CHUNK, table.config.num_embeddings)))
+                read_every_row(table)
         (page_cache.drop if place == "cold" else page_cache.warm)(path / "rows.lmdb")
         with contextlib.closing(timed(module, step, workload.batches, depth)) as steps:
             seconds = list(steps)
@@ -121,8 +121,7 @@ def _one_id(path: Path, config: dict[str, Any], share: str) -> dict[str, Any]:
         table, ids, offsets = store["f0"], torch.tensor([3]), torch.tensor([0])
         module = tierstore.TieredEmbeddingBag(table)
         bag = torch.nn.EmbeddingBag(config["rows"], config["dim"], mode="sum")
-        for first in range(0, config["rows"], CHUNK):
-            table.read(torch.arange(first, min(first + CHUNK, config["rows"])))
+        read_every_row(table)
         with torch.no_grad():
             actions = {OURS: lambda: module(ids, offsets), ONE_BAG: lambda: bag(ids, offsets)}
             return _medians(actions, 20 * config["small_repetitions"])

@@ -16,9 +16,9 @@ from tierstore.models import DLRM
 from tierstore.plan.presets import KAGGLE_ROWS
 
 from .data import criteo_keys
-from .workload import CHUNK, ids_of, write_every_row
+from .workload import ids_of, write_every_row
 
-__all__ = ["CHUNK", "StepWorkload", "criteo", "fill", "jagged", "kaggle", "step_of", "timed", "zipf"]
+__all__ = ["StepWorkload", "criteo", "fill", "jagged", "kaggle", "step_of", "timed", "zipf"]
 
 
 class StepWorkload(NamedTuple):

@@ -23,7 +23,8 @@ from tierstore.plan.measure import page_cache
 from . import device
 from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from .data import CRITEO_NAME, find_criteo
-from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
+from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
+from .workload import read_every_row
 
 __all__ = ["run"]
 
@@ -98,8 +99,7 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
         if case.percent >= 100:
             before_them = before_them[:3]
             for table in store.tables.values():
-                for first in range(0, table.config.num_embeddings, CHUNK):
-                    table.read(torch.arange(first, min(first + CHUNK, table.config.num_embeddings)))
+                read_every_row(table)
         for _ in timed(module, step, before_them, config["depth"]):
             pass
         (page_cache.warm if case.is_cached else page_cache.drop)(path / ROWS_FILE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["CHUNK", "Batches", "distance", "ids_of", "make_store", "write_every_row"]
+__all__ = ["CHUNK", "Batches", "distance", "ids_of", "make_store", "read_every_row", "write_every_row"]
 
 CHUNK: Final = 200_000
 """Rows read or written at a time."""
@@ -93,6 +93,12 @@ def make_store(
 def distance(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """The largest difference of a weight, of tables in the same order."""
     return max(float((one - other).abs().max()) for one, other in zip(weights, others, strict=True))
+
+
+def read_every_row(table: tierstore.Table) -> None:
+    """So that all are in memory, as far as they fit."""
+    for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
+        table.read(ids)
 
 
 def write_every_row(table: tierstore.Table, value: float = 1.0) -> None:

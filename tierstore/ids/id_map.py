@@ -35,6 +35,7 @@ _CHUNK_BITS: Final = 9
 _RECORD: Final = np.dtype([("id", np.int64), ("mark", np.uint32)])
 _FAR: Final = 32
 _NEAR: Final = 16
+_PROBES: Final = 8
 _HALF: Final = np.uint64(32)
 _ROW: Final = np.uint64(2**32 - 1)
 _SAMPLED_ROWS: Final = 2**14
@@ -55,6 +56,14 @@ def _entry(row: Any, distance: Any, row_bits: int) -> np.uint32:
     return np.uint32(min(distance, farthest) << row_bits | (row + 1))
 
 
+@inline
+def _fetch_places(index: Uint32s, wanted: int) -> None:
+    """Into the processor's caches, those that a probe for this id looks at; it may cross into the next line."""
+    home = _home(wanted, index.size)
+    prefetch_item(index, home)
+    prefetch_item(index, min(home + _PROBES, index.size - 1))
+
+
 @kernel
 def find_rows(
     begin: int, end: int, wanted: Int64s, score: int, index: Uint32s, records: Records, row_bits: int, dirty: Bools,
@@ -64,9 +73,7 @@ def find_rows(
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for i in range(begin, end):
         if i + _FAR < end:
-            ahead = _home(wanted[i + _FAR], size)
-            prefetch_item(index, ahead)
-            prefetch_item(index, min(ahead + 4, size - 1))
+            _fetch_places(index, wanted[i + _FAR])
         if i + _NEAR < end:
             entry = np.int64(index[_home(wanted[i + _NEAR], size)])
             if entry != 0:
@@ -121,9 +128,7 @@ def insert_rows(
     size = index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            ahead = _home(ids[mine[n + _FAR]], size)
-            prefetch_item(index, ahead)
-            prefetch_item(index, min(ahead + 6, size - 1))
+            _fetch_places(index, ids[mine[n + _FAR]])
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
         if is_in[i]:
@@ -149,9 +154,7 @@ def remove_rows(
     mask, farthest, size = (1 << row_bits) - 1, (1 << (32 - row_bits)) - 1, index.size
     for n in range(mine.size):
         if n + _FAR < mine.size:
-            ahead = _home(ids[mine[n + _FAR]], size)
-            prefetch_item(index, ahead)
-            prefetch_item(index, min(ahead + 8, size - 1))
+            _fetch_places(index, ids[mine[n + _FAR]])
             prefetch_item(records, rows[mine[n + _FAR]])
         i = mine[n]
         hole = _home(ids[i], size)

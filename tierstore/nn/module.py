@@ -193,17 +193,15 @@ def _look_up(
     refuse_traces(sources)
     rows: Any = module._parameters["rows"]  # by its name it is looked for elsewhere first
     trainable = rows.requires_grad and not module._store.readonly
+    if trainable:
+        module._require_one_process()
     prepared = module._prepared.take(arguments[0], sources)
     if prepared is None and not torch.is_grad_enabled():
-        if trainable:
-            module._require_one_process()
         pooled = module._pooled_in_memory(*arguments)
         if pooled is not None:
             note_pass()
             return pooled
     prepared = prepared or module._prepare(*arguments)
-    if trainable:
-        module._require_one_process()
     return run_lookups(prepared, rows, prepared.shape if shape is None else shape, trainable=trainable)
 
 

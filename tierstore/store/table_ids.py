@@ -528,7 +528,7 @@ class TableIds:
         return partial(self._show, Changed(keys & ROW_MASK, words))
 
     def rehearse(self) -> None:
-        """Compile what ``changed`` and ``show`` use."""
+        """Compile what ``changed`` and the call that it gives use."""
         made, rows = IdMap(1, self._workers), np.zeros(1, np.int64)
         made.put(rows, rows, rows.astype(np.uint32))
         made.remove(rows)
