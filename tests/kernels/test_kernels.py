@@ -28,6 +28,17 @@ def test_unique_in_order(keys: list[int]) -> None:
     assert np.array_equal(unique[inverse], array)
 
 
+@given(bags=jagged, batch=st.integers(1, 3))
+def test_rows_are_ordered_by_the_first_sample_that_uses_them(bags: list[list[int]], batch: int) -> None:
+    bags = bags[: len(bags) // batch * batch]
+    positions = [row for bag in bags for row in bag]
+    numbers = list(dict.fromkeys(positions))
+    inverse, order = np.array([numbers.index(row) for row in positions], np.int32), np.empty(len(numbers), np.int32)
+    kernels.order_by_sample(starts_of(bags), batch, inverse, order)
+    first = {row: min(i % batch for i, bag in enumerate(bags) if row in bag) for row in numbers}
+    assert [numbers[number] for number in order] == sorted(numbers, key=lambda row: first[row])
+
+
 class Grouped(NamedTuple):
     """Bags of row numbers, as ``group_rows`` lays them out; ``numbers`` are the rows, in order of first use."""
 

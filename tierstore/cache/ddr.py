@@ -129,8 +129,9 @@ class DdrCache(HostCache):
         return found[: kernels.dirty_victim_slots(self._books, found, gap)]
 
     def by_admission(self, slots: Int32s) -> Int32s:
-        records = self._books.slots[indexes(slots)]
-        sorted_slots: Int32s = slots[np.lexsort((records["number"], records["stamp"]))]
+        places, records = indexes(slots), self._books.slots  # whole records are copied ten times as slowly as fields
+        admitted = records["stamp"][places].astype(np.int64) << 32 | records["number"][places]
+        sorted_slots: Int32s = slots[np.argsort(admitted, kind="stable")]
         return sorted_slots
 
     def keys_of(self, slots: Int32s) -> Int64s:

@@ -13,7 +13,7 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from .checksum import mix_key, row_checksum
-from .mapped import copy_words
+from .mapped import copy_words, prefetch_word
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)  # beside the number of rows: each has an epoch of its own, listed behind the keys
@@ -27,6 +27,7 @@ MAX_BLOCKS: Final = 0x80  # of a segment; their numbers fit below _LAST_BLOCK
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
+_AHEAD: Final = 8  # rows: those to be appended are fetched from memory so long before
 _KEY_FACTOR: Final = np.uint64(0x9E3779B185EBCA87)
 _NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)  # Odd, so that keys and numbers are spread over all seeds
 
@@ -194,6 +195,9 @@ def build_segment(
             image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
         image[start + used : start + block_words] = np.uint64(0)
         for i in range(begin, stop):
+            if i + _AHEAD < num:
+                prefetch_word(weights, np.int64(slots[i + _AHEAD]) * geo.weight_words)
+                prefetch_word(state, np.int64(slots[i + _AHEAD]) * geo.state_words)
             slot = np.int64(slots[i])
             at = start + geo.first_row + (i - begin) * geo.row_stride
             copy_words(image, at, weights, slot * geo.weight_words, geo.weight_words)

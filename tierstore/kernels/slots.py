@@ -19,7 +19,7 @@ from .simd import WIDE, fill, item, load, prefetch_line, put, store
 __all__ = [
     "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
     "copy_rows_of_ids", "copy_rows_out", "dot_rows", "group_rows", "halving_sum", "join_ids", "look_up",
-    "order_by_sample", "padded_width", "pool_rows", "put_rows", "renumber", "row_keys", "unique_in_order",
+    "order_by_sample", "padded_width", "pool_rows", "put_rows", "row_keys", "unique_in_order",
 ]  # fmt: skip
 
 SUM: Final = 0
@@ -510,33 +510,30 @@ def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_sl
 
 
 @kernel
-def order_by_sample(bag_starts: Ids, batch: int, order: Int64s) -> None:
-    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first: ``order``, int64 [N].
-    ``bag_starts``: int64 or int32 [features * batch + 1]."""
-    count = 0
-    for sample in range(batch):
-        for bag in range(sample, bag_starts.shape[0] - 1, batch):
+def order_by_sample(bag_starts: Ids, batch: int, inverse: Int32s, order: Int32s) -> None:
+    """Numbers of rows by the first sample that uses them, those of one sample ascending (a counting sort).
+
+    Args:
+        bag_starts: int64 or int32 [features * batch + 1], of key-major bags (``Jagged``).
+        inverse: int32 [N], number of each position's row.
+        order: int32 [rows], out.
+    """
+    samples = np.full(order.shape[0], batch, np.int32)
+    for feature in range((bag_starts.shape[0] - 1) // batch):
+        for sample in range(batch):
+            bag = feature * batch + sample
             for position in range(bag_starts[bag], bag_starts[bag + 1]):
-                order[count] = position
-                count += 1
-
-
-@kernel
-def renumber(order: Int64s, numbers: Int32s, slots: Int32s, inverse: Int32s, slots_in_order: Int32s) -> None:
-    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions. Given
-    ``numbers``, int32 [N], the row's at each position of ``order``, int64 [N], and ``slots``, int32 [rows], by number;
-    out are ``inverse``, int32 [N], each position's new number, and ``slots_in_order``, int32 [rows], by new number."""
-    for i in range(order.shape[0]):
-        inverse[order[i]] = numbers[i]
-    renumbered = np.full(slots.shape[0], -1, np.int32)
-    count = 0
-    for position in range(inverse.shape[0]):
-        number = inverse[position]
-        if renumbered[number] < 0:
-            renumbered[number] = count
-            slots_in_order[count] = slots[number]
-            count += 1
-        inverse[position] = renumbered[number]
+                number = inverse[position]
+                samples[number] = min(samples[number], sample)
+    starts = np.zeros(batch + 1, np.int64)
+    for number in range(order.shape[0]):
+        starts[samples[number] + 1] += 1
+    for sample in range(batch):
+        starts[sample + 1] += starts[sample]
+    for number in range(order.shape[0]):
+        sample = samples[number]
+        order[starts[sample]] = number
+        starts[sample] += 1
 
 
 @kernel

@@ -159,14 +159,11 @@ class Joined:
     def keyed(self) -> Batch:
         """The batch as a pool takes it whose rows may be evicted; errors as ``keys``.
 
-        In order of use, which is sample by sample: rows used by one sample lie together when they have left memory. It
-        plays no part where no row will be written.
+        Sample by sample: rows used by one sample lie together when they have left memory. It plays no part where no row
+        will be written.
         """
-        keys, order = self.keys, None
-        if 1 < self.batch < len(self.bags.starts) - 1 and not self.tables[0].store.readonly:
-            order = np.empty(len(keys), np.int64)
-            kernels.order_by_sample(self.bags.starts, self.batch, order)
-        return Batch(self.bags, keys, order)
+        by_sample = 1 < self.batch < len(self.bags.starts) - 1 and not self.tables[0].store.readonly
+        return Batch(self.bags, self.keys, by_sample)
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""

@@ -102,7 +102,7 @@ class Pooling(NamedTuple):
 
 
 class Distinct(NamedTuple):
-    """The rows of a batch: the number of each position's, int32 [N], and their keys, int64 [U], in order of use."""
+    """The rows of a batch: the number of each position's, int32 [N], and their keys, int64 [U], by first position."""
 
     inverse: Int32s
     keys: Int64s
@@ -123,12 +123,12 @@ class Batch:
     Attributes:
         bags: where they lie.
         rows: int64 [N], keys; or int32 [N], slots, where each row has its own (``ResidentRows.numbering``).
-        order: int64 [N], the positions in order of use of their rows; None if they already are, or it does not matter.
+        by_sample: rows are used sample by sample, not feature by feature.
     """
 
     bags: Bags
     rows: Any
-    order: Int64s | None = None
+    by_sample: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -136,6 +136,16 @@ class Batch:
     @cached_property
     def distinct(self) -> Distinct:
         return Distinct.of(self.rows)
+
+    @property
+    def order(self) -> Any:
+        """What ``distinct.keys`` are indexed by to be in order of use."""
+        if not self.by_sample:
+            return slice(None)
+        inverse, keys = self.distinct
+        order = np.empty(len(keys), np.int32)
+        kernels.order_by_sample(self.bags.starts, self.bags.batch, inverse, order)
+        return order
 
 
 class IdsOfBags(NamedTuple):

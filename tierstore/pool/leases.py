@@ -6,7 +6,7 @@ To bring rows in is to reserve slots, write next victims back, and read rows or 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s
 from ..layout import KEY_ROW_BITS
 from .arena import Arena, pool_part
-from .bags import NO_INTS, Bags, Batch, FromIds, IdsOfBags, Numbering, Pooling, Update
+from .bags import NO_INTS, Bags, Batch, Distinct, FromIds, IdsOfBags, Numbering, Pooling, Update
 from .converting import RowSource
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
 from .writeback import WriteBack
@@ -40,6 +40,7 @@ class Leases:
         self._tables: dict[int, TableConfig] = {}
         self._alike: Int64s = np.empty(0, np.int64)  # of each table, the first one with the same first values
         self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
+        self._repeats = 0  # positions whose row others of their batch had admitted
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
         self._tables[table_index] = config
@@ -55,16 +56,24 @@ class Leases:
         none stays pinned."""
         return self.admit_some(keys, read=True)
 
-    def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
-        """Pin the rows of all ``keys``, int64 [n], n > 0; None, and nothing is read, if there is no room for all.
-        ``order``, int64 [n]: positions in order of use. DamagedError as of ``acquire``."""
-        lease = self._admit(keys if order is None else keys[order], read=True, whole=True, order=order)
-        return lease if lease.num_positions else None
+    def acquire_whole(self, rows: Distinct, order: Any) -> Lease | None:
+        """Pin all rows of a batch; None, and nothing is read, if there is no room for all. ``order``: what their keys
+        are indexed by to be admitted in order. DamagedError as of ``acquire``."""
+        if len(rows.keys) > self._arena.cache.capacity:
+            return None
+        lease = self._admit(np.ascontiguousarray(rows.keys[order]), read=True, whole=True)
+        if not len(lease.slots):
+            return None
+        slots = np.empty_like(lease.slots)
+        slots[order] = lease.slots
+        lease.slots, lease.inverse = slots, rows.inverse
+        with self._arena.lock:
+            self._repeats += len(rows.inverse) - len(slots)
+        return lease
 
     def _admit(
-        self, keys: Int64s, *, read: bool, whole: bool = False, order: Int64s | None = None,
-        fill: Callable[[Admission], None] | None = None,
-    ) -> Lease:  # fmt: skip
+        self, keys: Int64s, *, read: bool, whole: bool = False, fill: Callable[[Admission], None] | None = None
+    ) -> Lease:
         """A lease of what was admitted. It owns the pins before there are any."""
         admission = Admission(keys)
         lease = self._pins.lease(admission)
@@ -75,10 +84,6 @@ class Leases:
                     fill(admission)
             consumed = admission.consumed
             lease.slots, lease.inverse = admission.slots, admission.inverse[:consumed]
-            if order is not None and consumed:
-                slots, inverse = np.empty_like(lease.slots), np.empty_like(lease.inverse)
-                kernels.renumber(order, lease.inverse, lease.slots, inverse, slots)
-                lease.slots, lease.inverse = slots, inverse
         except BaseException:
             lease.release()
             raise
@@ -124,7 +129,7 @@ class Leases:
         """Counts of lookups in the cache, and of evictions for lookups or for rows from the tier above."""
         every, others = self._arena.cache.counters(), self._no_lookups
         return CacheCounters(
-            lookups=every.lookups - others.lookups,
+            lookups=every.lookups - others.lookups + self._repeats,
             hits=every.hits - others.hits,
             misses=every.misses - others.misses,
             evictions=every.evictions,
@@ -159,17 +164,6 @@ class Leases:
 
         arena.over_threads(work, len(ids))
 
-    def acquire_rows(self, inverse: Int32s, keys: Int64s) -> Lease | None:
-        """Pin the rows of a whole batch, given as ``Distinct``; otherwise as ``acquire_whole``. Rows used last are
-        admitted first: they are the likeliest to be still resident."""
-        if len(keys) > self._arena.cache.capacity:
-            return None
-        lease = self._admit(keys[::-1].copy(), read=True, whole=True)
-        if not lease.num_positions:
-            return None
-        lease.slots, lease.inverse = lease.slots[::-1].copy(), inverse
-        return lease
-
     def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Lease:
         """Pin the rows of leading positions of ``keys``, at least one. ``read`` reads them; ``fill`` fills them, with
         ``fill_lock`` held."""
@@ -189,15 +183,15 @@ class Leases:
                         "open the store with a larger ddr="
                     )
 
-    def parts(self, keys: Int64s, order: Int64s | None = None) -> Iterator[tuple[int, Lease]]:
-        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``order`` is as
-        for ``acquire_whole``.
+    def parts(self, keys: Int64s, batch: Batch | None = None) -> Iterator[tuple[int, Lease]]:
+        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``batch``: whose
+        rows they are.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
         """
         start = 0
         while start < len(keys):
-            whole = None if start or order is None else self.acquire_whole(keys, order)
+            whole = None if start or batch is None else self.acquire_whole(batch.distinct, batch.order)
             lease = whole or self.admit_some(keys[start:], read=True)
             consumed = lease.num_positions
             if not start and consumed < len(keys):
@@ -264,24 +258,24 @@ class ResidentRows(ABC):
 
 class EvictingRows(ResidentRows):
     def has_room(self, batch: Batch) -> bool:
-        # The rows are counted only where it depends on them.
-        return self._pins.has_room(len(batch)) or self._pins.has_room(len(batch.distinct.keys))
+        return self._pins.has_room(len(batch.distinct.keys))
 
     def stage(self, batch: Batch) -> Lease | None:
-        lease = self._leases.acquire_whole(batch.rows, batch.order) if len(batch) and self.has_room(batch) else None
+        has_room = len(batch) and self.has_room(batch)
+        lease = self._leases.acquire_whole(batch.distinct, batch.order) if has_room else None
         if lease is None or self._pins.hold(lease):
             return lease
         lease.release()
         return None
 
     def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
-        return self._leases.parts(batch.rows, batch.order) if lease is None else iter([(0, lease)])
+        return self._leases.parts(batch.rows, batch) if lease is None else iter([(0, lease)])
 
     def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
         count = len(batch.rows)
         if not count:
             pool_part(self._arena, self._arena.workers, batch.bags, pooling, 0, NO_INTS)
-        parts = self._leases.parts(batch.rows, batch.order) if lease is None else ((0, lease),)
+        parts = self._leases.parts(batch.rows, batch) if lease is None else ((0, lease),)
         for first, part in parts:
             with self._arena.rows_lock:
                 pool_part(self._arena, self._arena.workers, batch.bags, pooling, first, part.position_slots)
@@ -290,7 +284,8 @@ class EvictingRows(ResidentRows):
         return lease
 
     def whole(self, batch: Batch) -> Lease | None:
-        return self._leases.acquire_rows(*batch.distinct) if len(batch) else None
+        # Rows used last first: they are the likeliest to be still resident.
+        return self._leases.acquire_whole(batch.distinct, slice(None, None, -1)) if len(batch) else None
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
