@@ -6,7 +6,7 @@ with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahea
 21 KiB. Nothing else grows with the capacity; memory is taken from the system as slots are first used.
 """
 
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -129,10 +129,14 @@ class DdrCache(HostCache):
         return found[: kernels.dirty_victim_slots(self._books, found, gap)]
 
     def by_admission(self, slots: Int32s) -> Int32s:
-        places, records = indexes(slots), self._books.slots  # whole records are copied ten times as slowly as fields
-        admitted = records["stamp"][places].astype(np.int64) << 32 | records["number"][places]
-        sorted_slots: Int32s = slots[np.argsort(admitted, kind="stable")]
+        sorted_slots: Int32s = slots[np.argsort(self._admitted(indexes(slots)), kind="stable")]  # the fastest kind here
         return sorted_slots
+
+    def _admitted(self, slots: Any) -> Int64s:
+        """int64 [n]: numbers that ascend by last admission, then by first use within it."""
+        records = self._books.slots  # whole records are copied ten times as slowly as fields
+        admitted: Int64s = records["stamp"][slots].astype(np.int64) << 32 | records["number"][slots]
+        return admitted
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)
@@ -150,9 +154,7 @@ class DdrCache(HostCache):
         """See RowCache. The order is by the policy's rank, then by last admission."""
         stop = min(listing.next_slot + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
-        records = self._books.slots[slots]
-        admitted = records["stamp"].astype(np.int64) << 32 | records["number"]
-        listing.add(records["key"].copy(), ranks_of(self._books, slots), admitted)
+        listing.add(self._books.slots["key"][slots], ranks_of(self._books, slots), self._admitted(slots))
         listing.next_slot = stop
         return stop < self.capacity
 

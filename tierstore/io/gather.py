@@ -28,10 +28,9 @@ from .checksum import two_row_checksums
 from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word
 from .places import Places, SegmentArrays
-from .segments import Geometry, SegmentStatus, row_seed
+from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, row_seed
 
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
-PREFETCH_ROWS: Final = 8
 PREFETCH_ENTRIES: Final = 32
 MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
 HASH_GROUP: Final = 64  # rows copied before they are hashed: as many as the processor's nearer caches hold twice

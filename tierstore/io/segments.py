@@ -27,7 +27,7 @@ MAX_BLOCKS: Final = 0x80  # of a segment; their numbers fit below _LAST_BLOCK
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
-_AHEAD: Final = 8  # rows: those to be appended are fetched from memory so long before
+PREFETCH_ROWS: Final = 8  # rows to be copied are fetched from memory so many before
 _KEY_FACTOR: Final = np.uint64(0x9E3779B185EBCA87)
 _NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)  # Odd, so that keys and numbers are spread over all seeds
 
@@ -195,9 +195,9 @@ def build_segment(
             image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
         image[start + used : start + block_words] = np.uint64(0)
         for i in range(begin, stop):
-            if i + _AHEAD < num:
-                prefetch_word(weights, np.int64(slots[i + _AHEAD]) * geo.weight_words)
-                prefetch_word(state, np.int64(slots[i + _AHEAD]) * geo.state_words)
+            if i + PREFETCH_ROWS < num:
+                prefetch_word(weights, np.int64(slots[i + PREFETCH_ROWS]) * geo.weight_words)
+                prefetch_word(state, np.int64(slots[i + PREFETCH_ROWS]) * geo.state_words)
             slot = np.int64(slots[i])
             at = start + geo.first_row + (i - begin) * geo.row_stride
             copy_words(image, at, weights, slot * geo.weight_words, geo.weight_words)

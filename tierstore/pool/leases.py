@@ -56,9 +56,17 @@ class Leases:
         none stays pinned."""
         return self.admit_some(keys, read=True)
 
-    def acquire_whole(self, rows: Distinct, order: Any) -> Lease | None:
-        """Pin all rows of a batch; None, and nothing is read, if there is no room for all. ``order``: what their keys
-        are indexed by to be admitted in order. DamagedError as of ``acquire``."""
+    def acquire_whole(self, batch: Batch) -> Lease | None:
+        """``acquire_rows`` of all rows of a batch, to look them up in order of use."""
+        lease = self.acquire_rows(batch.distinct, batch.order)
+        if lease is not None:
+            with self._arena.lock:
+                self._repeats += len(batch) - len(lease.slots)
+        return lease
+
+    def acquire_rows(self, rows: Distinct, order: Any) -> Lease | None:
+        """Pin rows; None, and nothing is read, if there is no room for all. ``order``: what their keys are indexed by
+        to be admitted in order. DamagedError as of ``acquire``."""
         if len(rows.keys) > self._arena.cache.capacity:
             return None
         lease = self._admit(np.ascontiguousarray(rows.keys[order]), read=True, whole=True)
@@ -67,8 +75,6 @@ class Leases:
         slots = np.empty_like(lease.slots)
         slots[order] = lease.slots
         lease.slots, lease.inverse = slots, rows.inverse
-        with self._arena.lock:
-            self._repeats += len(rows.inverse) - len(slots)
         return lease
 
     def _admit(
@@ -185,13 +191,13 @@ class Leases:
 
     def parts(self, keys: Int64s, batch: Batch | None = None) -> Iterator[tuple[int, Lease]]:
         """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``batch``: whose
-        rows they are.
+        rows they are, to be admitted in its order if all fit.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
         """
         start = 0
         while start < len(keys):
-            whole = None if start or batch is None else self.acquire_whole(batch.distinct, batch.order)
+            whole = None if start or batch is None or not batch.by_sample else self.acquire_whole(batch)
             lease = whole or self.admit_some(keys[start:], read=True)
             consumed = lease.num_positions
             if not start and consumed < len(keys):
@@ -261,8 +267,7 @@ class EvictingRows(ResidentRows):
         return self._pins.has_room(len(batch.distinct.keys))
 
     def stage(self, batch: Batch) -> Lease | None:
-        has_room = len(batch) and self.has_room(batch)
-        lease = self._leases.acquire_whole(batch.distinct, batch.order) if has_room else None
+        lease = self._leases.acquire_whole(batch) if len(batch) and self.has_room(batch) else None
         if lease is None or self._pins.hold(lease):
             return lease
         lease.release()
@@ -285,7 +290,7 @@ class EvictingRows(ResidentRows):
 
     def whole(self, batch: Batch) -> Lease | None:
         # Rows used last first: they are the likeliest to be still resident.
-        return self._leases.acquire_whole(batch.distinct, slice(None, None, -1)) if len(batch) else None
+        return self._leases.acquire_rows(batch.distinct, slice(None, None, -1)) if len(batch) else None
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
