@@ -63,8 +63,9 @@ def category_of(value, *, floats=False, rule=FROM_ZERO):
 
 def bags(categories):
     """The bags of each row, a list for each column."""
+    values = categories.values
     return [
-        [categories.values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
+        [values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
         for row in range(categories.offsets.shape[1] - 1)
     ]
 

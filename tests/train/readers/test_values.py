@@ -96,11 +96,12 @@ def test_parts_of_rows_and_joining_them(rows, data):
     end = data.draw(st.integers(begin, len(rows)))
     whole = categories(rows)
     assert bags(whole) == rows
-    part = Categories.joined([(whole, begin, end)])
+    part = whole.part(begin, end)
     assert bags(part) == rows[begin:end]
     assert len(part.values) == sum(len(bag) for row in rows[begin:end] for bag in row)
-    twice = Categories.joined([(part, 0, end - begin), (whole, 0, len(rows))])
-    assert bags(Categories.joined([(twice, 0, len(twice.offsets[0]) - 1)])) == rows[begin:end] + rows
+    twice = Categories.joined([part, whole])
+    assert bags(twice) == rows[begin:end] + rows
+    assert bags(twice.part(begin, end)) == (rows[begin:end] + rows)[begin:end]
 
 
 def table_of(column, labels=None):

@@ -83,7 +83,7 @@ class Ranking:
         if len(dense) != num_samples:
             raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
         jagged = self._features.parse(inputs)
-        ids = self._hasher.ids(jagged.values, np.cumsum(jagged.lengths.sum(1)))
+        ids = self._hasher.ids(jagged.values, jagged.lengths.sum(1))
         treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
         return DenseAndIds(treated, jagged._replace(values=ids))
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -117,46 +118,43 @@ class ArrowReader(Reader):
     def _head(self, file: Path) -> Head: ...
 
     @abstractmethod
-    def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
+    def _records(self, file: Path, skip: int, chunk_rows: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
         """The wanted columns of all rows, with the number of each record's first row. Records within the first
-        ``skip`` rows may be left out, but for the last one."""
+        ``skip`` rows may be left out, but for the last one. A chunk of more than one record is copied."""
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
-        row = start_row
-        held: list[tuple[RawRows, int, int]] = []
+        held: list[RawRows] = []
         num_held = 0
-        for rows in self._convert(start_row):
-            begin, end = 0, len(rows.labels)
-            if stop_row is not None:
-                end = min(end, stop_row - row)
-            row += end
-            while num_held + end - begin >= chunk_rows:
-                cut = begin + chunk_rows - num_held
-                yield RawRows.joined([*held, (rows, begin, cut)])
-                held, num_held, begin = [], 0, cut
-            held.append((rows, begin, end))
-            num_held += end - begin
-            if row == stop_row:
-                break
-        if num_held:
+        for rows in self._convert(start_row, sys.maxsize if stop_row is None else stop_row, chunk_rows):
+            held.append(rows)
+            num_held += len(rows.labels)
+            if num_held == chunk_rows:
+                yield RawRows.joined(held)
+                held, num_held = [], 0
+        if held:
             yield RawRows.joined(held)
 
-    def _convert(self, skip: int) -> Iterator[RawRows]:
+    def _convert(self, start: int, stop: int, chunk_rows: int) -> Iterator[RawRows]:
+        """Rows ``[start, stop)``, cut where a record or a chunk ends."""
+        row, before = start, 0
         for index, path in enumerate(self._paths):
             end = self._lengths[index]
-            if end is None or end > skip:
+            if end is None or before + end > row:
                 with self._explained(path):
                     end = 0
-                    for first, record in self._records(path, skip):
+                    for first, record in self._records(path, row - before, chunk_rows):
                         end = first + record.num_rows
                         if lacking := set(self._columns).difference(record.schema.names):
                             raise DataError(f"{path} is broken: its rows lack the columns {excerpt_names(lacking)}")
-                        if skip < end:
-                            start = max(skip - first, 0)
-                            wanted = _Record(path, first + start, record.slice(start), reads_floats=self.reads_floats)
-                            yield wanted.convert(self.schema)
+                        while row < (limit := min(before + end, stop)):
+                            count = min(limit - row, chunk_rows - (row - start) % chunk_rows)
+                            part = record.slice(row - before - first, count)
+                            yield _Record(path, row - before, part, reads_floats=self.reads_floats).convert(self.schema)
+                            row += count
+                        if row == stop:
+                            return
                 self._lengths[index] = end
-            skip -= min(skip, end)
+            before += end
 
     @contextmanager
     def _explained(self, file: Path) -> Iterator[None]:
@@ -241,7 +239,8 @@ class _Record:
         if not any(kind(column.type) for kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
             values, is_there = self._categories(name, column, rule)
             return values, 1 if is_there is None else is_there
-        lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        counted = pyarrow.compute.list_value_length(column)
+        lengths = (counted.fill_null(0) if column.null_count else counted).to_numpy()
         ends = np.cumsum(lengths)
         elements = column.flatten()
         if pa.types.is_dictionary(elements.type):
@@ -368,7 +367,7 @@ class ParquetReader(ArrowReader):
         with _opened(file) as parquet:
             return Head(parquet.schema_arrow.names, parquet.metadata.num_rows)
 
-    def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
+    def _records(self, file: Path, skip: int, chunk_rows: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
         with _opened(file) as parquet:
             row, groups = 0, list(range(parquet.num_row_groups))
             while groups and row + (rows := parquet.metadata.row_group(groups[0]).num_rows) <= skip:
@@ -377,6 +376,7 @@ class ParquetReader(ArrowReader):
             if not groups:
                 return  # pyarrow 18 cannot read none
             size = self._record_rows(parquet.metadata, groups)
+            size -= size % chunk_rows if size > chunk_rows else 0
             for record in parquet.iter_batches(size, row_groups=groups, columns=self._columns, use_threads=False):
                 yield row, record
                 row += record.num_rows

@@ -53,7 +53,7 @@ CRITEO_SCHEMA: Final = Schema(
 
 
 class RawRows(NamedTuple):
-    """Rows as a file holds them. The arrays are the caller's to keep."""
+    """Rows as a file holds them. The arrays are the caller's to keep, and but for categories to change."""
 
     labels: Floats
     """[n]: 0 or 1, or else -1 or 1."""
@@ -63,19 +63,16 @@ class RawRows(NamedTuple):
     """Of F columns."""
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple["RawRows", int, int]]) -> "RawRows":
-        """The rows ``[begin, end)`` of each part, copied but for a part that is all of it."""
-        if len(parts) == 1 and parts[0][1:] == (0, len(parts[0][0].labels)):
-            return parts[0][0]
-        return cls(
-            np.concatenate([rows.labels[begin:end] for rows, begin, end in parts]),
-            np.concatenate([rows.dense[begin:end] for rows, begin, end in parts]),
-            Categories.joined([(rows.categories, begin, end) for rows, begin, end in parts]),
-        )
+    def joined(cls, parts: Sequence["RawRows"]) -> "RawRows":
+        """The rows of each part, copied unless there is one part."""
+        if len(parts) == 1:
+            return parts[0]
+        labels, dense, categories = zip(*parts, strict=True)
+        return cls(np.concatenate(labels), np.concatenate(dense), Categories.joined(categories))
 
     def part(self, begin: int, end: int) -> "RawRows":
-        """Rows ``[begin, end)``."""
-        return RawRows.joined([(self, begin, end)])
+        """Rows ``[begin, end)``, views."""
+        return RawRows(self.labels[begin:end], self.dense[begin:end], self.categories.part(begin, end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,51 +47,54 @@ FROM_ZERO: Final = CategoryRule()
 
 
 class Categories(NamedTuple):
-    """Column after column, and in it row after row."""
+    """Bags of any number of categories."""
 
-    values: Int64s
-    """[N], from 0 on unless they are ids."""
+    columns: Sequence[Int64s]
+    """Of each column, row after row; from 0 on unless they are ids. May be views of what a file is read into."""
     offsets: Int64s
-    """[F, n + 1]: row r of column f has ``values[offsets[f, r]:offsets[f, r + 1]]``."""
+    """[F, n + 1]: row r of column f has ``values[offsets[f, r]:offsets[f, r + 1]]``, of ``values``."""
 
     @classmethod
-    def of_columns(cls, values: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int) -> "Categories":
-        """From the values of each column, and the lengths [n] of its bags; one number, if all have it."""
-        joined, count, lengths = np.concatenate(values), len(values) * num_rows, list(lengths)
+    def of_columns(
+        cls, columns: Sequence[Int64s], lengths: Iterable[NDArray[Any] | int], num_rows: int
+    ) -> "Categories":
+        """From each column, and the lengths [n] of its bags; one number, if all have it."""
+        count, lengths = len(columns) * num_rows, list(lengths)
         if all(isinstance(each, int) and each == 1 for each in lengths):
-            return cls(joined, _strided(_ascending(count + 1), len(values)))
+            return cls(columns, _strided(_ascending(count + 1), len(columns)))
         flat = np.zeros(count + 1, np.int64)
-        for row, own in zip(flat[1:].reshape(len(values), num_rows), lengths, strict=True):
+        for row, own in zip(flat[1:].reshape(len(columns), num_rows), lengths, strict=True):
             row[:] = own
         np.cumsum(flat, out=flat)
-        return cls(joined, _strided(flat, len(values)))
+        return cls(columns, _strided(flat, len(columns)))
 
     @classmethod
     def of_matrix(cls, values: Int64s) -> "Categories":
         """From one category a row and column, [n, F], or ``MISSING``."""
         is_there = values.T != MISSING
+        if is_there.all():
+            return cls.of_columns(list(np.ascontiguousarray(values.T)), [1] * len(is_there), len(values))
         columns = [column[row] for column, row in zip(values.T, is_there, strict=True)]
         return cls.of_columns(columns, is_there, len(values))
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple["Categories", int, int]]) -> "Categories":
-        """The rows ``[begin, end)`` of each part; they have the same columns."""
-        offsets = [part.offsets[:, begin : end + 1] for part, begin, end in parts]
-        columns = [cls(part.values, own).columns() for (part, _, _), own in zip(parts, offsets, strict=True)]
-        pieces = [piece for column in zip(*columns, strict=True) for piece in column]
-        places = np.cumsum([0, *map(len, pieces)])[:-1].reshape(-1, len(parts))
-        num_columns, at = len(places), 0
-        flat = np.zeros(num_columns * sum(end - begin for _, begin, end in parts) + 1, np.int64)
-        ends = flat[1:].reshape(num_columns, -1)
-        for own, place in zip(offsets, places.T, strict=True):
-            stop = at + own.shape[1] - 1
-            np.add(own[:, 1:], (place - own[:, 0])[:, None], out=ends[:, at:stop])
-            at = stop
-        return cls(np.concatenate(pieces), _strided(flat, num_columns))
+    def joined(cls, parts: Sequence["Categories"]) -> "Categories":
+        """The rows of each part; they have the same columns."""
+        columns = list(map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
+        lengths = np.concatenate([np.diff(part.offsets) for part in parts], axis=1)
+        return cls.of_columns(columns, lengths, lengths.shape[1])
 
-    def columns(self) -> list[Int64s]:
-        """The values of each column."""
-        return [self.values[first:last] for first, last in self.offsets[:, [0, -1]].tolist()]
+    def part(self, begin: int, end: int) -> "Categories":
+        """Rows ``[begin, end)``, views."""
+        own = self.offsets[:, begin : end + 1]
+        places = (own[:, [0, -1]] - self.offsets[:, :1]).tolist()
+        columns = [column[first:last] for column, (first, last) in zip(self.columns, places, strict=True)]
+        return Categories.of_columns(columns, np.diff(own), end - begin)
+
+    @property
+    def values(self) -> Int64s:
+        """[N]: one column after another, a copy."""
+        return np.concatenate(self.columns)
 
 
 def _strided(flat: Int64s, num_columns: int) -> Int64s:

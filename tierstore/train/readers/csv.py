@@ -50,7 +50,8 @@ class CsvReader(ArrowReader):
     def _head(self, file: Path) -> Head:
         return Head(_Text(file, quoting=self._quoting).names)
 
-    def _records(self, file: Path, skip: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:  # noqa: ARG002 (lines are read to be skipped)
+    def _records(self, file: Path, *_: int) -> Iterator[tuple[int, "pa.RecordBatch"]]:
+        """Lines are read to be skipped, and come in blocks of so many bytes."""
         import pyarrow as pa
         import pyarrow.csv
 

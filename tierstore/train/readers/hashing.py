@@ -7,13 +7,14 @@ import numpy as np
 
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
-from ...kernels.jit import kernel
+from ...kernels.jit import inline, kernel
 from ...system.checks import require_choice
 from .categories import Categories
 
 Hashing = Literal["mix", "mod", "none"]
 STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 """Between the hashes' counters of two columns."""
+MOST: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class HashedIds(NamedTuple):
@@ -54,49 +55,81 @@ class FeatureHasher:
 
     def __call__(self, categories: Categories) -> HashedIds:
         """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""
-        values, offsets = categories
-        ids = np.empty_like(values)
-        outside = self._hash(values, np.ascontiguousarray(offsets[:, -1]), ids)
-        if outside >= 0:
-            column = int(np.searchsorted(offsets[:, -1], outside, side="right"))
-            raise OutsideTableError(
-                f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
-                'data.hashing = "mod" categories are row numbers: give the table more rows '
-                '(embedding.num_embeddings), or set data.hashing = "mix", which takes any',
-                row=int(np.searchsorted(offsets[column], outside, side="right")) - 1,
-                column=column,
-            )
+        offsets = categories.offsets
+        ids = np.empty(int(offsets[-1, -1]), np.int64)
+        lengths = np.array([len(each) for each in categories.columns], np.int64)
+        self._require(lengths)
+        begin = 0
+        for column, values in enumerate(categories.columns):
+            own = slice(column, column + 1)
+            outside = self._hash(values, lengths[own], own, ids[begin : begin + len(values)])
+            if outside >= 0:
+                raise OutsideTableError(
+                    f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
+                    'data.hashing = "mod" categories are row numbers: give the table more rows '
+                    '(embedding.num_embeddings), or set data.hashing = "mix", which takes any',
+                    row=int(np.searchsorted(offsets[column], begin + outside, side="right")) - 1,
+                    column=column,
+                )
+            begin += len(values)
         return HashedIds(ids, np.append(offsets[:, :-1], len(ids)))
 
-    def ids(self, categories: Int64s, ends: Int64s) -> Int64s:
-        """Row ids [N] of categories [N] below their limits, column by column; ``ends`` [F] says where each column's
-        end."""
+    def ids(self, categories: Int64s, lengths: Int64s) -> Int64s:
+        """Row ids [N] of categories [N] below their limits, column by column; ``lengths`` [F]: how many each has."""
+        self._require(lengths)
         ids = np.empty_like(categories)
-        outside = self._hash(categories, ends, ids)
+        outside = self._hash(categories, lengths, slice(None), ids)
         assert outside < 0, outside
         return ids
 
-    def _hash(self, categories: Int64s, ends: Int64s, ids: Int64s) -> int:
-        if len(ends) != len(self._num_embeddings):
-            raise ValueError(f"categories of {len(ends)} columns for {len(self._num_embeddings)} tables")
+    def _require(self, lengths: Int64s) -> None:
+        if len(lengths) != len(self._num_embeddings):
+            raise ValueError(f"categories of {len(lengths)} columns for {len(self._num_embeddings)} tables")
+
+    def _hash(self, categories: Int64s, lengths: Int64s, columns: slice, ids: Int64s) -> int:
         if self._mode == "none":
             ids[:] = categories
             return -1
-        outside: int = _hash(categories, ends, self._num_embeddings, self._mode == "mix", ids)
+        is_mixed, sizes = self._mode == "mix", self._num_embeddings[columns]
+        outside: int = _hash(categories, lengths, sizes, columns.start or 0, is_mixed, ids)
         return outside
 
 
 @kernel
-def _hash(categories: Int64s, ends: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> int:
-    """``ids[i]`` is the row of ``categories[i]``; ``ends`` [F], where each column's end. Returns -1, or the first
-    that is no row."""
+def _hash(categories: Int64s, lengths: Int64s, sizes: Int64s, column: int, mix: bool, ids: Int64s) -> int:
+    """``ids[i]`` is the row of ``categories[i]``, of columns from ``column`` on with so many each and tables of those
+    sizes. Returns -1, or the first that is no row."""
     begin = 0
-    for column in range(len(ends)):
-        rows, first = np.uint64(num_embeddings[column]), np.uint64(column) * STEP
-        for i in range(begin, ends[column]):
-            category = np.uint64(categories[i])
-            if not mix and category >= rows:
-                return i
-            ids[i] = np.int64(mix64(category + first) % rows if mix else category)
-        begin = ends[column]
+    for i in range(len(lengths)):
+        end, rows = begin + lengths[i], np.uint64(sizes[i])
+        own, found = categories[begin:end], ids[begin:end]
+        if mix:
+            _mix(own, rows, np.uint64(column + i) * STEP, found)
+        else:
+            for at in range(len(own)):
+                if np.uint64(own[at]) >= rows:
+                    return begin + at
+                found[at] = own[at]
+        begin = end
     return -1
+
+
+@inline
+def _mix(categories: Int64s, rows: np.uint64, first: np.uint64, ids: Int64s) -> None:
+    inverse = MOST // rows
+    for i in range(len(categories)):
+        ids[i] = np.int64(modulo(mix64(np.uint64(categories[i]) + first), rows, inverse))
+
+
+@inline
+def modulo(number: np.uint64, divisor: np.uint64, inverse: np.uint64) -> np.uint64:
+    """``number % divisor``, given ``MOST // divisor``; no division, so that it runs on vectors. The upper half of
+    ``number * inverse`` is the quotient, or one less (Barrett: Implementing the RSA Algorithm on a Standard
+    Digital Signal Processor, CRYPTO 1986)."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    number_low, number_high, inverse_low, inverse_high = number & low, number >> half, inverse & low, inverse >> half
+    middle = number_high * inverse_low + ((number_low * inverse_low) >> half)
+    other = number_low * inverse_high + (middle & low)
+    quotient = number_high * inverse_high + (middle >> half) + (other >> half)
+    rest = np.uint64(number - quotient * divisor)
+    return np.uint64(rest - divisor) if rest >= divisor else rest

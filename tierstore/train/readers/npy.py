@@ -69,7 +69,7 @@ class NpyReader(Reader):
             lengths["sparse.npy"] = len(self._matrix)
         else:
             self._columns = [_Column.open(self.path, name) for name in schema.sparse]
-            lengths |= {column.path.name: len(column.offsets) - 1 for column in self._columns}
+            lengths |= {column.path.name: column.num_rows for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
         self._files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
@@ -93,18 +93,19 @@ class NpyReader(Reader):
 
     def _categories(self, begin: int, end: int) -> Categories:
         if self._matrix is not None:
-            matrix = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
+            matrix, _ = _read_categories(self.path / "sparse.npy", begin, self._matrix[begin:end], self.schema.rule)
             return Categories.of_matrix(matrix)
         values, lengths = zip(*(column.read(begin, end, self.schema.rule) for column in self._columns), strict=True)
         return Categories.of_columns(values, lengths, end - begin)
 
 
 class _Column(NamedTuple):
-    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``."""
+    """A column's array: row r has ``values[offsets[r]:offsets[r + 1]]``, or so many as ``offsets`` says."""
 
     path: Path
     values: NDArray[Any]
-    offsets: NDArray[Any]
+    offsets: NDArray[Any] | int
+    num_rows: int
 
     @classmethod
     def open(cls, folder: Path, name: str) -> "_Column":
@@ -113,33 +114,40 @@ class _Column(NamedTuple):
             values, offsets = _map(path, "biuf", ()), _map(offsets_path, "iu", ())
             if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
                 raise DataError(f"{offsets_path}: offsets go from 0 to {len(values)}, the length of {path.name}")
-            return cls(path, values, offsets)
+            return cls(path, values, offsets, len(offsets) - 1)
         values = _map(path, "biuf", None)
         size = 1 if values.ndim == 1 else values.shape[1]
-        return cls(path, values.reshape(-1), np.arange(len(values) + 1) * size)
+        return cls(path, values.reshape(-1), size, len(values))
 
-    def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s]:
-        """The categories of rows ``[begin, end)``, and how many each row has."""
-        offsets = self.offsets[begin : end + 1].astype(np.int64)
-        lengths = np.diff(offsets)
-        _check(self.path.with_suffix(".offsets.npy"), begin, offsets[1:], lengths >= 0, "at least the offset before it")
-        categories = _read_categories(self.path, int(offsets[0]), self.values[offsets[0] : offsets[-1]], rule)
-        is_there = categories != MISSING
-        if is_there.all():
+    def read(self, begin: int, end: int, rule: CategoryRule) -> tuple[Int64s, Int64s | int]:
+        """The categories of rows ``[begin, end)``, and how many each row has, or all have."""
+        lengths: Int64s | int
+        if isinstance(self.offsets, int):
+            offsets, lengths = np.arange(begin, end + 1) * self.offsets, self.offsets
+        else:
+            offsets = self.offsets[begin : end + 1].astype(np.int64)
+            lengths, place = np.diff(offsets), self.path.with_suffix(".offsets.npy")
+            _check(place, begin, offsets[1:], lengths >= 0, "at least the offset before it")
+        values = self.values[offsets[0] : offsets[-1]]
+        categories, are_all_there = _read_categories(self.path, int(offsets[0]), values, rule)
+        if are_all_there:
             return categories, lengths
+        is_there = categories != MISSING
         return categories[is_there], np.diff(np.append(0, np.cumsum(is_there))[offsets - offsets[0]])
 
 
-def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> Int64s:
-    """Categories of the array's shape, or ``MISSING``; ``begin`` is the number of its first row."""
+def _read_categories(path: Path, begin: int, array: NDArray[Any], rule: CategoryRule) -> tuple[Int64s, bool]:
+    """Categories of the array's shape, or ``MISSING``, a view where that is what it holds; and whether it is known that
+    none is missing. ``begin`` is the number of its first row."""
     if array.dtype.kind == "f":
         expected = f"a whole number below 2**{exact_bits(array)}, as {array.dtype} holds exactly; NaN is missing"
         _check(path, begin, array, are_whole(array), expected)
         array = np.where(np.isnan(array), MISSING, array)
     if array.dtype.kind == "u":
         _check(path, begin, array, array <= MAX_CATEGORY, "below 2**63")
-    categories = array.astype(np.int64)
-    return np.where(categories < rule.least, MISSING, categories)
+    categories: Int64s = np.require(array, np.int64, "A")
+    least = categories.min(initial=0)
+    return categories if least >= rule.least else np.where(categories < 0, MISSING, categories), bool(least >= 0)
 
 
 def _check(path: Path, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
@@ -161,7 +169,7 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...] | None) -> NDArray[Any]:
     try:
         with np.errstate(over="raise"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
-            array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+            array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except _UNREADABLE as error:
         raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:MAX_REASON]}") from error
     fits = array.shape[1:] == shape if shape is not None else array.ndim <= 2
