@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Int64s
+from ...kernels.arrays import Bools, Bytes, Float64s, Floats, Ids, Int64s
 from ...system.excerpt import excerpt, excerpt_names
 from .base import (
     CRITEO_SCHEMA,
@@ -183,10 +183,13 @@ class _Record:
 
     def convert(self, schema: Schema) -> RawRows:
         dense = np.empty((self._record.num_rows, len(schema.dense)), np.float32)
-        for column, name in enumerate(schema.dense):
-            numbers = self._numbers(name, self._column(name))
-            self._check(name, fits_float32(numbers), "finite as float32; null stands for missing")
-            dense[:, column] = numbers
+        with np.errstate(over="ignore"):
+            for column, name in enumerate(schema.dense):
+                dense[:, column] = self._numbers(name, self._column(name))
+        are_finite = fits_float32(dense)
+        if not are_finite.all():
+            for column, name in enumerate(schema.dense):
+                self._check(name, are_finite[:, column], "finite as float32; null stands for missing")
         values, lengths = zip(*(self._bags(name, schema.rule) for name in schema.sparse), strict=True)
         categories = Categories.of_columns(values, lengths, self._record.num_rows)
         return RawRows(self._labels(schema.label), dense, categories)
@@ -241,42 +244,41 @@ class _Record:
             return values, 1 if is_there is None else is_there
         counted = pyarrow.compute.list_value_length(column)
         lengths = (counted.fill_null(0) if column.null_count else counted).to_numpy()
-        ends = np.cumsum(lengths)
         elements = column.flatten()
         if pa.types.is_dictionary(elements.type):
             elements = elements.dictionary_decode()
-        values, is_there = self._categories(name, elements, rule, ends)
+        values, is_there = self._categories(name, elements, rule, lengths)
         if is_there is None:
             return values, lengths
-        return values, np.diff(np.append(0, np.cumsum(is_there))[np.append(0, ends)])
+        return values, np.diff(np.append(0, np.cumsum(is_there))[np.append(0, np.cumsum(lengths))])
 
     def _categories(
-        self, name: str, elements: Any, rule: CategoryRule, ends: Int64s | None = None
+        self, name: str, elements: Any, rule: CategoryRule, lengths: Ids | None = None
     ) -> tuple[Int64s, Bools | None]:
-        """The categories of those of the elements [N] that have one, and which have, [N]; None: all. The elements of
-        row i end before ``ends[i]``; None: each row has one."""
+        """The categories of those of the elements [N] that have one, and which have, [N]; None: all. Row i has
+        ``lengths[i]`` elements; None: each row has one."""
         import pyarrow as pa
 
         kind = elements.type
         is_there: Bools | None = elements.is_valid().to_numpy(zero_copy_only=False) if elements.null_count else None
-        if _is_text(kind):
-            values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
-            is_there = is_text if is_there is None else is_there & is_text
+        if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+            filled = elements if pa.types.is_integer(kind) else elements.cast(pa.int64())
+            values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
+            if values.dtype == np.uint64:
+                expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
+                self._check_elements(name, elements, values <= MAX_CATEGORY, lengths, expected)
+            elif values.min(initial=0) < rule.least:
+                self._check_elements(name, elements, values >= 0, lengths, "an integer from 0 on; null is missing")
         elif pa.types.is_floating(kind):
             values = elements.to_numpy(zero_copy_only=False)
             is_there = ~np.isnan(values)
             expected = (
                 f"a whole number from 0 to 2**{exact_bits(values)}, as {values.dtype} holds exactly; null is missing"
             )
-            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), ends, expected)
-        elif pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
-            filled = elements if pa.types.is_integer(kind) else elements.cast(pa.int64())
-            values = (filled.fill_null(0) if elements.null_count else filled).to_numpy(zero_copy_only=False)
-            if values.dtype == np.uint64:
-                expected = "below 2**63; cast the column to strings, which are hashed where they are larger"
-                self._check_elements(name, elements, values <= MAX_CATEGORY, ends, expected)
-            elif values.min(initial=0) < rule.least:
-                self._check_elements(name, elements, values >= 0, ends, "an integer from 0 on; null is missing")
+            self._check_elements(name, elements, are_whole(values) & ~(values < rule.least), lengths, expected)
+        elif _is_text(kind):
+            values, is_text = self._texts(elements.cast(pa.large_binary()), rule)
+            is_there = is_text if is_there is None else is_there & is_text
         else:
             to = "a list of numbers or of strings" if pa.types.is_nested(kind) else "strings"
             raise DataError(
@@ -297,10 +299,12 @@ class _Record:
     def _check(self, name: str, good: Bools, expected: str) -> None:
         self._check_elements(name, self._record.column(name), good, None, expected)
 
-    def _check_elements(self, name: str, elements: Any, good: Bools, ends: Int64s | None, expected: str) -> None:
+    def _check_elements(self, name: str, elements: Any, good: Bools, lengths: Ids | None, expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
-            row = self._row + (broken if ends is None else int(np.searchsorted(ends, broken, side="right")))
+            row = self._row + (
+                broken if lengths is None else int(np.searchsorted(np.cumsum(lengths), broken, side="right"))
+            )
             try:
                 found = elements[broken].as_py()
                 value = excerpt(found.decode(errors="backslashreplace") if isinstance(found, bytes) else found)

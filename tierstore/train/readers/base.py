@@ -204,7 +204,7 @@ def fits_float32(values: NDArray[np.generic]) -> Bools:
 
 def dense_features(dense: Floats, *, log: bool) -> Floats:
     """float32 [n, C]: log(1 + max(x, 0)) of each value, 0 where it is missing (NaN). ``dense`` is overwritten."""
-    np.nan_to_num(dense, copy=False, nan=0.0)
+    dense[np.isnan(dense)] = 0
     if log:
         np.maximum(dense, np.float32(0), out=dense)
         np.log1p(dense, out=dense)

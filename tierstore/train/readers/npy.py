@@ -126,8 +126,10 @@ class _Column(NamedTuple):
             offsets, lengths = np.arange(begin, end + 1) * self.offsets, self.offsets
         else:
             offsets = self.offsets[begin : end + 1].astype(np.int64)
-            lengths, place = np.diff(offsets), self.path.with_suffix(".offsets.npy")
-            _check(place, begin, offsets[1:], lengths >= 0, "at least the offset before it")
+            lengths = np.diff(offsets)
+            if lengths.min(initial=0) < 0:
+                path = self.path.with_suffix(".offsets.npy")
+                _check(path, begin, offsets[1:], lengths >= 0, "at least the offset before it")
         values = self.values[offsets[0] : offsets[-1]]
         categories, are_all_there = _read_categories(self.path, int(offsets[0]), values, rule)
         if are_all_there:
