@@ -61,9 +61,14 @@ def category_of(value, *, floats=False, rule=FROM_ZERO):
     return hashed - (hashed >> 63 << 64) if rule.are_ids else hashed >> 1
 
 
+def values_of(categories):
+    """Of all columns, one after another."""
+    return np.concatenate(categories.columns)
+
+
 def bags(categories):
     """The bags of each row, a list for each column."""
-    values = categories.values
+    values = values_of(categories)
     return [
         [values[column[row] : column[row + 1]].tolist() for column in categories.offsets]
         for row in range(categories.offsets.shape[1] - 1)

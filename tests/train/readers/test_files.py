@@ -11,6 +11,8 @@ from tierstore.train import train, trainer
 from tierstore.train.config import DataSection, EmbeddingSection, RunConfig, StoreSection, TrainSection
 from tierstore.train.readers import DataError, FeatureHasher, Schema, open_reader
 
+from .rows import values_of
+
 pa = pytest.importorskip("pyarrow")
 ds = pytest.importorskip("pyarrow.dataset")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -38,7 +40,7 @@ def lz4(text):
 
 def ids_of(path, **options):
     chunks = open_reader(path, schema=SCHEMA, **options).read_chunks(0, None, 9)
-    return [each for chunk in chunks for each in chunk.categories.values.tolist()]
+    return [each for chunk in chunks for each in values_of(chunk.categories).tolist()]
 
 
 def test_a_folder_is_read_as_pyarrow_reads_it(tmp_path, caplog):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tierstore.train import load, row_ids
 from tierstore.train.build import open_data
 from tierstore.train.readers import Categories, FeatureHasher
-from tierstore.train.readers.hashing import OutsideTableError
+from tierstore.train.readers.hashing import MOST, OutsideTableError, modulo
 
 from .rows import IDS, category_of
 
@@ -54,6 +54,13 @@ def test_ids_follow_the_documented_formula(rows, sizes):
     values, offsets = expected_ids(rows, sizes, "mix")
     assert ids.values.tolist() == values
     assert ids.offsets.tolist() == offsets
+
+
+@given(st.integers(1, 2**63 - 1), st.integers(0, MASK), st.integers(-2, 2))
+def test_the_rest_of_a_division(divisor, number, near):
+    """Of any number, and of those about a multiple of the divisor, where a quotient may be one off."""
+    for each in (number, min(max(number // divisor * divisor + near, 0), MASK), MASK):
+        assert modulo(np.uint64(each), np.uint64(divisor), MOST // np.uint64(divisor)) == each % divisor
 
 
 @given(rows_of(st.integers(0, 12)), st.lists(st.integers(1, 13), min_size=3, max_size=3))

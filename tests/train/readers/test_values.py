@@ -13,11 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierstore.train.readers import Categories, CriteoReader, CsvReader, DataError, FeatureHasher, Schema, open_reader
+from tierstore.train.readers import (
+    Categories,
+    CriteoReader,
+    CsvReader,
+    DataError,
+    FeatureHasher,
+    Schema,
+    arrow,
+    open_reader,
+)
 from tierstore.train.readers import csv as csv_reader
 from tierstore.train.readers.categories import CategoryRule, read_texts
 
-from .rows import IDS, bags, category_of
+from .rows import IDS, bags, category_of, values_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -98,7 +107,7 @@ def test_parts_of_rows_and_joining_them(rows, data):
     assert bags(whole) == rows
     part = whole.part(begin, end)
     assert bags(part) == rows[begin:end]
-    assert len(part.values) == sum(len(bag) for row in rows[begin:end] for bag in row)
+    assert len(values_of(part)) == sum(len(bag) for row in rows[begin:end] for bag in row)
     twice = Categories.joined([part, whole])
     assert bags(twice) == rows[begin:end] + rows
     assert bags(twice.part(begin, end)) == (rows[begin:end] + rows)[begin:end]
@@ -137,6 +146,19 @@ def test_columns_of_parquet(tmp_path, kind):
         (chunk,) = reader.read_chunks(start, None, 100)
         assert bags(chunk.categories) == wanted[start:]
     assert [len(bag) for (bag,) in bags(chunk.categories)] == np.diff(chunk.categories.offsets).tolist()[0]
+
+
+def test_categories_that_need_no_change_are_not_copied(tmp_path, monkeypatch):
+    """What pyarrow decoded, and a mapped file, cannot be written to."""
+    monkeypatch.setattr(arrow, "_RECORD_ROWS", 10)
+    rows = [[i, i + 1] for i in range(24)]
+    pq.write_table(table_of(pa.array(rows), [1.0] * 24), tmp_path / "x.parquet")
+    for name, values in (("label", [1] * 24), ("dense", [[1]] * 24), ("c", rows)):
+        np.save(tmp_path / f"{name}.npy", np.array(values))
+    for path in (tmp_path / "x.parquet", tmp_path):
+        chunks = [chunk.categories for chunk in open_reader(path, schema=SCHEMA).read_chunks(0, None, 4)]
+        assert [bag for chunk in chunks for bag in bags(chunk)] == [[row] for row in rows]
+        assert not any(column.flags.writeable for chunk in chunks for column in chunk.columns), path
 
 
 FIELDS = st.sampled_from(
@@ -217,7 +239,7 @@ def test_floats_are_ids_as_far_as_they_are_exact(tmp_path, dtype):
         for reader in (open_reader(tmp_path / "x.parquet", schema=SCHEMA), write_npy(tmp_path, values)):
             with contextlib.nullcontext() if is_good else pytest.raises(DataError, match=rf"row 2.*2\*\*{bits}"):
                 (chunk,) = reader.read_chunks(0, None, 9)
-                assert chunk.categories.values.tolist() == [0, 1, last]
+                assert values_of(chunk.categories).tolist() == [0, 1, last]
 
 
 NPY = {

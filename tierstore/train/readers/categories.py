@@ -52,7 +52,7 @@ class Categories(NamedTuple):
     columns: Sequence[Int64s]
     """Of each column, row after row; from 0 on unless they are ids. May be views of what a file is read into."""
     offsets: Int64s
-    """[F, n + 1]: row r of column f has ``values[offsets[f, r]:offsets[f, r + 1]]``, of ``values``."""
+    """[F, n + 1]: row r of column f has those from ``offsets[f, r]`` to ``offsets[f, r + 1]`` of all columns joined."""
 
     @classmethod
     def of_columns(
@@ -90,11 +90,6 @@ class Categories(NamedTuple):
         places = (own[:, [0, -1]] - self.offsets[:, :1]).tolist()
         columns = [column[first:last] for column, (first, last) in zip(self.columns, places, strict=True)]
         return Categories.of_columns(columns, np.diff(own), end - begin)
-
-    @property
-    def values(self) -> Int64s:
-        """[N]: one column after another, a copy."""
-        return np.concatenate(self.columns)
 
 
 def _strided(flat: Int64s, num_columns: int) -> Int64s:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64s
 from ...kernels.hashing import mix64
-from ...kernels.jit import inline, kernel
+from ...kernels.jit import kernel
 from ...system.checks import require_choice
 from .categories import Categories
 
@@ -55,14 +55,11 @@ class FeatureHasher:
 
     def __call__(self, categories: Categories) -> HashedIds:
         """The row ids of B rows of F columns. OutsideTableError: one of them is not below its limit."""
-        offsets = categories.offsets
-        ids = np.empty(int(offsets[-1, -1]), np.int64)
-        lengths = np.array([len(each) for each in categories.columns], np.int64)
-        self._require(lengths)
-        begin = 0
-        for column, values in enumerate(categories.columns):
-            own = slice(column, column + 1)
-            outside = self._hash(values, lengths[own], own, ids[begin : begin + len(values)])
+        columns, offsets = categories
+        lengths = np.array([len(each) for each in columns], np.int64)
+        ids, begin = np.empty(lengths.sum(), np.int64), 0
+        for column, values in enumerate(columns):
+            outside = self._hash(values, lengths, (column, column + 1), ids[begin : begin + len(values)])
             if outside >= 0:
                 raise OutsideTableError(
                     f"category {values[outside]} has no row in a table of {self.limits[column]} rows; with "
@@ -76,52 +73,41 @@ class FeatureHasher:
 
     def ids(self, categories: Int64s, lengths: Int64s) -> Int64s:
         """Row ids [N] of categories [N] below their limits, column by column; ``lengths`` [F]: how many each has."""
-        self._require(lengths)
         ids = np.empty_like(categories)
-        outside = self._hash(categories, lengths, slice(None), ids)
+        outside = self._hash(categories, lengths, (0, len(lengths)), ids)
         assert outside < 0, outside
         return ids
 
-    def _require(self, lengths: Int64s) -> None:
+    def _hash(self, categories: Int64s, lengths: Int64s, columns: tuple[int, int], ids: Int64s) -> int:
         if len(lengths) != len(self._num_embeddings):
             raise ValueError(f"categories of {len(lengths)} columns for {len(self._num_embeddings)} tables")
-
-    def _hash(self, categories: Int64s, lengths: Int64s, columns: slice, ids: Int64s) -> int:
         if self._mode == "none":
             ids[:] = categories
             return -1
-        is_mixed, sizes = self._mode == "mix", self._num_embeddings[columns]
-        outside: int = _hash(categories, lengths, sizes, columns.start or 0, is_mixed, ids)
+        outside: int = _hash(categories, lengths, self._num_embeddings, columns, self._mode == "mix", ids)
         return outside
 
 
 @kernel
-def _hash(categories: Int64s, lengths: Int64s, sizes: Int64s, column: int, mix: bool, ids: Int64s) -> int:
-    """``ids[i]`` is the row of ``categories[i]``, of columns from ``column`` on with so many each and tables of those
-    sizes. Returns -1, or the first that is no row."""
+def _hash(
+    categories: Int64s, lengths: Int64s, num_embeddings: Int64s, columns: tuple[int, int], mix: bool, ids: Int64s
+) -> int:
+    """``ids[i]`` is the row of ``categories[i]``, of these columns only, of which each has so many. Returns -1, or the
+    first that is no row."""
     begin = 0
-    for i in range(len(lengths)):
-        end, rows = begin + lengths[i], np.uint64(sizes[i])
-        own, found = categories[begin:end], ids[begin:end]
-        if mix:
-            _mix(own, rows, np.uint64(column + i) * STEP, found)
-        else:
-            for at in range(len(own)):
-                if np.uint64(own[at]) >= rows:
-                    return begin + at
-                found[at] = own[at]
+    for column in range(columns[0], columns[1]):
+        end, rows, first = begin + lengths[column], np.uint64(num_embeddings[column]), np.uint64(column) * STEP
+        own, found, inverse = categories[begin:end], ids[begin:end], MOST // rows
+        for i in range(len(own)):
+            category = np.uint64(own[i])
+            if not mix and category >= rows:
+                return begin + i
+            found[i] = np.int64(modulo(mix64(category + first), rows, inverse) if mix else category)
         begin = end
     return -1
 
 
-@inline
-def _mix(categories: Int64s, rows: np.uint64, first: np.uint64, ids: Int64s) -> None:
-    inverse = MOST // rows
-    for i in range(len(categories)):
-        ids[i] = np.int64(modulo(mix64(np.uint64(categories[i]) + first), rows, inverse))
-
-
-@inline
+@kernel
 def modulo(number: np.uint64, divisor: np.uint64, inverse: np.uint64) -> np.uint64:
     """``number % divisor``, given ``MOST // divisor``; no division, so that it runs on vectors. The upper half of
     ``number * inverse`` is the quotient, or one less (Barrett: Implementing the RSA Algorithm on a Standard
