@@ -10,7 +10,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import DamagedError
-from tierstore.io.checksum import row_checksum
+from tierstore.io.checksum import words_hash
 from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.places import TableArrays
 from tierstore.io.records import MAX_VERSION
@@ -53,7 +53,7 @@ def _seal(words: Any) -> None:
         at = first * PAGE_BYTES // 8 + 2
         count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
         if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
-            words[at + CHECKSUM] = row_checksum(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
+            words[at + CHECKSUM] = words_hash(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
 
 
 def run(data: bytes) -> None:

@@ -1,12 +1,13 @@
-"""XXH64 over 64-bit words, and over texts, for use inside kernels.
+"""XXH64 of words and texts, and the checksum of a row, for use inside kernels.
 
-Source: the xxHash specification (Yann Collet), section "XXH64 Algorithm Description". Of rows only whole words are
-hashed, so of their tail only the 8-byte step is needed. Words are little-endian on disk; on such a machine they are
-hashed as they lie.
+Sources: the xxHash specification (Yann Collet), section "XXH64 Algorithm Description"; CRC32C is in RFC 3720. Of rows
+only whole words are hashed. Words are little-endian on disk; on such a machine they are hashed as they lie.
 """
 
+import platform
 from typing import Any, Final
 
+import numba
 import numpy as np
 import xxhash
 
@@ -18,6 +19,7 @@ _P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3: Final = np.uint64(0x165667B19E3779F9)
 _P4: Final = np.uint64(0x85EBCA77C2B2AE63)
 _P5: Final = np.uint64(0x27D4EB2F165667C5)
+_LOW: Final = np.uint64(0xFFFF_FFFF)
 
 
 @inline
@@ -54,7 +56,7 @@ def _avalanche(total: np.uint64) -> np.uint64:
 
 
 @inline
-def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
+def words_hash(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
     """XXH64 of ``words[start : start + num_words]``."""
     at = np.uint64(start)  # unsigned: a signed index would be compared with 0 at each access
     end = at + np.uint64(num_words)
@@ -112,93 +114,87 @@ def text_hash(letters: Bytes, begin: int, end: int, seed: np.uint64) -> np.uint6
     return _avalanche(total)
 
 
-if JIT_ENABLED:
-    from llvmlite import ir
-    from numba import types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-
-    _INT32: Final = ir.IntType(32)
-    _INT64: Final = ir.IntType(64)
-    _FOUR: Final = ir.VectorType(_INT64, 4)
-    _EIGHT: Final = ir.VectorType(_INT64, 8)
-    _ALL: Final = ir.Constant(ir.VectorType(_INT32, 8), list(range(8)))
-
-    @intrinsic
-    def _hash_stripes(
-        typing_context: Any,  # noqa: ARG001
-        words: Any,
-        start_a: Any,
-        start_b: Any,
-        count: Any,
-        seed_a: Any,
-        seed_b: Any,
-        lanes: Any,
-    ) -> Any:
-        """The four lanes of each of two rows after ``count`` stripes of four words, in vectors of eight words.
-
-        LLVM turns these into what the processor has; it does not find them by itself.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            kept = context.make_array(signature.args[6])(context, builder, args[6]).data
-
-            def constant(*values: int) -> Any:
-                return ir.Constant(_EIGHT, [value % 2**64 for value in values] * (8 // len(values)))
-
-            def stripe(start: Any, offset: Any) -> Any:
-                pointer = builder.gep(data, [builder.add(start, offset)])
-                return builder.load(builder.bitcast(pointer, _FOUR.as_pointer()), align=8)
-
-            seeds = ir.Constant(_EIGHT, ir.Undefined)
-            for lane in range(8):
-                seeds = builder.insert_element(seeds, args[4 + lane // 4], _INT32(lane))
-            prime_1, prime_2 = int(_P1), int(_P2)
-            state = cgutils.alloca_once(builder, _EIGHT)
-            builder.store(builder.add(seeds, constant(prime_1 + prime_2, prime_2, 0, -prime_1)), state)
-            with cgutils.for_range(builder, args[3], intp=_INT64) as loop:
-                offset = builder.mul(loop.index, _INT64(4))
-                eight = builder.shuffle_vector(stripe(args[1], offset), stripe(args[2], offset), _ALL)
-                total = builder.add(builder.load(state), builder.mul(eight, constant(prime_2)))
-                turned = builder.or_(builder.shl(total, constant(31)), builder.lshr(total, constant(33)))
-                builder.store(builder.mul(turned, constant(prime_1)), state)
-            builder.store(builder.load(state), builder.bitcast(kept, _EIGHT.as_pointer()), align=8)
-            return context.get_dummy_value()
-
-        return types.void(words, start_a, start_b, count, seed_a, seed_b, lanes), generate
-
-else:
-
-    def _hash_stripes(
-        words: Words, start_a: int, start_b: int, count: int, seed_a: np.uint64, seed_b: np.uint64, lanes: Words
-    ) -> None:
-        lanes[:] = np.array([seed_a] * 4 + [seed_b] * 4) + np.array([_P1 + _P2, _P2, 0, -_P1] * 2, np.uint64)
-        for i in range(4 * count):
-            lanes[i % 4] = _round(lanes[i % 4], words[start_a + i])
-            lanes[4 + i % 4] = _round(lanes[4 + i % 4], words[start_b + i])
+_TABLES: Final = np.zeros((8, 256), np.uint64)
+"""[i, b]: what a byte b makes of a register of zeros when it and i bytes of zeros are shifted through."""
+_TABLES[0] = np.arange(256)
+for _ in range(8):
+    _TABLES[0] = (_TABLES[0] >> np.uint64(1)) ^ (_TABLES[0] & np.uint64(1)) * np.uint64(0x82F63B78)
+for _i in range(1, 8):
+    _TABLES[_i] = (_TABLES[_i - 1] >> np.uint64(8)) ^ _TABLES[0][_TABLES[_i - 1] & np.uint64(0xFF)]
 
 
 @inline
-def two_row_checksums(
-    words: Words, start_a: int, start_b: int, num_words: int, seed_a: np.uint64, seed_b: np.uint64, lanes: Words
-) -> tuple[np.uint64, np.uint64]:
-    """``row_checksum`` of two rows at once: one alone waits for its own multiplications.
+def crc32c_in_software(register: np.uint64, word: np.uint64) -> np.uint64:
+    """``crc32c`` by tables, for processors that have no instruction for it."""
+    mixed, found = register ^ word, np.uint64(0)
+    for i in range(8):
+        found ^= _TABLES[7 - i, (mixed >> np.uint64(8 * i)) & np.uint64(0xFF)]
+    return found
 
-    ``lanes``: uint64 [8], scratch.
+
+def _features() -> str:
+    """Of the processor that numba compiles for, as LLVM writes them."""
+    from numba.core.codegen import get_host_cpu_features
+
+    given = numba.config.CPU_FEATURES
+    return f"{get_host_cpu_features() if given is None else given},"
+
+
+if JIT_ENABLED and (platform.machine(), True) in (
+    ("x86_64", "+sse4.2," in _features()),
+    ("aarch64", "+crc," in _features()),
+):
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def crc32c(typing_context: Any, register: Any, word: Any) -> Any:  # noqa: ARG001
+        """The register of a CRC32C, 32 bits, after eight more bytes; not inverted, neither first nor last."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            int32, int64 = ir.IntType(32), ir.IntType(64)
+            if platform.machine() == "x86_64":
+                function = builder.module.declare_intrinsic(
+                    "llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(int64, [int64, int64])
+                )
+                return builder.call(function, args)
+            function = builder.module.declare_intrinsic(
+                "llvm.aarch64.crc32cx", (), ir.FunctionType(int32, [int32, int64])
+            )
+            return builder.zext(builder.call(function, [builder.trunc(args[0], int32), args[1]]), int64)
+
+        return types.uint64(types.uint64, types.uint64), generate
+
+else:
+    crc32c = crc32c_in_software
+
+
+@inline
+def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
+    """Two CRC32C, one above the other, of ``words[start : start + num_words]``.
+
+    Words go to four registers in turn, as each waits for its own word before; two of them begin with half of the seed
+    each. In the end the first takes in the third, and the second the fourth.
     """
-    if num_words >= 4:
-        stripes = np.int64(num_words // 4)
-        _hash_stripes(words, np.int64(start_a), np.int64(start_b), stripes, seed_a, seed_b, lanes)
-        total_a = _join(lanes[0], lanes[1], lanes[2], lanes[3])
-        total_b = _join(lanes[4], lanes[5], lanes[6], lanes[7])
-    else:
-        total_a, total_b = seed_a + _P5, seed_b + _P5
-    total_a += np.uint64(8 * num_words)
-    total_b += np.uint64(8 * num_words)
-    for i in range(num_words // 4 * 4, num_words):
-        total_a, total_b = _tail(total_a, words[start_a + i]), _tail(total_b, words[start_b + i])
-    return _avalanche(total_a), _avalanche(total_b)
+    at = np.uint64(start)  # unsigned: a signed index would be compared with 0 at each access
+    one, two, three, four = seed & _LOW, seed >> np.uint64(32), np.uint64(0), np.uint64(0)
+    for _ in range(num_words // 4):
+        one, two = crc32c(one, words[at]), crc32c(two, words[at + np.uint64(1)])
+        three, four = crc32c(three, words[at + np.uint64(2)]), crc32c(four, words[at + np.uint64(3)])
+        at += np.uint64(4)
+    for _ in range(num_words % 4):
+        one, two, three, four = two, three, four, crc32c(one, words[at])
+        at += np.uint64(1)
+    return crc32c(one, three) | crc32c(two, four) << np.uint64(32)
+
+
+@inline
+def is_row(words: Words, start: int, num_words: int, seed: np.uint64, checksum: np.uint64) -> bool:
+    """Whether words are those of a row with this checksum: ``row_checksum``, or XXH64 as older releases wrote it."""
+    if row_checksum(words, start, num_words, seed) == checksum:
+        return True
+    return words_hash(words, start, num_words, seed) == checksum  # type: ignore[no-any-return]
 
 
 @inline

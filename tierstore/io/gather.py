@@ -24,7 +24,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
-from .checksum import two_row_checksums
+from .checksum import is_row
 from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word
 from .places import Places, SegmentArrays
@@ -86,7 +86,6 @@ class Scratch(NamedTuple):
     seen: NDArray[np.uint32]
     """Zeros: bits for all pages of the file, or a hash table if that is less, of the lowest 32 bits of pages' numbers,
     to count pages by."""
-    lanes: Words
     timespec: Int64s
     flag: NDArray[np.uint8]
 
@@ -99,7 +98,6 @@ def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
         np.empty(num_rows, np.int64),
         np.empty(num_rows, np.uint64),
         np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
-        np.empty(8, np.uint64),
         np.empty(2, np.int64),
         np.empty(1, np.uint8),
     )
@@ -178,26 +176,17 @@ def copy_rows(geo: Geometry, words: Words, start: int, end: int, offsets: Int64s
 
 
 @inline
-def _is_bad(words: Words, key: int, pair: int, checksum: np.uint64) -> bool:
-    return words[pair] != np.uint64(key) or words[pair + 1] != checksum  # type: ignore[no-any-return]
-
-
-@inline
 def first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch) -> int:
     """-1, or the position of the first present row of ``[start, end)`` that is not the one its key names."""
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
-    for first in range(start, end, 2):
-        second = min(first + 1, end - 1)
-        if offsets[first] == 0 and offsets[second] == 0:
-            continue
-        # An absent row is hashed at the other's place: at word 0, the file may be shorter than a row.
-        a = first if offsets[first] != 0 else second
-        b = second if offsets[second] != 0 else first
-        of_a, of_b = two_row_checksums(words, offsets[a], offsets[b], row_words, seeds[a], seeds[b], scratch.lanes)
-        if _is_bad(words, keys[a], pairs[a], of_a):
-            return a
-        if _is_bad(words, keys[b], pairs[b], of_b):
-            return b
+    for i in range(start, end):
+        if i + PREFETCH_ROWS < end:
+            prefetch_word(words, pairs[i + PREFETCH_ROWS])
+        at, pair = offsets[i], pairs[i]
+        if at != 0 and (
+            words[pair] != np.uint64(keys[i]) or not is_row(words, at, row_words, seeds[i], words[pair + 1])
+        ):
+            return i
     return -1
 
 

@@ -24,7 +24,7 @@ from .mapped import queue_parts
 from .opened import OpenFile
 from .places import Segments
 from .reads import KeyedRows, RowReader
-from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
+from .records import LOG_ITEM, STORE_ITEM, LogRecord, item_key, pack_store, pack_words, segment_key
 from .row_map import RowMap
 from .segments import build_segment, page_header_status
 from .snapshot import Snapshot
@@ -200,6 +200,7 @@ class Log:
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))
+            txn.put(item_key(STORE_ITEM), pack_store(self._file.store_id))  # the file may have been an older release's
         self._record, self._is_numbered = record, True
         reach("log: numbers taken")
         with self._file.must_succeed():

@@ -144,6 +144,7 @@ class OpenFile:
 
     def __init__(self, directory: Path, store_id: bytes, *, readonly: bool, version: int | None, create: bool) -> None:
         self.path: Final = rows_path(directory)
+        self.store_id: Final = store_id
         self.readonly: Final = readonly
         self.lock: Final = threading.RLock()
         self.tables: dict[int, tuple[RowLayout, int]] = {}

@@ -19,6 +19,7 @@ from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
 
 _LIST_STEP: Final = 1 << 20
+_DONE, _OUT_OF_FILE = int(SegmentStatus.DONE), int(SegmentStatus.OUT_OF_FILE)  # which Python takes 2 us to look up
 _ASK_SECONDS, _PARTS = 1.0, 2  # a file larger than so many times the memory left is read past the page cache
 
 
@@ -64,7 +65,7 @@ class RowReader:
         weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
         result = self.gather(snapshot, rows, layout, keys, slots, weights, state, present)
-        if result[0] != SegmentStatus.DONE:
+        if result[0] != _DONE:
             raise gather_error(snapshot.path, result, keys)
         assert present.all(), "a row of the map was not read"
         return KeyedRows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
@@ -88,13 +89,13 @@ class RowReader:
             how = How(self._verify, self._can_sample, self.is_cold, self._outgrows_memory(limit * geo.page_words * 8))
             scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(5, np.int64)
             gather(geo, source, places, arrays, wanted, target, how, scratch, result)
-            if result[0] == SegmentStatus.DONE:
+            if result[0] == _DONE:
                 self.is_cold = result[3] < len(keys) and read_cold(
                     geo, file_map.pins.rings, source, keys, target, how, scratch, result
                 )
                 if result[0] == FAILED:
                     continue
-            if result[0] != SegmentStatus.OUT_OF_FILE:
+            if result[0] != _OUT_OF_FILE:
                 if not file_map.guard.is_clean(since):
                     _look_for_refused(file_map.guard, since, geo, scratch, result)
                 return result

@@ -28,7 +28,8 @@ PAYLOAD_CHUNK_BYTES: Final = (1 << 20) - 16
 MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
 
 _MAGIC: Final = b"tierrows"
-_FORMAT: Final = 4
+_FORMAT: Final = 5
+_FORMAT_BEFORE: Final = 4  # all rows have the checksums of then; the first that are written make the file one of ours
 _OLD_FORMATS: Final = (1, 2, 3)
 
 
@@ -117,7 +118,7 @@ def unpack_store(data: bytes) -> bytes:
             f"format version {version}, of an older release; this one reads version {_FORMAT}: with the older release "
             "run tierstore export, then with this one tierstore import"
         )
-    if version != _FORMAT or len(body) != 32:
+    if version not in (_FORMAT, _FORMAT_BEFORE) or len(body) != 32:
         raise OtherFormatError(f"format version {version}; this release reads version {_FORMAT}")
     return bytes(store_id)
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
-from .checksum import mix_key, row_checksum
+from .checksum import mix_key, row_checksum, words_hash
 from .mapped import copy_words, prefetch_word
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
@@ -180,7 +180,7 @@ def build_segment(
     if is_mixed:
         copy_words(image, end, epochs, 0, num)
         end += num
-    image[CHECKSUM] = row_checksum(image, MAGIC, end - MAGIC, np.uint64(number))
+    image[CHECKSUM] = words_hash(image, MAGIC, end - MAGIC, np.uint64(number))
     image[end:first] = np.uint64(0)
     row_words = geo.weight_words + geo.state_words
     block_words = geo.pages_per_block * geo.page_words
@@ -229,4 +229,4 @@ def check_index(words: Words, page_words: int, limit: int, page: int, pages: int
     if index_pages(page_words, num, is_mixed) >= pages:
         return 3
     length = KEYS - MAGIC + num * (2 if is_mixed else 1)
-    return 0 if row_checksum(words, at + MAGIC, length, number) == words[at + CHECKSUM] else 3
+    return 0 if words_hash(words, at + MAGIC, length, number) == words[at + CHECKSUM] else 3

@@ -25,7 +25,7 @@ from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS, ROW_MA
 from ..system.plainfile import read_plain_file
 from .anchor import ANCHOR_NAME, Anchor, is_of_this_boot, newest_slot
 from .btree import DAMAGED, META_KEY, META_READ_BYTES, SEGMENTS_KEY, Meta, list_tree, new_walk, sound_metas
-from .checksum import row_checksum
+from .checksum import is_row
 from .indexes import Stored, listed_segments, look_at_indexes, numbers_hash
 from .mapped import FileMap, copy_words
 from .places import Places, Segments, TableArrays
@@ -271,8 +271,7 @@ def _is_sound(geo: Geometry, words: Words, start: int, i: int, key: np.uint64, n
     if words[pair] != key:
         return False
     at, row_words = start + geo.first_row + i * geo.row_stride, geo.weight_words + geo.state_words
-    checksum = row_checksum(words, at, row_words, row_seed(key, number, np.uint64(index)))
-    return words[pair + 1] == checksum  # type: ignore[no-any-return]
+    return is_row(words, at, row_words, row_seed(key, number, np.uint64(index)), words[pair + 1])
 
 
 @kernel

@@ -13,7 +13,7 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
 from .base import VerifyReport
-from .checksum import two_row_checksums
+from .checksum import is_row
 from .indexes import (
     Stored,
     byte_ranges,
@@ -95,7 +95,6 @@ class _Check:
         self._file_map = snapshot.file_map.rows
         self._rows = rows
         self._found = np.zeros(_LISTED, _FOUND)
-        self._lanes = np.empty(8, np.uint64)
         self._places = np.zeros(0, _FOUND)
         self._num_places = 0
         self.segments = self.pages = 0
@@ -116,7 +115,7 @@ class _Check:
         """Check segments of one layout, whose indexes and sizes are sound."""
         guard, since = self._file_map.guard, self._file_map.guard.begin()
         count = _check_segments(
-            segments.geo, self._file_map.words, stored, segments.data_pages(stored), self._rows.tables, self._lanes,
+            segments.geo, self._file_map.words, stored, segments.data_pages(stored), self._rows.tables,
             self._found, 0,
         )  # fmt: skip
         self._num_places += max(0, count - _LISTED)
@@ -204,7 +203,7 @@ def _index_status(
 
 @inline
 def _check_rows(
-    geo: Geometry, words: Words, number: np.uint64, keys: int, start: int, first: int, num: int, lanes: Words,
+    geo: Geometry, words: Words, number: np.uint64, keys: int, start: int, first: int, num: int,
     found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check the ``num`` rows of the block at word ``start``, whose keys in the index begin at word ``keys``.
@@ -212,32 +211,24 @@ def _check_rows(
     ``first`` is the first row's number in the segment.
     """
     row_words = geo.weight_words + geo.state_words
-    for a in range(0, num, 2):
-        b = min(a + 1, num - 1)
-        row_a = start + geo.first_row + a * geo.row_stride
-        row_b = start + geo.first_row + b * geo.row_stride
-        seed_a = row_seed(words[keys + a], number, np.uint64(first + a))
-        seed_b = row_seed(words[keys + b], number, np.uint64(first + b))
-        sum_a, sum_b = two_row_checksums(words, row_a, row_b, row_words, seed_a, seed_b, lanes)
-        pair = start + BLOCK_HEADER_WORDS + a * geo.pair_stride
-        if words[pair] != words[keys + a] or words[pair + 1] != sum_a:
-            count = _note(found, count, np.int64(words[keys + a]), number, _BAD_ROW, pair, row_a + row_words)
-        pair = start + BLOCK_HEADER_WORDS + b * geo.pair_stride
-        if b > a and (words[pair] != words[keys + b] or words[pair + 1] != sum_b):
-            count = _note(found, count, np.int64(words[keys + b]), number, _BAD_ROW, pair, row_b + row_words)
+    for i in range(num):
+        key, pair = words[keys + i], start + BLOCK_HEADER_WORDS + i * geo.pair_stride
+        row, seed = start + geo.first_row + i * geo.row_stride, row_seed(key, number, np.uint64(first + i))
+        if words[pair] != key or not is_row(words, row, row_words, seed, words[pair + 1]):
+            count = _note(found, count, np.int64(key), number, _BAD_ROW, pair, row + row_words)
     return count
 
 
 @inline
 def _check_block(
     geo: Geometry, words: Words, number: np.uint64, header: np.uint64, keys: int, start: int, first: int, num: int,
-    lanes: Words, found: Any, count: int,
+    found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check one block, all of it; ``header`` is its second word."""
     stop = start + geo.pages_per_block * geo.page_words
     if words[start] != number or words[start + 1] != header:
         count = _note(found, count, -1, number, _BAD_BLOCK, start, start + BLOCK_HEADER_WORDS)
-    count = _check_rows(geo, words, number, keys, start, first, num, lanes, found, count)
+    count = _check_rows(geo, words, number, keys, start, first, num, found, count)
     # Between pairs and rows, if they lie apart, and behind the rows.
     pairs_end = start + BLOCK_HEADER_WORDS + num * geo.pair_stride
     rows_end = start + geo.first_row + (num - 1) * geo.row_stride + geo.weight_words + geo.state_words
@@ -248,7 +239,7 @@ def _check_block(
 
 @kernel
 def _check_segments(
-    geo: Geometry, words: Words, stored: Stored, data_pages: Int64s, tables: TableArrays, lanes: Words,
+    geo: Geometry, words: Words, stored: Stored, data_pages: Int64s, tables: TableArrays,
     found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check segments of one layout, whose indexes and sizes were found sound.
@@ -256,7 +247,6 @@ def _check_segments(
     Args:
         words: the file.
         data_pages: of their first blocks.
-        lanes: uint64 [8], scratch.
         found: receives what is damaged, as far as there is room.
         count: places found before; returned with those of these segments added.
     """
@@ -273,6 +263,6 @@ def _check_segments(
             header = block_word(number, np.uint64(newest), block, rows, first + rows == num)
             count = _check_block(
                 geo, words, number, header, at + KEYS + first, data + block * geo.pages_per_block * geo.page_words,
-                first, rows, lanes, found, count,
+                first, rows, found, count,
             )  # fmt: skip
     return count
