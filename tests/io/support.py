@@ -21,6 +21,36 @@ from tierstore.io.segments import Geometry, geometry
 from tierstore.layout import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
+_CASTAGNOLI = 0x82F63B78  # the polynomial, its lowest coefficient the highest bit
+
+
+def _shifted(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ _CASTAGNOLI * (byte & 1)
+    return byte
+
+
+_SHIFTED = [_shifted(byte) for byte in range(256)]
+
+
+def oracle_crc32c(register: int, data: bytes) -> int:
+    """The register after these bytes, not inverted."""
+    for byte in data:
+        register = register >> 8 ^ _SHIFTED[(register ^ byte) & 0xFF]
+    return register
+
+
+def oracle_checksum(content: bytes, seed: int) -> int:
+    """Of a row, as docs/format.md has it."""
+    registers = [seed & 0xFFFF_FFFF, seed >> 32, 0, 0]
+    for at in range(0, len(content), 8):
+        registers = [*registers[1:], oracle_crc32c(registers[0], content[at : at + 8])]
+    low, high = (oracle_crc32c(registers[i], registers[i + 2].to_bytes(8, "little")) for i in (0, 1))
+    return high << 32 | low
+
+
+def oracle_seed(key: int, number: int, index: int) -> int:
+    return (key * 0x9E3779B185EBCA87 + number * 0xC2B2AE3D27D4EB4F + index) % 2**64
 
 
 def open_tier(path: Path, **changes: Any) -> LmdbColdTier:

@@ -114,9 +114,9 @@ Change = Callable[[dict[str, bytes], int], dict[str, bytes]]
 @pytest.mark.parametrize(
     ("change", "version", "expected"),
     [
-        (change, version, "this release reads version 4")
-        for change in (_rows_format, _manifest_format)
-        for version in (0, 5)
+        (change, version, f"this release reads version {known}")
+        for change, known in ((_rows_format, 5), (_manifest_format, 4))
+        for version in (0, known + 1)
     ]
     + [(_rows_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2, 3)]
     + [(_manifest_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2)],

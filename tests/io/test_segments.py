@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.io.support import oracle_checksum, oracle_seed
 from tierstore.io.segments import build_segment, geometry
 from tierstore.layout import RowLayout
 
@@ -31,10 +32,6 @@ class Rows(NamedTuple):
     keys: list[int]
     epochs: list[int]
     contents: list[bytes]  # weights and state of each row
-
-
-def oracle_seed(key: int, number: int, index: int) -> int:
-    return (key * 0x9E3779B185EBCA87 + number * 0xC2B2AE3D27D4EB4F + index) % 2**64
 
 
 def oracle_mix(first: int, second: int) -> int:
@@ -71,7 +68,7 @@ def oracle_block(layout: RowLayout, rows: Rows, number: int, block: int) -> byte
     pairs, payloads = [], []
     for index in range(first, min(first + layout.rows_per_block, len(rows.keys))):
         seed = oracle_seed(rows.keys[index], number, index)
-        pairs.append(struct.pack("<QQ", rows.keys[index], xxhash.xxh64_intdigest(rows.contents[index], seed=seed)))
+        pairs.append(struct.pack("<QQ", rows.keys[index], oracle_checksum(rows.contents[index], seed)))
         payloads.append(rows.contents[index])
     is_last = first + len(pairs) == len(rows.keys)
     header = struct.pack("<QQ", number, oracle_block_word(number, max(rows.epochs), block, len(pairs), is_last))
