@@ -186,7 +186,7 @@ def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> n
     for _ in range(num_words % 4):
         one, two, three, four = two, three, four, crc32c(one, words[at])
         at += np.uint64(1)
-    return crc32c(one, three) | crc32c(two, four) << np.uint64(32)
+    return crc32c(one, three) | crc32c(two, four) << np.uint64(32)  # type: ignore[no-any-return]
 
 
 @inline

@@ -5,12 +5,13 @@ beforehand, at no cost, which pages are warm. So the copy watches the clock: it 
 than memory by a good part of such a trip, unless ``mincore`` finds the next row there (the thread was interrupted).
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
-``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself;
-the map 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. Reference
+``numpy.take`` on a flat file needs 60-66): the copy 55-60, which is memory itself; the map 7-10, nearly all of it cache
+misses; counting pages 2-4; the call from Python 2; checksums 25-35, half of it for the lines that hold them. Reference
 counts of the tuples of arrays would cost as much as the copy; hence ``uncounted_kernel``. Each end of a loop and each
 look at the clock lets the rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are
 copied, then hashed while their lines are near: hashed as they are copied, they cost 15-30 more. Tried without gain:
-fetching the next group's lines while hashing, looking places up group by group, fetching all lines of a row ahead.
+fetching the next group's lines while hashing, looking places up group by group, fetching all lines of a row ahead,
+fetching checksums while copying, keeping memory to work in from call to call.
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, row_seed
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 PREFETCH_ENTRIES: Final = 32
 MAX_GROUP: Final = 256  # rows between two looks at the clock, at most, while pages are warm
-HASH_GROUP: Final = 64  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
+HASH_GROUP: Final = 128  # rows copied before they are hashed: as many as the processor's nearer caches hold twice
 GROUP_SLACK_NS: Final = 30_000
 ROW_SLACK_NS: Final = 600  # a group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device
 
@@ -180,7 +181,7 @@ def first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, 
     """-1, or the position of the first present row of ``[start, end)`` that is not the one its key names."""
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     for i in range(start, end):
-        if i + PREFETCH_ROWS < end:
+        if i + PREFETCH_ROWS < len(pairs):
             prefetch_word(words, pairs[i + PREFETCH_ROWS])
         at, pair = offsets[i], pairs[i]
         if at != 0 and (
