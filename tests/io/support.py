@@ -1,5 +1,7 @@
 """Opening tiers, and getting at the file behind their back."""
 
+import hashlib
+import json
 import mmap
 import os
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 
 from tierstore.io import opened, places
 from tierstore.io.anchor import ANCHOR_NAME
@@ -146,3 +149,22 @@ def flip(path: Path, offset: int, bits: int = 1) -> None:
         value = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([value ^ bits]))
+
+
+def rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
+    """The store record's version changed, with a checksum that matches."""
+    data = bytearray(files["rows.lmdb"])
+    at, found = data.find(b"tierrows"), 0
+    while at >= 0:
+        record = bytes(data[at : at + 8]) + version.to_bytes(8, "little") + bytes(data[at + 16 : at + 32])
+        data[at : at + 40] = record + xxhash.xxh64_intdigest(record).to_bytes(8, "little")
+        at, found = data.find(b"tierrows", at + 8), found + 1
+    assert found
+    return files | {"rows.lmdb": bytes(data)}
+
+
+def manifest_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
+    """The manifest's version changed, with a digest that matches."""
+    body = json.loads(files["manifest.json"])["body"] | {"format_version": version}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return files | {"manifest.json": json.dumps({"body": body, "sha256": digest}).encode()}

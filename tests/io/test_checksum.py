@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.damage import PAGE
-from tests.io.support import RowPlace, flip, oracle_checksum, oracle_seed, place_of
+from tests.io.support import RowPlace, flip, manifest_format, oracle_checksum, oracle_seed, place_of, rows_format
 from tierstore.errors import ChecksumError
 from tierstore.io.checksum import crc32c, crc32c_in_software, is_row, row_checksum
 from tierstore.kernels.arrays import Words
@@ -98,10 +98,9 @@ def _make_older(folder: Path, places: dict[int, RowPlace]) -> None:
         checksum = xxhash.xxh64_intdigest(content, seed=oracle_seed(row, place.number, place.index))
         assert data[place.pair + 8 : place.pair + 16] != checksum.to_bytes(8, "little")
         struct.pack_into("<QQ", data, place.pair, row, checksum)
-    while (at := data.find(record := b"tierrows" + (5).to_bytes(8, "little"))) >= 0:
-        data[at : at + 32] = record[:8] + (4).to_bytes(8, "little") + data[at + 16 : at + 32]
-        data[at + 32 : at + 40] = xxhash.xxh64_intdigest(bytes(data[at : at + 32])).to_bytes(8, "little")
-    (folder / "rows.lmdb").write_bytes(data)
+    files = {"rows.lmdb": bytes(data), "manifest.json": (folder / "manifest.json").read_bytes()}
+    for name, content in rows_format(manifest_format(files, 4), 4).items():
+        (folder / name).write_bytes(content)
 
 
 def _values(rows: torch.Tensor, generation: int) -> torch.Tensor:

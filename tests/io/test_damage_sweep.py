@@ -3,7 +3,6 @@
 A sample of places in every run; ``pytest -m soak`` tries a bit of every byte of the row file.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 import tierstore
 from tests.damage import PAGE, Case, Outcome, Sample, flips, make_aged, make_sample, mixes, page_damage, row_file, sweep
+from tests.io.support import manifest_format, rows_format
 from tierstore.errors import DamagedError, FormatError
 
 
@@ -85,28 +85,6 @@ def test_files_of_two_stores_empty_and_missing(samples: list[Sample]) -> None:
     assert _failures(list(mixes(samples[0])), samples) == []
 
 
-def _rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    """The store record's version changed, with a checksum that matches."""
-    import xxhash
-
-    data = bytearray(files["rows.lmdb"])
-    at, found = data.find(b"tierrows"), 0
-    while at >= 0:
-        record = bytes(data[at : at + 8]) + version.to_bytes(8, "little") + bytes(data[at + 16 : at + 32])
-        data[at : at + 40] = record + xxhash.xxh64_intdigest(record).to_bytes(8, "little")
-        at, found = data.find(b"tierrows", at + 8), found + 1
-    assert found
-    return files | {"rows.lmdb": bytes(data)}
-
-
-def _manifest_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
-    import hashlib
-
-    body = json.loads(files["manifest.json"])["body"] | {"format_version": version}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    return files | {"manifest.json": json.dumps({"body": body, "sha256": digest}).encode()}
-
-
 Change = Callable[[dict[str, bytes], int], dict[str, bytes]]
 
 
@@ -114,12 +92,12 @@ Change = Callable[[dict[str, bytes], int], dict[str, bytes]]
 @pytest.mark.parametrize(
     ("change", "version", "expected"),
     [
-        (change, version, f"this release reads version {known}")
-        for change, known in ((_rows_format, 5), (_manifest_format, 4))
-        for version in (0, known + 1)
+        (change, version, "this release reads version 5")
+        for change in (rows_format, manifest_format)
+        for version in (0, 6)
     ]
-    + [(_rows_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2, 3)]
-    + [(_manifest_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2)],
+    + [(rows_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2, 3)]
+    + [(manifest_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2)],
 )
 def test_other_format_versions(
     samples: list[Sample], tmp_path: Path, change: Change, version: int, expected: str, mode: str

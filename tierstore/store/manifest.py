@@ -21,7 +21,8 @@ from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
 from ..system.plainfile import read_plain_file
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
+_FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py
 _OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
@@ -197,7 +198,7 @@ class Manifest:
                 f"{path} is of an older release (format version {version}; this one reads {FORMAT_VERSION}): with the "
                 "older release run tierstore export, then with this one tierstore import"
             )
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, _FORMAT_BEFORE):
             raise FormatError(
                 f"{path} is of format version {excerpt(version)}; this release reads version {FORMAT_VERSION}. Open it "
                 "with the release that wrote it"
