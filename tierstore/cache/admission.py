@@ -263,9 +263,8 @@ def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s)
         found[i] = index_find(entries, records, keys[i])
 
 
-@kernel
-def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
-    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
+@inline
+def _touch(state: CacheState, chosen: Int32s, distinct: Int32s) -> Any:
     slots, tallies = state.slots, state.tallies
     bad, count = NOTHING_WRONG, 0
     policy_begin(state, chosen.size)
@@ -285,6 +284,26 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
     tallies[Tally.HITS] += count
     policy_settle(state, count)
     return bad
+
+
+@kernel
+def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
+    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
+    bad: int = _touch(state, chosen, distinct)
+    return bad
+
+
+@kernel
+def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -> bool:
+    """``DdrCache.use``: whether all rows are in; ``found`` receives their slots, ``distinct`` as of ``touch_slots``."""
+    for i in range(keys.size):
+        index_prefetch(state.entries, state.slots, keys, i)
+        slot = index_find(state.entries, state.slots, keys[i])
+        if slot < 0 or state.slots[slot]["flags"] & LOADING:
+            return False
+        found[i] = slot
+    _touch(state, found, distinct)
+    return True
 
 
 @kernel

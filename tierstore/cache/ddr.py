@@ -34,6 +34,7 @@ OVERHEAD_BYTES: Final[dict[str, int]] = {
 }
 """Index and policy, in bytes per cached row."""
 _STAMP_MAX: Final = 2**31 - 1
+_HITS: Final = int(Tally.HITS)
 
 
 def overhead_bytes_of(capacity: int, policy: PolicyName) -> int:
@@ -79,9 +80,17 @@ class DdrCache(HostCache):
 
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        distinct, before = np.empty_like(slots), self._books.tallies[Tally.HITS]
+        distinct, before = np.empty_like(slots), self._books.tallies[_HITS]
         self.require(kernels.touch_slots(self._books, slots, distinct), slots, "touch", "resident")
-        self._observe(distinct[: self._books.tallies[Tally.HITS] - before])
+        self._observe(distinct[: self._books.tallies[_HITS] - before])
+
+    def use(self, keys: Int64s) -> Int32s | None:
+        """``find`` and ``touch`` by one compiled call; None, and nothing changes, if a row is not in, or awaited."""
+        (found, distinct), before = np.empty((2, len(keys)), np.int32), self._books.tallies.item(_HITS)
+        if not kernels.use_keys(self._books, keys, found, distinct):
+            return None
+        self._observe(distinct[: self._books.tallies.item(_HITS) - before])
+        return found
 
     def _observe(self, slots: Int32s) -> None:
         """The rows of these resident slots were accessed."""

@@ -90,7 +90,7 @@ class ShardedModule(TieredModule):
 
     is_collective = True
 
-    def _pooled_in_memory(self, *arguments: Any) -> None:
+    def _pooled_directly(self, *arguments: Any) -> None:
         """Nothing: all ranks take part in each lookup."""
 
     @property

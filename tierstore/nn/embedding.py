@@ -75,11 +75,11 @@ class TieredEmbedding(TieredModule):
     def _tables(self) -> list[Table]:
         return [self.table]
 
-    def _pooled_in_memory(self, ids: Tensor) -> Tensor | None:
+    def _pooled_directly(self, ids: Tensor) -> Tensor | None:
         if self.padding_idx is not None or not ids.is_cpu:
             return None
         bags = torch.arange(ids.numel() + 1)
-        rows = self.table.pooled_in_memory(ids.reshape(-1), bags, "sum")
+        rows = self.table.pooled_directly(ids.reshape(-1), bags, "sum")
         if rows is None or ids.dim() == 1:
             return rows
         return torch.from_numpy(rows.numpy().reshape(*ids.shape, self.embedding_dim))  # not a view, as in ``_forward``
@@ -178,12 +178,12 @@ class TieredEmbeddingBag(TieredModule):
     def _tables(self) -> list[Table]:
         return [self.table]
 
-    def _pooled_in_memory(
+    def _pooled_directly(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor | None:
         if offsets is None or per_sample_weights is not None or self.padding_idx is not None:
             return None
-        return self.table.pooled_in_memory(ids, offsets, self.mode, is_last_given=self.include_last_offset)
+        return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
 
     def _prepare(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -52,7 +52,7 @@ class TieredModule(Unpicklable, nn.Module, ABC):
     def _prepare(self, *arguments: Any) -> Prepared:
         """The lookups of one call of ``forward``, whose arguments these are."""
 
-    def _pooled_in_memory(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
+    def _pooled_directly(self, *arguments: Any) -> Tensor | None:  # noqa: ARG002
         """What a call without gradients gives, where one compiled call does it: most of a small lookup's time is
         Python's. None: ``_prepare`` must."""
         return None
@@ -197,7 +197,7 @@ def _look_up(
         module._require_one_process()
     prepared = module._prepared.take(arguments[0], sources)
     if prepared is None and not torch.is_grad_enabled():
-        pooled = module._pooled_in_memory(*arguments)
+        pooled = module._pooled_directly(*arguments)
         if pooled is not None:
             note_pass()
             return pooled

@@ -1,11 +1,9 @@
 """Resident rows when every row has its own slot: ids give slots directly. Nothing is evicted, so nothing is pinned.
 
-For small lookups, arguments are prepared once and not per call (``InMemory``): a lookup of one bag takes 5 us; by
+For small lookups, arguments are prepared once and not per call (``InPlace``): a lookup of one bag takes 5 us; by
 ``Lookup`` it takes 20, nearly all of it Python's.
 """
 
-import os
-import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,30 +14,27 @@ from torch import Tensor
 from ..cache import FullCache
 from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT
 from ..kernels import slots as kernels
-from ..kernels.arrays import Floats, Int32s, Int64s
-from ..kernels.floats import FLOAT32
-from ..kernels.jit import JIT_ENABLED
+from ..kernels.arrays import Int32s, Int64s, Weights
 from . import direct
 from .arena import Arena, pool_part
 from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS, Bags, Batch, FromIds, IdsOfBags, Pooling, Update
 from .leases import Leases, ResidentRows
+from .one_table import OneTable, has_one_call
 from .pins import Lease, Pins
 from .writeback import WriteBack
 
 _NO_FLAGS: Final = np.empty(0, np.uint8)
-_NUMPY_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}
+_NUMPY_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}  # all that come here
 
 
-class InMemory:
-    """A table in a pool where every row has a slot. The pool is not kept alive."""
+class InPlace(OneTable):
+    """A table in a pool where every row has a slot."""
 
     def __init__(self, arena: Arena, cache: FullCache, table_index: int, num_rows: int) -> None:
-        self._arena = weakref.ref(arena)
-        self._process_id = os.getpid()
-        self._dim = arena.layout.dim
+        super().__init__(arena, num_rows)
         self._few = direct.few(self._dim)
         firsts = cache.numbering.first_slots(np.array([table_index], np.int64))
-        self._range = int(firsts[0]), num_rows
+        self._first = int(firsts[0])
         limits, starts, columns = np.array([num_rows], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
         self._kept = firsts, limits, starts, columns  # by their addresses in the arguments
         self._arguments = direct.laid_out(
@@ -48,59 +43,22 @@ class InMemory:
         )  # fmt: skip
         self._alone: dict[torch.dtype, direct.Split] = {}
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the pool was closed, as when a new table brought a new one."""
-        arena = self._arena()
-        return arena is None or arena.is_closed
-
-    def rows(self, ids: Int64s) -> Floats | None:
-        """float32 [n, dim], the rows of these ids; None if one is no row or not resident."""
-        arena = self._arena()
-        if arena is None or os.getpid() != self._process_id:
-            return None
+    def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
         cache = arena.cache
         assert isinstance(cache, FullCache)
-        weights = arena.weights
-        rows = np.empty((len(ids), self._dim), weights.dtype)
-        with arena.lock:
-            if arena.is_closed:
-                return None
-            flags = _NO_FLAGS if cache.is_complete else cache.flags
-            status = kernels.copy_rows_of_ids(
-                ids, *self._range, flags, RESIDENT | LOADING, RESIDENT, weights, self._dim, rows
-            )
-            if status != kernels.DONE:
-                return None
+        flags = _NO_FLAGS if cache.is_complete else cache.flags
+        status = kernels.copy_rows_of_ids(
+            ids, self._first, self._num_rows, flags, RESIDENT | LOADING, RESIDENT, arena.weights, self._dim, rows
+        )
+        if status == kernels.DONE:
             cache.note_hits(len(ids))
-        if arena.dtype_code == FLOAT32:
-            return rows
-        return torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+        return status == kernels.DONE
 
-    def pooled(self, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
-        """As ``Table.pooled``, of mode ``kernels.SUM`` or ``MEAN``; None where that must do it: a row is not resident,
-        or an argument is wrong or not a plain tensor in memory."""
-        arena = self._arena()
-        if not (
-            arena is not None
-            and os.getpid() == self._process_id  # else this is a fork, without the store's threads
-            and type(ids) is Tensor
-            and type(offsets) is Tensor
-            and ids.is_cpu
-            and offsets.is_cpu
-            and offsets.dtype is torch.int64
-            and ids.dim() == offsets.dim() == 1
-            and ids.is_contiguous()
-            and offsets.is_contiguous()
-            and offsets.data_ptr()
-        ):
-            return None
+    def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         alone = self._alone.get(ids.dtype)
         if alone is not None and ids.numel() < self._few:
             return self._run(arena, alone, ids, offsets, mode, is_last_given)
-        id_type, weight_type = _NUMPY_TYPES.get(ids.dtype), arena.weights.dtype.type
-        if id_type is None:
-            return None
+        id_type, weight_type = _NUMPY_TYPES[ids.dtype], arena.weights.dtype.type
         how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
         if how is None:
             return None
@@ -211,7 +169,5 @@ class InPlaceRows(ResidentRows):
                 dirty=DIRTY | CHANGED, seeds=update.seeds, keys=keys,
             )  # fmt: skip
 
-    def one_table(self, table_index: int, num_rows: int) -> InMemory | None:
-        if not JIT_ENABLED or self._arena.layout.is_quantized:
-            return None
-        return InMemory(self._arena, self._cache, table_index, num_rows)
+    def one_table(self, table_index: int, num_rows: int) -> InPlace | None:
+        return InPlace(self._arena, self._cache, table_index, num_rows) if has_one_call(self._arena) else None

@@ -6,11 +6,11 @@ To bring rows in is to reserve slots, write next victims back, and read rows or 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..cache import Admission, AdmitStatus, CacheCounters
+from ..cache import Admission, AdmitStatus, CacheCounters, DdrCache
 from ..config import TableConfig
 from ..errors import BudgetError
 from ..kernels import slots as kernels
@@ -19,11 +19,9 @@ from ..layout import KEY_ROW_BITS
 from .arena import Arena, pool_part
 from .bags import NO_INTS, Bags, Batch, Distinct, FromIds, IdsOfBags, Numbering, Pooling, Update
 from .converting import RowSource
+from .one_table import InCache, OneTable, has_one_call
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
 from .writeback import WriteBack
-
-if TYPE_CHECKING:
-    from .in_place import InMemory
 
 
 class Leases:
@@ -257,12 +255,16 @@ class ResidentRows(ABC):
         """Merge each row's gradients in their fixed order, mark it dirty, update it. Without a lease, if a later part
         of a split batch cannot be brought in, the rows of earlier parts are updated."""
 
-    def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":  # noqa: ARG002
-        """Lookups of a table by one compiled call; None if that is not to be had."""
-        return None
+    @abstractmethod
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        """Small lookups of a table; None if they are as others."""
 
 
 class EvictingRows(ResidentRows):
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        is_ours = isinstance(self._arena.cache, DdrCache) and has_one_call(self._arena)
+        return InCache(self._arena, self._leases, table_index, num_rows) if is_ours else None
+
     def has_room(self, batch: Batch) -> bool:
         return self._pins.has_room(len(batch.distinct.keys))
 

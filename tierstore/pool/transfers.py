@@ -23,7 +23,7 @@ from .leases import Leases, ResidentRows
 from .writeback import WriteBack
 
 if TYPE_CHECKING:
-    from .in_place import InMemory
+    from .one_table import OneTable
 
 _Fill = Callable[[Int32s, Any], None]
 """Fills slots, given the places of their rows among the keys: int64 [n] or a slice."""
@@ -211,8 +211,8 @@ class Tier(Protocol):
     def put_first_values(self, keys: Int64s, ids: Int64s) -> None:
         """As of ``Transfers``; no row of them is in use, but by batches that were prepared."""
 
-    def one_table(self, table_index: int, num_rows: int) -> "InMemory | None":
-        """Lookups of a table by one compiled call; None if that is not to be had."""
+    def one_table(self, table_index: int, num_rows: int) -> "OneTable | None":
+        """Small lookups of a table; None if they are as others."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -27,7 +27,7 @@ from ..lookup.tables import Found, Use, id_error
 from ..optim.configs import Hyper, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.bags import Features
-from ..pool.in_place import InMemory
+from ..pool.one_table import OneTable
 from ..pool.stats import IdStats
 from ..system.checks import require_choice
 from ..system.hints import Unpicklable
@@ -73,7 +73,7 @@ class Table(Unpicklable):
         self.layout = layout
         self.rows = config.rows
         self.ids: TableIds | None = None
-        self._in_memory: InMemory | None = None
+        self._one_table: OneTable | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
         self._learning_rate = self.first_rate = config.optimizer.lr
@@ -124,7 +124,7 @@ class Table(Unpicklable):
 
     def leave(self) -> None:
         """The store has moved to a version without this table. Another may take its place."""
-        self._is_gone, self._in_memory = True, None
+        self._is_gone, self._one_table = True, None
 
     @property
     def pool(self) -> Pool:
@@ -289,23 +289,23 @@ class Table(Unpicklable):
         return rows
 
     def _rows_in_memory(self, ids: Int64s) -> tuple[Int64s, Floats | None]:
-        memory = self._memory()
-        if memory is not None:
-            return ids | (self.index << KEY_ROW_BITS), memory.rows(ids)
+        direct = self._direct()
+        if direct is not None:
+            return ids | (self.index << KEY_ROW_BITS), direct.rows(ids)
         keys = self._keys(torch.from_numpy(ids))
         if (keys < 0).any():
             return keys, None
         rows = self.in_pool(lambda pool: pool.tier.read_in_memory(keys))
         return keys, None if rows is None else rows.float().numpy()
 
-    def _memory(self) -> InMemory | None:
-        """Lookups by one compiled call; None if rows have no slots of their own."""
-        if self._in_memory is None or self._in_memory.is_over:
+    def _direct(self) -> OneTable | None:
+        """Small lookups; None if they are as others."""
+        if self._one_table is None or self._one_table.is_over:
             self.require_whole()
             if self.ids is not None:
                 return None
-            self._in_memory = self.pool.tier.one_table(self.index, self.config.num_embeddings)
-        return self._in_memory
+            self._one_table = self.pool.tier.one_table(self.index, self.config.num_embeddings)
+        return self._one_table
 
     def read(self, ids: Tensor) -> Tensor:
         """Rows of ``ids``.
@@ -513,7 +513,7 @@ class Table(Unpicklable):
         mode = self.config.pooling if mode is None else mode
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
-        pooled = self.pooled_in_memory(ids, offsets, mode) if per_sample_weights is None else None
+        pooled = self.pooled_directly(ids, offsets, mode) if per_sample_weights is None else None
         if pooled is not None:
             return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
@@ -524,21 +524,19 @@ class Table(Unpicklable):
             self.store.recorder.note_lookups([lookup.joined])
         return out
 
-    def pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
-        """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, the mode is
-        "max", a row is not in memory, or rows have no slots of their own. ``is_last_given``: else ``offsets`` are all
-        but the last."""
-        pool = self._known_pool()
-        if mode == "max" or self.ids is not None or (pool is not None and not pool.rows.takes_ids):
+    def pooled_directly(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
+        """``pooled`` by a ``OneTable``; None where a ``Lookup`` must do it, as for the mode "max". ``is_last_given``:
+        else ``offsets`` are all but the last."""
+        if mode == "max" or self.ids is not None or self.layout.is_quantized:
             return None
         arguments, store = (ids, offsets, MODES[mode], is_last_given), self.store
-        memory, shown = self._in_memory, store.shown
+        known, shown = self._one_table, store.shown
         before = shown.changes
         try:
-            pooled = None if memory is None else memory.pooled(*arguments)
+            pooled = None if known is None else known.pooled(*arguments)
             if pooled is None or before & 1 or shown.changes != before:
-                failed = memory if pooled is None else None
-                pooled = shown.at_one(lambda: self._pooled_by_one_call(failed, *arguments))
+                failed = known if pooled is None else None
+                pooled = shown.at_one(lambda: self._pooled_at_one(failed, *arguments))
         except RuntimeError:
             refuse_transforms()
             raise
@@ -547,11 +545,11 @@ class Table(Unpicklable):
             store.recorder.note_bags(self.index, self.config.num_embeddings, ids.numpy(), ends)
         return pooled
 
-    def _pooled_by_one_call(self, failed: InMemory | None, *arguments: Any) -> Tensor | None:
+    def _pooled_at_one(self, failed: OneTable | None, *arguments: Any) -> Tensor | None:
         self.store.require_open()
         self.require_whole()
-        memory = self._memory()
-        return None if memory is None or memory is failed else memory.pooled(*arguments)
+        direct = self._direct()
+        return None if direct is None or direct is failed else direct.pooled(*arguments)
 
     def jagged(
         self,

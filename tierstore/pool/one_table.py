@@ -1,0 +1,158 @@
+"""Small lookups of one table, by as few calls of compiled code as can be: most of their time is Python's.
+
+They give None where a ``Lookup`` must do it: a row is not in memory, or an argument is wrong or not a plain tensor
+there.
+"""
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache import DdrCache
+from ..errors import TierstoreError
+from ..kernels import slots as kernels
+from ..kernels.arrays import Floats, Int32s, Int64s, Weights
+from ..kernels.floats import FLOAT32
+from ..kernels.jit import JIT_ENABLED
+from ..layout import KEY_ROW_BITS
+from ..system.signals import shielded
+from . import direct
+from .arena import Arena
+from .bags import NO_ARG_MAX, NO_FLOATS, Distinct
+
+if TYPE_CHECKING:
+    from .leases import Leases
+
+_COLUMN: Final = np.zeros(1, np.int32)
+_ID_TYPES: Final = (torch.int64, torch.int32)
+
+
+def has_one_call(arena: Arena) -> bool:
+    """Whether tables of these rows have such lookups."""
+    return JIT_ENABLED and not arena.layout.is_quantized
+
+
+class OneTable(ABC):
+    """A table of a pool, which is not kept alive."""
+
+    def __init__(self, arena: Arena, num_rows: int) -> None:
+        self._arena = weakref.ref(arena)
+        self._process_id = os.getpid()
+        self._dim = arena.layout.dim
+        self._num_rows = num_rows
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pool was closed, as when a new table brought a new one."""
+        arena = self._arena()
+        return arena is None or arena.is_closed
+
+    def rows(self, ids: Int64s) -> Floats | None:
+        """float32 [n, dim], the rows of these ids."""
+        arena = self._arena()
+        if arena is None or os.getpid() != self._process_id:  # this is a fork, without the store's threads
+            return None
+        rows = np.empty((len(ids), self._dim), arena.weights.dtype)
+        with arena.lock:
+            if arena.is_closed or not self._copy(arena, ids, rows):
+                return None
+        if arena.dtype_code == FLOAT32:
+            return rows
+        return torch.from_numpy(rows).view(arena.layout.torch_dtype).float().numpy()
+
+    def pooled(self, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
+        """As ``Table.pooled``, of mode ``kernels.SUM`` or ``MEAN``."""
+        arena = self._arena()
+        if not (
+            arena is not None
+            and os.getpid() == self._process_id
+            and type(ids) is Tensor
+            and type(offsets) is Tensor
+            and ids.is_cpu
+            and offsets.is_cpu
+            and ids.dtype in _ID_TYPES
+            and offsets.dtype is torch.int64
+            and ids.dim() == offsets.dim() == 1
+            and ids.is_contiguous()
+            and offsets.is_contiguous()
+            and offsets.data_ptr()
+        ):
+            return None
+        return self._pool(arena, ids, offsets, mode, is_last_given)
+
+    @abstractmethod
+    def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
+        """Copy rows out, unless one is not in. The caller holds the lock."""
+
+    @abstractmethod
+    def _pool(
+        self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool
+    ) -> Tensor | None: ...  # fmt: skip
+
+
+class InCache(OneTable):
+    """A table in a pool whose rows may be evicted: one call finds them and tells the policy, another pools them."""
+
+    def __init__(self, arena: Arena, leases: "Leases", table_index: int, num_rows: int) -> None:
+        super().__init__(arena, num_rows)
+        self._leases = weakref.ref(leases)
+        self._few = direct.few(self._dim)
+        self._table_key = table_index << KEY_ROW_BITS
+
+    def _keys(self, ids: Int64s) -> Int64s | None:
+        keys = np.empty(len(ids), np.int64)
+        return keys if kernels.row_keys(ids, 0, self._num_rows, self._table_key, keys) < 0 else None
+
+    def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
+        keys = self._keys(ids)
+        slots = None if keys is None else _use(arena, keys)
+        if slots is not None:
+            kernels.copy_rows_out(slots, arena.weights, self._dim, rows)
+        return slots is not None
+
+    def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
+        num_ids, bags = ids.numel(), offsets.numel() - is_last_given
+        keys = self._keys(ids.numpy()) if num_ids < self._few else None
+        starts = np.full(bags + 1, num_ids, np.int64)
+        starts[: offsets.numel()] = offsets.numpy()
+        if keys is None or not kernels.copy_offsets(starts, num_ids, starts):
+            return None
+        pooled = np.empty((bags, self._dim), np.float32)
+
+        def add(slots: Int32s) -> None:
+            kernels.pool_rows(
+                0, bags, 0, num_ids, starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
+                _COLUMN, bags, pooled, NO_ARG_MAX,
+            )  # fmt: skip
+
+        with arena.lock:
+            slots = None if arena.is_closed else _use(arena, keys)
+            if slots is not None:
+                add(slots)
+        return torch.from_numpy(pooled) if slots is not None or self._bring_in(arena, keys, add) else None
+
+    @shielded
+    def _bring_in(self, arena: Arena, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
+        """Whether there was room for all rows. What fails is left to a ``Lookup``, which tells."""
+        leases = self._leases()
+        try:
+            lease = None if leases is None else leases.acquire_whole(Distinct.of(keys), slice(None))
+        except TierstoreError:
+            return False
+        if lease is None:
+            return False
+        with arena.rows_lock:
+            use(lease.position_slots)
+        lease.release()
+        return True
+
+
+def _use(arena: Arena, keys: Int64s) -> Int32s | None:
+    assert isinstance(arena.cache, DdrCache)
+    return arena.cache.use(keys)
