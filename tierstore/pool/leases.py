@@ -67,13 +67,18 @@ class Leases:
         to be admitted in order. DamagedError as of ``acquire``."""
         if len(rows.keys) > self._arena.cache.capacity:
             return None
-        lease = self._admit(np.ascontiguousarray(rows.keys[order]), read=True, whole=True)
-        if not len(lease.slots):
+        lease = self.acquire_all(np.ascontiguousarray(rows.keys[order]))
+        if lease is None:
             return None
         slots = np.empty_like(lease.slots)
         slots[order] = lease.slots
         lease.slots, lease.inverse = slots, rows.inverse
         return lease
+
+    def acquire_all(self, keys: Int64s) -> Lease | None:
+        """``acquire`` of all positions; None, and nothing is read, if there is no room for their rows."""
+        lease = self._admit(keys, read=True, whole=True)
+        return lease if len(lease.slots) else None
 
     def _admit(
         self, keys: Int64s, *, read: bool, whole: bool = False, fill: Callable[[Admission], None] | None = None

@@ -24,7 +24,7 @@ from ..layout import KEY_ROW_BITS
 from ..system.signals import shielded
 from . import direct
 from .arena import Arena
-from .bags import NO_ARG_MAX, NO_FLOATS, Distinct
+from .bags import NO_ARG_MAX, NO_FLOATS
 
 if TYPE_CHECKING:
     from .leases import Leases
@@ -142,7 +142,7 @@ class InCache(OneTable):
         """Whether there was room for all rows. What fails is left to a ``Lookup``, which tells."""
         leases = self._leases()
         try:
-            lease = None if leases is None else leases.acquire_whole(Distinct.of(keys), slice(None))
+            lease = None if leases is None else leases.acquire_all(keys)
         except TierstoreError:
             return False
         if lease is None:
