@@ -215,24 +215,31 @@ def replay_batches(
     state: CacheState,
     keys: Int64s,
     starts: Int64s,
-    window: Int64s,
     limits: Int64s,
+    changed: Int64s,
+    rates: Int64s,
+    progress: Int64s,
     pinned: Int32s,
     is_hit: Bools,
     scratch: Int32s,
 ) -> None:
-    """``DdrCache.access``, from one batch to another.
+    """``DdrCache.access``.
 
     Args:
-        window: int64 [7]: the oldest batch that is pinned; the first and the last (exclusive) to replay; scratch.
         limits: int64 [2]: ``depth`` and ``held_rows``.
-        pinned: int32 [n], the slot of each key that is pinned, else -1.
+        changed: int64 [changes], ascending: how many batches are over when TinyLFU's rate changes.
+        rates: int64 [changes]: what it is then.
+        progress: int64 [4]: scratch.
+        pinned: int32 [n], all -1; in the end, too.
         is_hit: bool [n], written.
         scratch: int32 [2, keys of the largest batch].
     """
     depth, held_rows = limits[0], limits[1]
-    oldest, progress = window[0], window[3:]
-    for batch in range(window[1], window[2]):
+    oldest, change = 0, 0
+    for batch in range(starts.size - 1):
+        while change < changed.size and changed[change] <= batch:
+            state.tallies[Tally.RATE] = rates[change]
+            change += 1
         begin, stop = starts[batch], starts[batch + 1]
         while oldest < batch - depth or (oldest < batch and stop - starts[oldest] > held_rows):
             _release(state, pinned[starts[oldest] : starts[oldest + 1]])
@@ -252,7 +259,7 @@ def replay_batches(
             if begin < stop:  # every slot is pinned
                 _release(state, pinned[starts[oldest] : begin])
                 oldest = batch
-    window[0] = oldest
+    _release(state, pinned)
 
 
 @kernel

@@ -16,7 +16,7 @@ from .sketch import BLOCK_BYTES, sketch_width
 
 BUCKET_BYTES: Final = 4 + 8 + 4  # of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)
 _ALIGNMENT_BYTES: Final = BLOCK_BYTES
-MAX_FREQUENCY: Final = 63  # of TinyLFU: accesses of a row are counted up to this, and each count is a level of the list
+LEVELS: Final = 256  # of TinyLFU: the list's main part has so many, and a counter of the sketch holds one
 
 
 MAX_BATCHES: Final = 1024  # of lookahead: announced at a time, less one
@@ -48,8 +48,9 @@ class Tally(IntEnum):
     FROZEN: Final = 12
     MAIN_LAST: Final = 13  # TinyLFU: the last slot before the window's, the root if there is none
     WINDOW_ROWS: Final = 14
-    WINDOW_LIMIT: Final = 15  # rows the window keeps
-    UNHALVED: Final = 16  # accesses since counts were halved
+    BASE: Final = 15  # TinyLFU: the level of a row with one access, now
+    RATE: Final = 16  # by which each access advances the clock
+    CLOCK: Final = 23  # since ``BASE`` rose
     UNKNOWN_LAST: Final = 17  # Lookahead: the last slot of no known use, the root if there is none
     OLDEST_BATCH: Final = 18
     NEWEST_BATCH: Final = 19  # numbers of the announced batches, the newest below the oldest if there is none
@@ -71,7 +72,7 @@ class CacheState(NamedTuple):
     bucket_count: Int64s  # LFU, int64 [capacity]: accesses of each row in the bucket
     bucket_tail: Int32s  # LFU, int32 [capacity]: the bucket's last slot
     level_tail: Int32s
-    """TinyLFU, int32 [MAX_FREQUENCY + 1]: the last slot of the rows accessed so often, the root if there is none.
+    """TinyLFU, int32 [LEVELS]: the last slot of the main part's rows of this level, the root if there is none.
     Lookahead, int32 [MAX_BATCHES]: the last slot of the rows that this batch uses next."""
     sketch: Bytes  # TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py
     uses: SlotRecords  # Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses
@@ -95,7 +96,7 @@ def _lengths(capacity: int, policy: str) -> dict[str, int]:
     if policy == "lfu":
         lengths |= dict.fromkeys(("bucket", "bucket_count", "bucket_tail"), capacity)
     if policy == "tinylfu":
-        lengths |= {"level_tail": MAX_FREQUENCY + 1, "sketch": sketch_width(capacity)}
+        lengths |= {"level_tail": LEVELS, "sketch": sketch_width(capacity)}
     if policy == "lookahead":
         num_uses = min(USES_PER_ROW * capacity, _USES_MAX)
         lengths |= {"level_tail": MAX_BATCHES, "batches": MAX_BATCHES}

@@ -14,8 +14,8 @@ from ..kernels.arrays import Bools, Int32s, Int64s
 from ..system.checks import require_int
 from . import admission as kernels
 from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
+from .aging import Aging, Changes, aging_bytes_of
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
-from .dueling import Duel, duel_bytes_of
 from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
 from .index import SLOT_DTYPE
 from .integrity import check_state
@@ -39,7 +39,7 @@ _HITS: Final = int(Tally.HITS)
 
 def overhead_bytes_of(capacity: int, policy: PolicyName) -> int:
     """Bytes a ``DdrCache`` of this capacity allocates beside its rows."""
-    return state_bytes_of(capacity, policy) + (duel_bytes_of(capacity) if policy == "tinylfu" else 0)
+    return state_bytes_of(capacity, policy) + (aging_bytes_of(capacity) if policy == "tinylfu" else 0)
 
 
 class DdrCache(HostCache):
@@ -61,7 +61,7 @@ class DdrCache(HostCache):
             raise ValueError(f"policy={policy!r} is none of {', '.join(get_args(PolicyName))}")
         self.policy: Final = policy
         self._books: CacheState = new_state(capacity, policy)
-        self._duel = Duel(self._books) if policy == "tinylfu" else None
+        self._aging = Aging(self._books) if policy == "tinylfu" else None
         slots = self._books.slots[:-1]
         super().__init__(
             slots["flags"], slots["pins"], self._books.tallies, weight_words=weight_words, state_words=state_words
@@ -94,11 +94,14 @@ class DdrCache(HostCache):
 
     def _observe(self, slots: Int32s) -> None:
         """The rows of these resident slots were accessed."""
-        if self._duel:
+        if self._aging:
             keys = np.empty(len(slots), np.int64)
             kernels.keys_of_slots(self._books, slots, keys)
-            if len(self._duel.observe(keys)) % 2:
-                self._duel.turn()
+            self._take_rate(self._aging.observe(keys))
+
+    def _take_rate(self, changes: Changes) -> None:
+        if len(changes.rates):
+            self._books.tallies[Tally.RATE] = changes.rates[-1]
 
     def admit(self, admission: Admission) -> AdmitStatus:
         progress = admission.progress
@@ -194,19 +197,15 @@ class DdrCache(HostCache):
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)
         pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
-        limits, window = np.array([depth, held_rows]), np.zeros(7, np.int64)
+        limits, progress = np.array([depth, held_rows]), np.zeros(4, np.int64)
         self._require_stamps(2 * len(keys))
-
-        def replay(stop: int) -> None:
-            window[1:3] = window[2], stop
-            kernels.replay_batches(self._books, keys, starts, window, limits, pinned, is_hit, scratch)
-
-        if self._duel:
-            for stop in _stops(self._duel.observe(keys), starts):
-                replay(stop)
-                self._duel.turn()
-        replay(len(starts) - 1)
-        self.unpin(pinned[pinned >= 0])
+        nothing = np.empty(0, np.int64)
+        changes = self._aging.observe(keys) if self._aging else Changes(nothing, nothing)
+        over = np.searchsorted(starts, changes.positions, side="right")
+        kernels.replay_batches(
+            self._books, keys, starts, limits, over, changes.rates, progress, pinned, is_hit, scratch
+        )
+        self._take_rate(changes)
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:
@@ -221,10 +220,3 @@ class DdrCache(HostCache):
 
     def check_integrity(self) -> None:
         check_state(self._books)
-
-
-def _stops(turns: Int64s, starts: Int64s) -> list[int]:
-    """Of turns after these keys, how many batches are over when the window has changed: that is once a batch."""
-    batches, counts = np.unique(np.searchsorted(starts, turns, side="right"), return_counts=True)
-    stops: list[int] = batches[counts % 2 == 1].tolist()
-    return stops

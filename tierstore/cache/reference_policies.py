@@ -147,15 +147,20 @@ class Lookahead(Pinnable):
             self._retired.remove(oldest)
 
 
-LEVELS: Final = 64
+LEVELS: Final = 256
+HALVING: Final = 4
+TICKS_PER_LEVEL: Final = 768
+NEWCOMER: Final = 2
+HIGHEST: Final = 32
+LOWEST: Final = -40
+LOWERED_BASE: Final = 96
 COUNTERS_PER_ROW: Final = 16
 BLOCK: Final = 64
-HALVING_PERIOD: Final = 50
 FILED_PER_ACCESS: Final = 4
-SAMPLED_ROWS: Final = 256
-ROWS_PER_LEAD: Final = 16
-RECENCY_LEAD: Final = 4
 WINDOW_SHARE: Final = 100
+SAMPLED_ROWS: Final = 128
+RATES: Final = (64, 91, 128, 181, 256, 362, 512, 724, 1024, 2266, 5016, 11101, 24576)
+HIT: Final = 256
 WORD: Final = 2**64
 HALF: Final = 2**32
 
@@ -169,7 +174,7 @@ def mixed(key: int) -> int:
 
 
 class Sketch:
-    """What rows had been accessed when they left."""
+    """The levels of rows when they left."""
 
     def __init__(self, capacity: int) -> None:
         self._num_blocks = math.ceil(COUNTERS_PER_ROW * capacity / BLOCK)
@@ -181,46 +186,48 @@ class Sketch:
         block = x // HALF * self._num_blocks // HALF
         return [(block, x % 32), (block, 32 + x // 32 % 32)]
 
-    def count(self, key: int) -> int:
+    def level(self, key: int) -> int:
         return min(self._counters.get(place, 0) for place in self._places(key))
 
-    def leave(self, key: int, count: int) -> None:
+    def leave(self, key: int, level: int) -> None:
         for place in self._places(key):
-            self._counters[place] = max(self._counters.get(place, 0), count)
+            self._counters[place] = max(self._counters.get(place, 0), level)
 
-    def halve(self) -> None:
-        self._counters = {place: count // 2 for place, count in self._counters.items()}
+    def lower(self, amount: int) -> None:
+        self._counters = {place: level - amount for place, level in self._counters.items() if level > amount}
 
 
-class Duel:
-    """Two small caches replay a sample of the accesses; says whether frequency did better lately."""
+class Aging:
+    """Small caches replay a sample of the accesses, each at its own rate; says the mean rate, weighted by hits."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._sampled_rows = min(capacity, SAMPLED_ROWS)
-        self._recency = LRU(self._sampled_rows)
-        self._frequency = TinyLFU(self._sampled_rows, is_sample=True)
-        self._lead = 0
-        self._lead_max = max(1, self._sampled_rows // ROWS_PER_LEAD)
-        self._is_narrow = False
+        self._rows = min(capacity, SAMPLED_ROWS)
+        self._small = [TinyLFU(self._rows, rate) for rate in RATES[::4]]
+        self._scores = [0] * len(self._small)
+        self._waiting: list[int] = []
+        self.rate = RATES[0]
 
-    def observe(self, keys: list[int]) -> bool:
-        """Whether frequency decides after these accesses."""
+    def observe(self, keys: list[int]) -> None:
         for key in keys:
             salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
-            if salted * self._capacity // HALF < self._sampled_rows:
-                self._lead += (key in self._frequency) - (key in self._recency)
-                self._lead = sorted([-RECENCY_LEAD * self._lead_max, self._lead, self._lead_max])[1]
-                if self._lead == self._lead_max:
-                    self._is_narrow = True
-                if self._lead < 0:
-                    self._is_narrow = False
-                self._frequency.access(key)
-                if key in self._recency:
-                    self._recency[key]
-                else:
-                    self._recency[key] = 0
-        return self._is_narrow
+            if salted * self._capacity // HALF < self._rows:
+                self._waiting.append(key)
+                if len(self._waiting) == self._rows:
+                    hits = [sum(small.access(each) for each in self._waiting) for small in self._small]
+                    self._waiting = []
+                    self._scores = [
+                        score + HIT * new - score // 16 for score, new in zip(self._scores, hits, strict=True)
+                    ]
+                    self.rate = self._choose()
+
+    def _choose(self) -> int:
+        best = max(self._scores)
+        if best <= 0:
+            return RATES[0]
+        weights = [2**40 // 2 ** ((best - score) // (4 * HIT)) for score in self._scores]
+        moment = sum(weight * speed for speed, weight in enumerate(weights))
+        return RATES[(8 * moment + sum(weights)) // (2 * sum(weights))]
 
 
 class TinyLFU(Pinnable):
@@ -228,87 +235,101 @@ class TinyLFU(Pinnable):
 
     Args:
         maxsize: keys.
-        is_sample: its window stays narrow.
+        rate: of a small cache, which keeps it.
     """
 
-    def __init__(self, maxsize: int, is_sample: bool = False) -> None:
+    def __init__(self, maxsize: int, rate: int = 0) -> None:
         super().__init__(maxsize)
-        self._counts: dict[int, int] = {}
-        self._levels: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
+        self._levels: dict[int, int] = {}
+        self._new: set[int] = set()
+        self._main: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._window: dict[int, None] = {}
-        self._narrow = max(1, maxsize // WINDOW_SHARE)
-        self._limit = self._narrow if is_sample else maxsize
         self._sketch = Sketch(maxsize)
-        self._unhalved = 0
-        self._duel = None if is_sample else Duel(maxsize)
+        self._base = self._clock = 0
+        self._rate = rate
+        self._aging = None if rate else Aging(maxsize)
 
     def eviction_order(self) -> Iterator[int]:
-        for level in self._levels:
+        for level in self._main:
             yield from level
         yield from self._window
 
-    def __getitem__(self, key: int) -> int:
-        count = min(self._counts[key] + 1, LEVELS - 1)
+    def _raised(self, level: int) -> int:
+        above = max(level - self._base, LOWEST)
+        more = round(HALVING * math.log2(1 + 2 ** (above / HALVING)))
+        return self._base + min(max(more, above + 1), HIGHEST)
+
+    def _place(self, key: int) -> int:
+        return max(0, self._levels[key] - NEWCOMER) if key in self._new else self._levels[key]
+
+    def _leave(self, key: int) -> None:
         if key in self._window:
             del self._window[key]
-            self._window[key] = None
         else:
-            del self._levels[self._counts[key]][key]
-            into = self._window if len(self._window) < self._limit else self._levels[count]
-            into[key] = None
-        self._counts[key] = count
+            del self._main[self._place(key)][key]
+            self._new.discard(key)
+
+    def __getitem__(self, key: int) -> int:
+        is_in_window = key in self._window
+        self._leave(key)
+        self._levels[key] = self._raised(self._levels[key])
+        into = self._window if is_in_window else self._main[self._levels[key]]
+        into[key] = None
         return super().__getitem__(key)
 
     def __setitem__(self, key: int, slot: int) -> None:
         super().__setitem__(key, slot)
-        self._counts[key] = min(self._sketch.count(key) + 1, LEVELS - 1)
+        self._levels[key] = self._raised(self._sketch.level(key))
         self._window[key] = None
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        count = self._counts.pop(key)
-        self._sketch.leave(key, count)
-        if key in self._window:
-            del self._window[key]
-        else:
-            del self._levels[count][key]
+        self._leave(key)
+        self._sketch.leave(key, self._levels.pop(key))
 
-    def access(self, key: int) -> None:
-        """A single access, settled at once."""
+    def access(self, key: int) -> bool:
+        """A single access, settled at once; whether it hit."""
         self.begin(1)
-        if key in self:
+        is_hit = key in self
+        if is_hit:
             self[key]
         else:
             self[key] = 0
         self.settle([key])
+        return is_hit
 
     def begin(self, num_accesses: int) -> None:
         for _ in range(FILED_PER_ACCESS * num_accesses):
-            if len(self._window) <= self._limit:
+            if len(self._window) <= max(1, self.maxsize // WINDOW_SHARE):
                 break
             oldest = next(iter(self._window))
             if oldest in self.pins:
                 break
             del self._window[oldest]
-            level = self._levels[self._counts[oldest]]
+            self._new.add(oldest)
+            level = self._main[self._place(oldest)]
             level[oldest] = None
             level.move_to_end(oldest, last=False)
 
     def settle(self, keys: list[int]) -> None:
         """These keys were accessed by one call."""
-        self._unhalved += len(keys)
-        if self._unhalved >= HALVING_PERIOD * self.maxsize:
-            self._unhalved = 0
-            self._halve()
-        if self._duel:
-            self._limit = self._narrow if self._duel.observe(keys) else int(self.maxsize)
+        self._clock += len(keys) * (self._aging.rate if self._aging else self._rate)
+        period = TICKS_PER_LEVEL * self.maxsize
+        self._base += self._clock // period
+        self._clock %= period
+        if self._base + HIGHEST >= LEVELS:
+            self._lower(self._base - LOWERED_BASE)
+        if self._aging:
+            self._aging.observe(keys)
 
-    def _halve(self) -> None:
-        self._sketch.halve()
-        self._counts = {key: count // 2 for key, count in self._counts.items()}
-        pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
-        merged = [lower | upper for lower, upper in pairs]
-        self._levels = merged + [OrderedDict() for _ in range(LEVELS - len(merged))]
+    def _lower(self, amount: int) -> None:
+        self._base -= amount
+        self._sketch.lower(amount)
+        self._levels = {key: max(0, level - amount) for key, level in self._levels.items()}
+        lowered: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
+        for level, keys in enumerate(self._main):
+            lowered[max(0, level - amount)] |= keys
+        self._main = lowered
 
 
 class LFU(Pinnable):

@@ -1,12 +1,11 @@
-"""Access counts of evicted rows: a count-min sketch of bytes with periodic halving.
+"""Levels of evicted rows (tinylfu.py): a count-min sketch of bytes.
 
-An evicted row leaves its count here, and continues from it when it returns. A counter is raised to a given count, never
-added to (conservative update). So, apart from halving, a row finds at least the count that it left, and more only if
-other rows raised both its counters.
+An evicted row leaves its level here, and continues from it when it returns. A counter is raised to a given level, never
+added to (conservative update). So a row finds at least the level that it left, and more only if other rows raised both
+its counters.
 
 Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the count-min sketch and its applications
-(2005); C. Estan and G. Varghese, New directions in traffic measurement and accounting (2002); halving, G. Einziger,
-R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (2017).
+(2005); C. Estan and G. Varghese, New directions in traffic measurement and accounting (2002).
 """
 
 from typing import Any, Final
@@ -44,26 +43,28 @@ def _second(first: np.uint64, mixed: np.uint64) -> np.uint64:
 
 
 @inline
-def sketch_count(sketch: Bytes, key: Any) -> Any:
-    """int64: what the key's row was accessed when it left, 0 if it is not known."""
+def sketch_level(sketch: Bytes, key: Any) -> Any:
+    """int64: the level of the key's row when it left, 0 if it is not known."""
     mixed = mixed_key(key)
     first = _first(sketch, mixed)
     return min(np.int64(sketch[first]), np.int64(sketch[_second(first, mixed)]))
 
 
 @inline
-def sketch_raise(sketch: Bytes, key: Any, count: Any) -> None:
-    """The key's row leaves after so many accesses."""
+def sketch_raise(sketch: Bytes, key: Any, level: Any) -> None:
+    """The key's row leaves at this level."""
     mixed = mixed_key(key)
     first = _first(sketch, mixed)
     second = _second(first, mixed)
-    if sketch[first] < count:
-        sketch[first] = count
-    if sketch[second] < count:
-        sketch[second] = count
+    if sketch[first] < level:
+        sketch[first] = level
+    if sketch[second] < level:
+        sketch[second] = level
 
 
 @inline
-def sketch_halve(sketch: Bytes) -> None:
+def sketch_lower(sketch: Bytes, amount: Any) -> None:
+    """Lower all levels, down to 0 at most."""
+    lowered = np.uint8(amount)
     for place in range(sketch.size):
-        sketch[place] >>= 1
+        sketch[place] -= min(sketch[place], lowered)

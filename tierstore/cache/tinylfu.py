@@ -1,53 +1,91 @@
-"""TinyLFU as an eviction order: rows by access count, behind them a window of the newest.
+"""TinyLFU as an eviction order: rows by a count that fades, behind them a window of the newest.
 
 A step is O(1).
 
+A row's *level* is the logarithm of its accesses, each worth half as much as one a half-life later: ``HALVING`` levels
+are a factor of two. All counts fade alike, so a level stays as it is until the row's next access; what moves is
+``Tally.BASE``, the level of a row that is accessed once now. Each access advances a clock by ``Tally.RATE``. At the
+slowest rate the order is LFU with a long memory, at the fastest nearly LRU; aging.py chooses between.
+
 A missed row is about to be used, so it is always admitted. It enters the *window*, the end of the list, in order of
-use. A row that leaves a full window enters the *main* part by its access count: before rows of equal count, behind
-those of lower count. So a new row replaces a row only if it was accessed more often, and a loop over more rows than
-slots keeps hitting some of them. A row accessed in main moves up one level, behind the rows there; into the window only
-if that has room. Counts outlive residence in a sketch (sketch.py), and
-all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
+use. A row that leaves a full window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there,
+until it is accessed again. So a new row replaces a row only if it was accessed more often, and a loop over more rows
+than slots keeps hitting some of them. A row accessed in main goes behind the rows of its new level. Levels outlive
+residence in a sketch (sketch.py).
 
 A pinned row, and those behind it, stay in a full window until an admission begins after they are unpinned. Moved to
 main before, the rows of in-flight batches would head the list, and each search for a victim would walk past them.
 
-With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
-exact LRU. dueling.py chooses.
-
 Sources: G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (ACM TOS 2017),
-W-TinyLFU; the place in one list replaces its comparison of candidate and victim.
+W-TinyLFU; the place in one list replaces its comparison of candidate and victim. D. Lee et al., LRFU: a spectrum of
+policies that subsumes the least recently used and least frequently used policies (IEEE TC 2001): counts that fade.
 """
 
+from math import log2
 from typing import Any, Final
 
 import numpy as np
 
+from ..kernels.arrays import Int32s
 from ..kernels.jit import uncounted_inline as inline
-from .books import MAX_FREQUENCY, CacheState, Tally, link_after, unlink
-from .sketch import sketch_count, sketch_halve, sketch_raise
+from .books import LEVELS, CacheState, Tally, link_after, unlink
+from .sketch import sketch_level, sketch_lower, sketch_raise
 
-IN_WINDOW: Final = MAX_FREQUENCY + 1  # bit of a slot record's ``rank``; the bits below are the count
-HALVING_PERIOD: Final = 50
-"""Accesses, for each slot, between two halvings. A fifth costs 2 points of hit rate on Criteo's lookups, twice as many
-gain 0.1 to 0.2 and follow slow drift less well."""
+IN_WINDOW: Final = LEVELS  # bit of a slot record's ``rank``; the bits below are the row's level
+IS_NEW: Final = 2 * LEVELS  # bit of a row that came to main from the window, and was not accessed since
+HALVING: Final = 4  # levels that are a factor of two
+_TICKS_PER_LEVEL: Final = 768  # of the clock, for each slot
+_NEWCOMER: Final = 2
+_HIGHEST: Final = 8 * HALVING  # above the base
+_LOWEST: Final = -10 * HALVING  # what lies deeper counts as nothing
+_LOWERED_BASE: Final = 96
+_RAISED: Final = np.array(
+    [
+        min(max(round(HALVING * log2(1 + 2 ** (level / HALVING))), level + 1), _HIGHEST)
+        for level in range(_LOWEST, _HIGHEST + 1)
+    ]
+)
+"""The level after one more access, by the level before, both from the base on. It rises at each access, so it counts
+ever too many from 8 on: which of the most used rows is used most decides nothing."""
+_WINDOW_SHARE: Final = 100
 _FILED_PER_ACCESS: Final = 4
-"""Rows that leave the window for each access at most: a window that shrinks does so without a pause."""
+"""Rows that leave the window for each access at most; it is over its limit where rows were pinned."""
 
 
 @inline
-def _file(state: CacheState, slot: Any, level: Any, is_new: Any) -> None:
+def _raised(state: CacheState, level: Any) -> Any:
+    base = state.tallies[Tally.BASE]
+    return base + _RAISED[max(level - base, _LOWEST) - _LOWEST]
+
+
+@inline
+def _place(rank: Any) -> Any:
+    """The level of the main part where a row of this rank lies."""
+    level = rank & (LEVELS - 1)
+    return max(level - _NEWCOMER, 0) if rank & IS_NEW else level
+
+
+def place_of(ranks: Int32s) -> Int32s:
+    """int32 [n]: where rows of these ranks lie: at this level of the main part, in the window at ``LEVELS``."""
+    levels = ranks & (LEVELS - 1)
+    main = np.where(ranks & IS_NEW, np.maximum(levels - _NEWCOMER, 0), levels)
+    return np.where(ranks & IN_WINDOW, LEVELS, main).astype(np.int32)
+
+
+@inline
+def _file(state: CacheState, slot: Any, rank: Any) -> None:
     """Enter a slot into main: first of its level if it is new there, else last."""
     slots, tails, tallies = state.slots, state.level_tail, state.tallies
     root = np.int64(slots.size - 1)
-    below = level - 1 if is_new else level
+    place = _place(rank)
+    below = place - 1 if rank & IS_NEW else place
     while below >= 0 and tails[below] == root:
         below -= 1
     before = np.int64(tails[below]) if below >= 0 else root
     link_after(slots, slot, before)
-    if not is_new or tails[level] == root:
-        tails[level] = slot
-    slots[slot]["rank"] = level
+    if not rank & IS_NEW or tails[place] == root:
+        tails[place] = slot
+    slots[slot]["rank"] = rank
     if tallies[Tally.MAIN_LAST] == before:
         tallies[Tally.MAIN_LAST] = slot
 
@@ -56,55 +94,50 @@ def _file(state: CacheState, slot: Any, level: Any, is_new: Any) -> None:
 def _leave_main(state: CacheState, slot: Any) -> None:
     slots, tails = state.slots, state.level_tail
     root = slots.size - 1
-    level = slots[slot]["rank"]
+    place = _place(np.int64(slots[slot]["rank"]))
     before = slots[slot]["previous"]
-    if tails[level] == slot:
-        tails[level] = before if before != root and slots[before]["rank"] == level else root
+    if tails[place] == slot:
+        tails[place] = before if before != root and _place(np.int64(slots[before]["rank"])) == place else root
     if state.tallies[Tally.MAIN_LAST] == slot:
         state.tallies[Tally.MAIN_LAST] = before
     unlink(slots, slot)
 
 
 @inline
-def _enter_window(state: CacheState, slot: Any, count: Any) -> None:
+def _enter_window(state: CacheState, slot: Any, level: Any) -> None:
     slots = state.slots
     link_after(slots, slot, slots[slots.size - 1]["previous"])
-    slots[slot]["rank"] = IN_WINDOW | count
+    slots[slot]["rank"] = IN_WINDOW | level
 
 
 @inline
 def tinylfu_touch(state: CacheState, slot: Any) -> None:
     """Count one access of a resident slot."""
-    slots, tallies = state.slots, state.tallies
-    frequency = np.int64(slots[slot]["rank"])
-    count = min((frequency & MAX_FREQUENCY) + 1, MAX_FREQUENCY)
-    if frequency & IN_WINDOW:
+    slots = state.slots
+    rank = np.int64(slots[slot]["rank"])
+    level = _raised(state, rank & (LEVELS - 1))
+    if rank & IN_WINDOW:
         unlink(slots, slot)
-        _enter_window(state, slot, count)
-        return
-    _leave_main(state, slot)
-    if tallies[Tally.WINDOW_ROWS] < tallies[Tally.WINDOW_LIMIT]:
-        tallies[Tally.WINDOW_ROWS] += 1
-        _enter_window(state, slot, count)
+        _enter_window(state, slot, level)
     else:
-        _file(state, slot, count, False)
+        _leave_main(state, slot)
+        _file(state, slot, level)
 
 
 @inline
 def tinylfu_insert(state: CacheState, slot: Any) -> None:
     """Enter a new row's slot, with its first access and those before it left."""
-    count = min(sketch_count(state.sketch, state.slots[slot]["key"]) + 1, MAX_FREQUENCY)
     state.tallies[Tally.WINDOW_ROWS] += 1
-    _enter_window(state, slot, count)
+    _enter_window(state, slot, _raised(state, sketch_level(state.sketch, state.slots[slot]["key"])))
 
 
 @inline
 def tinylfu_remove(state: CacheState, slot: Any) -> None:
-    """Forget a resident slot, and let its count go on in the sketch."""
+    """Forget a resident slot, and let its level go on in the sketch."""
     slots = state.slots
-    frequency = np.int64(slots[slot]["rank"])
-    sketch_raise(state.sketch, slots[slot]["key"], frequency & MAX_FREQUENCY)
-    if frequency & IN_WINDOW:
+    rank = np.int64(slots[slot]["rank"])
+    sketch_raise(state.sketch, slots[slot]["key"], rank & (LEVELS - 1))
+    if rank & IN_WINDOW:
         state.tallies[Tally.WINDOW_ROWS] -= 1
         unlink(slots, slot)
     else:
@@ -112,41 +145,46 @@ def tinylfu_remove(state: CacheState, slot: Any) -> None:
 
 
 @inline
-def _halve(state: CacheState) -> None:
-    """Halve all counts. Two levels that become one are neighbours, so no slot moves."""
+def _lower(state: CacheState, amount: Any) -> None:
+    """Lower the base and all levels, down to 0 at most. They keep their order, so no slot moves."""
     slots, tails = state.slots, state.level_tail
     root = slots.size - 1
-    sketch_halve(state.sketch)
+    state.tallies[Tally.BASE] -= amount
+    sketch_lower(state.sketch, min(amount, LEVELS - 1))
     for slot in range(state.tallies[Tally.USED_SLOTS]):
-        frequency = slots[slot]["rank"]
-        slots[slot]["rank"] = (frequency & IN_WINDOW) | ((frequency & MAX_FREQUENCY) >> 1)
-    for level in range(tails.size // 2):
-        lower, upper = tails[2 * level], tails[2 * level + 1]
-        tails[level] = lower if upper == root else upper
-    for level in range(tails.size // 2, tails.size):
+        rank = np.int64(slots[slot]["rank"])
+        slots[slot]["rank"] = rank - min(rank & (LEVELS - 1), amount)
+    for level in range(LEVELS):
+        tail = tails[level]
         tails[level] = root
+        if tail != root:
+            tails[max(level - amount, 0)] = tail
 
 
 @inline
 def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
     """Before so many accesses: move rows beyond the window's limit into main, oldest first, up to a pinned one."""
     slots, tallies = state.slots, state.tallies
-    left = _FILED_PER_ACCESS * num_accesses
-    while left > 0 and tallies[Tally.WINDOW_ROWS] > tallies[Tally.WINDOW_LIMIT]:
+    left, limit = _FILED_PER_ACCESS * num_accesses, max((slots.size - 1) // _WINDOW_SHARE, 1)
+    while left > 0 and tallies[Tally.WINDOW_ROWS] > limit:
         oldest = np.int64(slots[tallies[Tally.MAIN_LAST]]["next"])
         if slots[oldest]["pins"] > 0:
             break
         unlink(slots, oldest)
         tallies[Tally.WINDOW_ROWS] -= 1
-        _file(state, oldest, np.int64(slots[oldest]["rank"]) & MAX_FREQUENCY, True)
+        _file(state, oldest, IS_NEW | (np.int64(slots[oldest]["rank"]) & (LEVELS - 1)))
         left -= 1
 
 
 @inline
 def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
-    """After so many accesses: halve if it is time."""
-    slots, tallies = state.slots, state.tallies
-    tallies[Tally.UNHALVED] += num_accesses
-    if tallies[Tally.UNHALVED] >= HALVING_PERIOD * (slots.size - 1):
-        tallies[Tally.UNHALVED] = 0
-        _halve(state)
+    """After so many accesses: advance the clock."""
+    tallies = state.tallies
+    clock = tallies[Tally.CLOCK] + num_accesses * tallies[Tally.RATE]
+    period = _TICKS_PER_LEVEL * (state.slots.size - 1)
+    if clock >= period:
+        tallies[Tally.BASE] += clock // period
+        clock %= period
+        if tallies[Tally.BASE] + _HIGHEST >= LEVELS:
+            _lower(state, tallies[Tally.BASE] - _LOWERED_BASE)
+    tallies[Tally.CLOCK] = clock
