@@ -28,6 +28,7 @@ ORDER: Final = (
     "lookup",
     "train",
     "tiers",
+    "policies",
     "memory",
     "commit",
     "crashes",

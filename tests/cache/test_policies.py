@@ -34,9 +34,9 @@ REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
     ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
     ("lfu", 20_000): 0.8349,
-    ("tinylfu", 2_000): 0.6899,
-    ("tinylfu", 10_000): 0.8059,
-    ("tinylfu", 20_000): 0.8425,
+    ("tinylfu", 2_000): 0.6911,
+    ("tinylfu", 10_000): 0.8055,
+    ("tinylfu", 20_000): 0.8432,
 }
 
 

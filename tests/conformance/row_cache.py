@@ -173,7 +173,7 @@ class RowCacheConformance:
     # Frozen rows
 
     def test_frozen_rows_are_victims_that_must_be_thawed_before_they_change(self) -> None:
-        cache = self.make_of(4, 1, 2, 3, 4)
+        cache = self.make_of(4, 1, 2, 3, 4, 4)
         order = order_of(cache)
         slots = cache.find(keys_from(*order))
         cache.mark_dirty(slots[[0, 2]])

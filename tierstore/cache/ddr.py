@@ -2,7 +2,7 @@
 
 Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
 with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
-212 bytes in all (``OVERHEAD_BYTES``). And a cache of any size, up to 500 bytes, with TinyLFU 28 KiB, with lookahead
+212 bytes in all (``OVERHEAD_BYTES``). And a cache of any size, up to 500 bytes, with TinyLFU 37 KiB, with lookahead
 21 KiB. Nothing else grows with the capacity; memory is taken from the system as slots are first used.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..system.checks import require_int
 from . import admission as kernels
-from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
 from .aging import Aging, Changes, aging_bytes_of
+from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
 from .index import SLOT_DTYPE
