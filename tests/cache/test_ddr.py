@@ -35,8 +35,8 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(
         tracemalloc.stop()
     row_bytes = capacity * (weight_words + state_words) * 8
     assert 0 <= cache.size_bytes - row_bytes - capacity * stated_bytes <= fixed_bytes
-    # Python's own objects: the cache, its tuple and its arrays' headers.
-    assert 0 <= allocated_bytes - cache.size_bytes < 12_000
+    # Python's own objects: the cache, its tuple and its arrays' headers; with TinyLFU those of four small caches, too.
+    assert 0 <= allocated_bytes - cache.size_bytes < (18_000 if policy == "tinylfu" else 12_000)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -34,7 +34,7 @@ REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
     ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
     ("lfu", 20_000): 0.8349,
-    ("tinylfu", 2_000): 0.6911,
+    ("tinylfu", 2_000): 0.6909,
     ("tinylfu", 10_000): 0.8055,
     ("tinylfu", 20_000): 0.8432,
 }

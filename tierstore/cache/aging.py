@@ -2,7 +2,8 @@
 
 The sample is by key, in proportion to the small caches' size over the real one's. So each small cache has about the hit
 rate that the real cache would have at its speed. The real cache takes the mean speed, weighted by recent hits: a lead
-of 4 hits doubles a weight. Where speeds hit alike, the mean lies between them, and chance moves it little.
+of 4 hits doubles a weight. Where speeds hit alike, the mean lies between them, and chance moves it little. Leads have
+bounds, which are the wider the slower the speed: where phases alternate, being slow at the wrong time costs most.
 
 Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature
 simulations (USENIX ATC 2017); N. Littlestone and M. Warmuth, The weighted majority algorithm (1994), for the mean.
@@ -28,6 +29,9 @@ _NUM_SPEEDS: Final = len(_RATES[::_STEPS])
 _HIT: Final = 256  # what a hit counts; scores lose a sixteenth in each round
 _KEPT: Final = 16
 _DOUBLING: Final = 4  # hits by which a lead doubles the weight
+_LEAD: Final = (
+    24  # hits by which the fastest is behind at most, so that old history delays no change for long; others more
+)
 _WEIGHT: Final = 2**40
 _HALF: Final = np.uint64(32)
 _SALT: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -66,6 +70,8 @@ def _choose(hits: Int64s, scores: Int64s, rates: Int64s) -> None:
         for speed in range(_NUM_SPEEDS):
             scores[speed] += _HIT * hits[i, speed] - scores[speed] // _KEPT
             best = max(best, scores[speed])
+        for speed in range(_NUM_SPEEDS):
+            scores[speed] = max(scores[speed], best - _HIT * _LEAD * (_NUM_SPEEDS - speed))
         total, moment = 0, 0
         for speed in range(_NUM_SPEEDS):
             weight = _WEIGHT >> min((best - scores[speed]) // (_HIT * _DOUBLING), 63)

@@ -161,6 +161,7 @@ WINDOW_SHARE: Final = 100
 SAMPLED_ROWS: Final = 128
 RATES: Final = (64, 91, 128, 181, 256, 362, 512, 724, 1024, 2266, 5016, 11101, 24576)
 HIT: Final = 256
+LEAD: Final = 24
 WORD: Final = 2**64
 HALF: Final = 2**32
 
@@ -216,9 +217,9 @@ class Aging:
                 if len(self._waiting) == self._rows:
                     hits = [sum(small.access(each) for each in self._waiting) for small in self._small]
                     self._waiting = []
-                    self._scores = [
-                        score + HIT * new - score // 16 for score, new in zip(self._scores, hits, strict=True)
-                    ]
+                    scores = [score + HIT * new - score // 16 for score, new in zip(self._scores, hits, strict=True)]
+                    bounds = [max(0, *scores) - HIT * LEAD * (len(scores) - speed) for speed in range(len(scores))]
+                    self._scores = [max(each) for each in zip(scores, bounds, strict=True)]
                     self.rate = self._choose()
 
     def _choose(self) -> int:
