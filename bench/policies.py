@@ -26,7 +26,8 @@ def _drawn(seed: int, n: int, rows: int) -> Iterator[tuple[str, Int64s]]:
 
     def zipf(exponent: float, count: int = rows) -> Int64s:
         weights = np.cumsum(np.arange(1, count + 1) ** -exponent)
-        return np.searchsorted(weights, rng.random(n) * weights[-1])
+        found: Int64s = np.searchsorted(weights, rng.random(n) * weights[-1])
+        return found
 
     def sliding(share: float) -> Int64s:
         return rows + (at / rng.uniform(3, 8) + rng.random(n) * share * rows).astype(np.int64)
@@ -70,11 +71,10 @@ def _streams(config: dict[str, Any]) -> Iterator[tuple[str, str, Int64s, int]]:
 
 def _rates(rows: Int64s, capacity: int) -> dict[str, float]:
     """Hit rates in percent."""
-    hits = {
-        policy.upper(): np.count_nonzero(DdrCache(capacity, policy=policy, **NO_ROWS).access(rows)) for policy in OWN
-    }
+    caches = {policy.upper(): DdrCache(capacity, policy=policy, **NO_ROWS) for policy in OWN}
+    hits = {name: int(cache.access(rows).sum()) for name, cache in caches.items()}
     hits |= {name: peer(rows, int(rows.max()) + 1, capacity) for name, peer in PEERS.items()}
-    return {name: round(100 * int(count) / len(rows), 2) for name, count in hits.items()}
+    return {name: round(100 * count / len(rows), 2) for name, count in hits.items()}
 
 
 def run(request: Run) -> Report:
@@ -88,12 +88,11 @@ def run(request: Run) -> Report:
             [name, *("/".join(f"{each[policy]:.1f}" for each in rates) for policy in rates[0]), f"{behind:.2f}"]
         )
         figures[name] = {policy: [each[policy] for each in rates] for policy in rates[0]}
-    percent = "/".join(f"{100 * share:g}" for share in config["shares"])
     return Report(
         question="What does each policy hit, on real streams and on drawn ones that drift and scan?",
         tables=[
             Table(
-                title=f"hit rates in percent, {percent} % of the rows in the cache",
+                title=f"hit rates in percent, with {config['shares']} of the rows in the cache",
                 columns=["stream", *(policy.upper() for policy in OWN), *PEERS, "TINYLFU is behind the best by"],
                 rows=shown,
             ),

@@ -37,7 +37,6 @@ def wtinylfu_hits(rows: Int64s, num_rows: int, capacity: int) -> int:
     after, before = np.arange(num_rows + 3), np.arange(num_rows + 3)
     where, counts, sizes = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(3, np.int64)
     window_max = max(1, capacity // 100)
-    protected_max = (capacity - window_max) * 8 // 10
     hits, counted = 0, 0
     for row in rows:
         if counts[row] < 15:
@@ -50,7 +49,7 @@ def wtinylfu_hits(rows: Int64s, num_rows: int, capacity: int) -> int:
             hits += 1
             _leave(after, before, where, sizes, row)
             _enter(after, before, where, sizes, min(2 * where[row], 2), row)
-            if sizes[2] > protected_max:
+            if sizes[2] > (capacity - window_max) * 8 // 10:
                 oldest = after[num_rows + 2]
                 _leave(after, before, where, sizes, oldest)
                 _enter(after, before, where, sizes, 1, oldest)
@@ -76,8 +75,7 @@ def s3fifo_hits(rows: Int64s, num_rows: int, capacity: int) -> int:
     """A small queue of a tenth, a main queue, and ghosts of as many rows as the main queue holds."""
     after, before = np.arange(num_rows + 3), np.arange(num_rows + 3)
     where, uses, sizes = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(3, np.int64)
-    small_max = max(1, capacity // 10)
-    hits = 0
+    hits, small_max = 0, max(1, capacity // 10)
     for row in rows:
         if where[row] == 0 or where[row] == 1:
             hits += 1

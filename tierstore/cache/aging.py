@@ -26,12 +26,10 @@ _RATES: Final = np.array([64, 91, 128, 181, 256, 362, 512, 724, 1024, 2266, 5016
 """``Tally.RATE``, from a half-life of 48 accesses a slot to one of an eighth."""
 _STEPS: Final = 4  # each fourth is a small cache's: half-lives of 48, 12, 3 and 1/8 accesses a slot
 _NUM_SPEEDS: Final = len(_RATES[::_STEPS])
-_HIT: Final = 256  # what a hit counts; scores lose a sixteenth in each round
-_KEPT: Final = 16
+_HIT: Final = 256  # what a hit counts; scores lose a 64th in each round
+_KEPT: Final = 64
 _DOUBLING: Final = 4  # hits by which a lead doubles the weight
-_LEAD: Final = (
-    24  # hits by which the fastest is behind at most, so that old history delays no change for long; others more
-)
+_LEAD: Final = 24  # hits by which the fastest is behind at most; each slower one by as many more
 _WEIGHT: Final = 2**40
 _HALF: Final = np.uint64(32)
 _SALT: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -70,11 +68,10 @@ def _choose(hits: Int64s, scores: Int64s, rates: Int64s) -> None:
         for speed in range(_NUM_SPEEDS):
             scores[speed] += _HIT * hits[i, speed] - scores[speed] // _KEPT
             best = max(best, scores[speed])
-        for speed in range(_NUM_SPEEDS):
-            scores[speed] = max(scores[speed], best - _HIT * _LEAD * (_NUM_SPEEDS - speed))
         total, moment = 0, 0
         for speed in range(_NUM_SPEEDS):
-            weight = _WEIGHT >> min((best - scores[speed]) // (_HIT * _DOUBLING), 63)
+            scores[speed] = max(scores[speed], best - _HIT * _LEAD * (_NUM_SPEEDS - speed))
+            weight = _WEIGHT >> ((best - scores[speed]) // (_HIT * _DOUBLING))
             total += weight
             moment += weight * speed
         # Nothing was hit by any: a loop, of which the slowest keeps a part.
@@ -82,13 +79,8 @@ def _choose(hits: Int64s, scores: Int64s, rates: Int64s) -> None:
 
 
 class Changes(NamedTuple):
-    """Attributes:
-    positions: int64 [n], ascending: accesses after which the rate changes.
-    rates: int64 [n]: ``Tally.RATE`` from then on.
-    """
-
-    positions: Int64s
-    rates: Int64s
+    positions: Int64s  # int64 [n], ascending: accesses after which the rate changes
+    rates: Int64s  # int64 [n]: ``Tally.RATE`` from then on
 
 
 class Aging:
@@ -101,25 +93,26 @@ class Aging:
     def __init__(self, state: CacheState) -> None:
         self._capacity = len(state.slots) - 1
         self._rows = min(self._capacity, SAMPLED_ROWS)
+        self._round = max(1, self._rows // 4)
         self._small = [new_state(self._rows, "tinylfu") for _ in range(_NUM_SPEEDS)]
         for small, rate in zip(self._small, _RATES[::_STEPS], strict=True):
             small.tallies[Tally.RATE] = rate
         state.tallies[Tally.RATE] = _RATES[0]
         self._scores: Int64s = np.zeros(_NUM_SPEEDS, np.int64)
         self._waiting: Int64s = np.empty(0, np.int64)
-        """Sampled keys that the small caches have not seen: they replay rounds of an access a slot."""
+        """Sampled keys that the small caches have not seen: they replay rounds of an access for four slots."""
 
     def observe(self, keys: Int64s) -> Changes:
         """These rows are accessed once each, in order."""
         positions: Int64s = np.empty(len(keys), np.int64)
         positions = positions[: _sample(keys, self._capacity, self._rows, positions)]
         num_before, sampled = len(self._waiting), np.append(self._waiting, keys[positions])
-        num_rounds = len(sampled) // self._rows
-        seen, self._waiting = np.split(sampled, [num_rounds * self._rows])
+        num_rounds = len(sampled) // self._round
+        seen, self._waiting = np.split(sampled, [num_rounds * self._round])
         rates: Int64s = np.empty(num_rounds, np.int64)
         if num_rounds:
-            is_hit = np.empty((_NUM_SPEEDS, num_rounds, self._rows), np.bool_)
+            is_hit = np.empty((_NUM_SPEEDS, num_rounds, self._round), np.bool_)
             for small, hits in zip(self._small, is_hit, strict=True):
                 replay_keys(small, seen, hits.reshape(-1))
             _choose(np.ascontiguousarray(is_hit.sum(2, np.int64).T), self._scores, rates)
-        return Changes(positions[self._rows - 1 - num_before :: self._rows][:num_rounds], rates)
+        return Changes(positions[self._round - 1 - num_before :: self._round][:num_rounds], rates)

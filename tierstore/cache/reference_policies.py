@@ -214,10 +214,10 @@ class Aging:
             salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
             if salted * self._capacity // HALF < self._rows:
                 self._waiting.append(key)
-                if len(self._waiting) == self._rows:
+                if len(self._waiting) == max(1, self._rows // 4):
                     hits = [sum(small.access(each) for each in self._waiting) for small in self._small]
                     self._waiting = []
-                    scores = [score + HIT * new - score // 16 for score, new in zip(self._scores, hits, strict=True)]
+                    scores = [score + HIT * new - score // 64 for score, new in zip(self._scores, hits, strict=True)]
                     bounds = [max(0, *scores) - HIT * LEAD * (len(scores) - speed) for speed in range(len(scores))]
                     self._scores = [max(each) for each in zip(scores, bounds, strict=True)]
                     self.rate = self._choose()

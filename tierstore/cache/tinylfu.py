@@ -45,8 +45,7 @@ _RAISED: Final = np.array(
         for level in range(_LOWEST, _HIGHEST + 1)
     ]
 )
-"""The level after one more access, by the level before, both from the base on. It rises at each access, so it counts
-ever too many from 8 on: which of the most used rows is used most decides nothing."""
+"""The level after one more access, by the level before, from the base on. It rises each time: too much from 8 on."""
 _WINDOW_SHARE: Final = 100
 _FILED_PER_ACCESS: Final = 4
 """Rows that leave the window for each access at most; it is over its limit where rows were pinned."""
