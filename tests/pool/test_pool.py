@@ -73,7 +73,7 @@ def made(tier: TroubledTier, request: pytest.FixtureRequest) -> Iterator[Pool]:
 def test_a_row_that_is_being_read_is_waited_for(made: Pool, tier: TroubledTier) -> None:
     write(made, 5.0, 7)
     made.flush()
-    for row in range(100, 100 + CAPACITY):
+    for row in np.repeat(np.arange(100, 100 + CAPACITY), 2).tolist():  # twice: used more than the row to evict
         read(made, row)
     reached, go_on = threading.Event(), threading.Event()
 
@@ -121,7 +121,7 @@ def test_a_failed_read_leaves_no_row_behind(made: Pool, tier: TroubledTier) -> N
 
     write(made, 2.0, 3)
     made.flush()
-    for row in range(100, 100 + CAPACITY):
+    for row in np.repeat(np.arange(100, 100 + CAPACITY), 2).tolist():  # twice: used more than the row to evict
         read(made, row)
     tier.before_read = refuse
     for _ in range(3):
