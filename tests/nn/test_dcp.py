@@ -49,7 +49,7 @@ def make(store: tierstore.Store, **config: Any) -> tierstore.Table:
     return store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, **config))
 
 
-TIERS: list[dict[str, Any]] = [{"ddr": "1MiB"}, {"ddr": "450KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}]
+TIERS: list[dict[str, Any]] = [{"ddr": "1MiB"}, {"ddr": "460KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}]
 CONFIGS: list[dict[str, Any]] = [
     {"optimizer": optim.RowWiseAdagrad(lr=0.05)},
     {"optimizer": optim.Adam(lr=0.05)},

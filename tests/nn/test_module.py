@@ -16,7 +16,7 @@ from tierstore import errors
 
 ROWS, DIM = 300, 20
 TIERS: list[dict[str, Any]] = [
-    {"ddr": "1MiB"}, {"ddr": "450KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
+    {"ddr": "1MiB"}, {"ddr": "460KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
 ]  # fmt: skip
 IDS = torch.randint(0, ROWS, (6, 3, 4), generator=torch.Generator().manual_seed(1))
 

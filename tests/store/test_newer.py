@@ -375,7 +375,7 @@ def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Wri
     writer("create", "big", len(many), 32)
     writer("write", "big", many, 1)
     writer("commit", 2)
-    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
+    with tierstore.open(store_dir, mode="r", ddr="460KiB") as store:
         for value in (2, 3):
             writer("write", "big", many, value)  # more than the writer's memory holds
             before = store._cold._file.snapshot.txn_id
