@@ -12,6 +12,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
+from .aging import NUM_SPEEDS, Aging, choose_rate, is_sampled, score_hits
 from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
 from .books import CacheState, Tally
 from .host import NOTHING_WRONG, restart
@@ -173,32 +174,45 @@ def admit_keys(
     return status
 
 
-@kernel
-def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
-    """Single accesses; nothing is pinned or dirty. ``is_hit``: bool [n], written."""
-    slots, tallies = state.slots, state.tallies
-    root = slots.size - 1
-    misses, evictions = 0, 0
-    for i in range(keys.size):
-        key = keys[i]
+@inline
+def _replay(state: CacheState, keys: Int64s) -> Any:
+    """Single accesses; nothing is pinned or dirty. Returns how many hit."""
+    slots = state.slots
+    hits = 0
+    for key in keys:
         policy_begin(state, 1)
         slot = index_find(state.entries, slots, key)
-        is_hit[i] = slot >= 0
         if slot >= 0:
+            hits += 1
             policy_touch(state, slot)
         else:
-            misses += 1
             slot = _free_slot(state)
             if slot < 0:
-                slot = np.int64(slots[root]["next"])
+                slot = np.int64(slots[slots.size - 1]["next"])
                 _drop(state, slot)
-                evictions += 1
             _enter(state, key, slot, RESIDENT)
         policy_settle(state, 1)
-    tallies[Tally.LOOKUPS] += keys.size
-    tallies[Tally.HITS] += keys.size - misses
-    tallies[Tally.MISSES] += misses
-    tallies[Tally.EVICTIONS] += evictions
+    return hits
+
+
+@inline
+def _observe(state: CacheState, aging: Aging, key: Any) -> None:
+    """TinyLFU: the row was accessed."""
+    waiting = aging.waiting
+    if is_sampled(state, key):
+        waiting[0] += 1
+        waiting[waiting[0]] = key
+        if waiting[0] == waiting.size - 1:
+            waiting[0] = 0
+            for speed in range(NUM_SPEEDS):
+                score_hits(aging, speed, _replay(aging.small[speed], waiting[1:]))
+            state.tallies[Tally.RATE] = choose_rate(aging)
+
+
+@kernel
+def observe_slots(state: CacheState, aging: Aging, chosen: Int32s) -> None:
+    for i in range(chosen.size):
+        _observe(state, aging, state.slots[chosen[i]]["key"])
 
 
 @inline
@@ -213,12 +227,10 @@ def _release(state: CacheState, pinned: Int32s) -> None:
 @kernel
 def replay_batches(
     state: CacheState,
+    aging: Aging,
     keys: Int64s,
     starts: Int64s,
     limits: Int64s,
-    changed: Int64s,
-    rates: Int64s,
-    progress: Int64s,
     pinned: Int32s,
     is_hit: Bools,
     scratch: Int32s,
@@ -226,20 +238,14 @@ def replay_batches(
     """``DdrCache.access``.
 
     Args:
-        limits: int64 [2]: ``depth`` and ``held_rows``.
-        changed: int64 [changes], ascending: how many batches are over when TinyLFU's rate changes.
-        rates: int64 [changes]: what it is then.
-        progress: int64 [4]: scratch.
+        limits: int64 [6]: ``depth`` and ``held_rows``; scratch.
         pinned: int32 [n], all -1; in the end, too.
         is_hit: bool [n], written.
         scratch: int32 [2, keys of the largest batch].
     """
-    depth, held_rows = limits[0], limits[1]
-    oldest, change = 0, 0
+    depth, held_rows, progress = limits[0], limits[1], limits[2:]
+    oldest = 0
     for batch in range(starts.size - 1):
-        while change < changed.size and changed[change] <= batch:
-            state.tallies[Tally.RATE] = rates[change]
-            change += 1
         begin, stop = starts[batch], starts[batch + 1]
         while oldest < batch - depth or (oldest < batch and stop - starts[oldest] > held_rows):
             _release(state, pinned[starts[oldest] : starts[oldest + 1]])
@@ -259,6 +265,9 @@ def replay_batches(
             if begin < stop:  # every slot is pinned
                 _release(state, pinned[starts[oldest] : begin])
                 oldest = batch
+        if state.sketch.size:
+            for i in range(starts[batch], stop):
+                _observe(state, aging, keys[i])
     _release(state, pinned)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s
 from ..system.checks import require_int
 from . import admission as kernels
-from .aging import Aging, Changes, aging_bytes_of
+from .aging import aging_bytes_of, new_aging
 from .base import NUM_UNIQUE, STAMP, Admission, AdmitStatus, Listing, Pinned
 from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
 from .host import NUMBER_MAX, HostCache, checked_keys, checked_slots, checked_starts, indexes, require_capacity
@@ -61,7 +61,7 @@ class DdrCache(HostCache):
             raise ValueError(f"policy={policy!r} is none of {', '.join(get_args(PolicyName))}")
         self.policy: Final = policy
         self._books: CacheState = new_state(capacity, policy)
-        self._aging = Aging(self._books) if policy == "tinylfu" else None
+        self._aging = new_aging(self._books)
         slots = self._books.slots[:-1]
         super().__init__(
             slots["flags"], slots["pins"], self._books.tallies, weight_words=weight_words, state_words=state_words
@@ -94,14 +94,8 @@ class DdrCache(HostCache):
 
     def _observe(self, slots: Int32s) -> None:
         """The rows of these resident slots were accessed."""
-        if self._aging:
-            keys = np.empty(len(slots), np.int64)
-            kernels.keys_of_slots(self._books, slots, keys)
-            self._take_rate(self._aging.observe(keys))
-
-    def _take_rate(self, changes: Changes) -> None:
-        if len(changes.rates):
-            self._books.tallies[Tally.RATE] = changes.rates[-1]
+        if self.policy == "tinylfu":
+            kernels.observe_slots(self._books, self._aging, slots)
 
     def admit(self, admission: Admission) -> AdmitStatus:
         progress = admission.progress
@@ -197,15 +191,9 @@ class DdrCache(HostCache):
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)
         pinned, scratch = np.full(len(keys), -1, np.int32), np.empty((2, np.diff(starts).max(initial=0)), np.int32)
-        limits, progress = np.array([depth, held_rows]), np.zeros(4, np.int64)
+        limits = np.array([depth, held_rows, 0, 0, 0, 0])
         self._require_stamps(2 * len(keys))
-        nothing = np.empty(0, np.int64)
-        changes = self._aging.observe(keys) if self._aging else Changes(nothing, nothing)
-        over = np.searchsorted(starts, changes.positions, side="right")
-        kernels.replay_batches(
-            self._books, keys, starts, limits, over, changes.rates, progress, pinned, is_hit, scratch
-        )
-        self._take_rate(changes)
+        kernels.replay_batches(self._books, self._aging, keys, starts, limits, pinned, is_hit, scratch)
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:

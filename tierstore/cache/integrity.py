@@ -7,9 +7,9 @@ import numpy as np
 from ..kernels.arrays import Int32s, Int64s
 from .admission import find_keys
 from .base import DIRTY, FROZEN, LOADING, RESIDENT
-from .books import MAX_BATCHES, CacheState, Tally
+from .books import LEVELS, MAX_BATCHES, CacheState, Tally
 from .lookahead import UNKNOWN
-from .tinylfu import IN_WINDOW, place_of
+from .tinylfu import IN_WINDOW
 
 Faults = dict[str, Any]  # by name, what should be False or empty
 Counts = dict[str, tuple[int, int]]  # by name, how many there should be and how many there are
@@ -50,7 +50,7 @@ def _check_buckets(state: CacheState, listed: Int64s, faults: Faults, counts: Co
 def _check_levels(state: CacheState, listed: Int64s, faults: Faults, counts: Counts) -> None:
     root, rank = len(state.slots) - 1, state.slots["rank"][listed]
     in_window = rank & IN_WINDOW != 0
-    main, levels = listed[~in_window], place_of(rank[~in_window])
+    main, levels = listed[~in_window], rank[~in_window] & (LEVELS - 1)
     faults["window before main"] = np.diff(in_window.astype(int)) < 0
     faults["levels out of order"] = np.diff(levels) < 0
     faults["levels' last slots wrong"] = state.level_tail != _last_of_each(levels, main, len(state.level_tail), root)

@@ -148,7 +148,6 @@ class Lookahead(Pinnable):
 
 
 LEVELS: Final = 256
-HALVING: Final = 4
 TICKS_PER_LEVEL: Final = 768
 NEWCOMER: Final = 2
 HIGHEST: Final = 32
@@ -202,37 +201,35 @@ class Aging:
     """Small caches replay a sample of the accesses, each at its own rate; says the mean rate, weighted by hits."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._rows = min(capacity, SAMPLED_ROWS)
+        self._capacity, self._rows = capacity, min(capacity, SAMPLED_ROWS)
         self._small = [TinyLFU(self._rows, rate) for rate in RATES[::4]]
         self._scores = [0] * len(self._small)
         self._waiting: list[int] = []
-        self.rate = RATES[0]
 
-    def observe(self, keys: list[int]) -> None:
+    def observe(self, keys: list[int], rate: int) -> int:
+        """The rate after these accesses."""
         for key in keys:
             salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
             if salted * self._capacity // HALF < self._rows:
                 self._waiting.append(key)
                 if len(self._waiting) == max(1, self._rows // 4):
-                    hits = [sum(small.access(each) for each in self._waiting) for small in self._small]
-                    self._waiting = []
-                    scores = [score + HIT * new - score // 64 for score, new in zip(self._scores, hits, strict=True)]
-                    bounds = [max(0, *scores) - HIT * LEAD * (len(scores) - speed) for speed in range(len(scores))]
-                    self._scores = [max(each) for each in zip(scores, bounds, strict=True)]
-                    self.rate = self._choose()
+                    rate = self._choose()
+        return rate
 
     def _choose(self) -> int:
-        best = max(self._scores)
-        if best <= 0:
-            return RATES[0]
+        for speed, small in enumerate(self._small):
+            hits = sum([small.access(key) for key in self._waiting])
+            self._scores[speed] += HIT * hits - self._scores[speed] // 64
+        self._waiting.clear()
+        best, count = max(self._scores), len(self._scores)
+        self._scores = [max(score, best - HIT * LEAD * (count - i)) for i, score in enumerate(self._scores)]
         weights = [2**40 // 2 ** ((best - score) // (4 * HIT)) for score in self._scores]
         moment = sum(weight * speed for speed, weight in enumerate(weights))
-        return RATES[(8 * moment + sum(weights)) // (2 * sum(weights))]
+        return RATES[(8 * moment + sum(weights)) // (2 * sum(weights)) if best else 0]
 
 
 class TinyLFU(Pinnable):
-    """See ``Pinnable``; ``settle`` follows each call that accessed keys.
+    """See tinylfu.py for the rules.
 
     Args:
         maxsize: keys.
@@ -242,50 +239,41 @@ class TinyLFU(Pinnable):
     def __init__(self, maxsize: int, rate: int = 0) -> None:
         super().__init__(maxsize)
         self._levels: dict[int, int] = {}
-        self._new: set[int] = set()
-        self._main: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
-        self._window: dict[int, None] = {}
+        self._places: dict[int, int] = {}  # that of the window is ``LEVELS``
+        self._parts: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS + 1)]
         self._sketch = Sketch(maxsize)
         self._base = self._clock = 0
-        self._rate = rate
+        self._rate = rate or RATES[0]
         self._aging = None if rate else Aging(maxsize)
 
     def eviction_order(self) -> Iterator[int]:
-        for level in self._main:
-            yield from level
-        yield from self._window
+        for part in self._parts:
+            yield from part
 
     def _raised(self, level: int) -> int:
         above = max(level - self._base, LOWEST)
-        more = round(HALVING * math.log2(1 + 2 ** (above / HALVING)))
-        return self._base + min(max(more, above + 1), HIGHEST)
+        return self._base + min(max(round(4 * math.log2(1 + 2 ** (above / 4))), above + 1), HIGHEST)
 
-    def _place(self, key: int) -> int:
-        return max(0, self._levels[key] - NEWCOMER) if key in self._new else self._levels[key]
-
-    def _leave(self, key: int) -> None:
-        if key in self._window:
-            del self._window[key]
-        else:
-            del self._main[self._place(key)][key]
-            self._new.discard(key)
+    def _move(self, key: int, place: int, last: bool = True) -> None:
+        if key in self._places:
+            del self._parts[self._places[key]][key]
+        self._places[key] = place
+        self._parts[place][key] = None
+        self._parts[place].move_to_end(key, last)
 
     def __getitem__(self, key: int) -> int:
-        is_in_window = key in self._window
-        self._leave(key)
-        self._levels[key] = self._raised(self._levels[key])
-        into = self._window if is_in_window else self._main[self._levels[key]]
-        into[key] = None
+        level = self._levels[key] = self._raised(self._levels[key])
+        self._move(key, LEVELS if self._places[key] == LEVELS else level)
         return super().__getitem__(key)
 
     def __setitem__(self, key: int, slot: int) -> None:
         super().__setitem__(key, slot)
         self._levels[key] = self._raised(self._sketch.level(key))
-        self._window[key] = None
+        self._move(key, LEVELS)
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        self._leave(key)
+        del self._parts[self._places.pop(key)][key]
         self._sketch.leave(key, self._levels.pop(key))
 
     def access(self, key: int) -> bool:
@@ -300,37 +288,28 @@ class TinyLFU(Pinnable):
         return is_hit
 
     def begin(self, num_accesses: int) -> None:
+        window = self._parts[LEVELS]
         for _ in range(FILED_PER_ACCESS * num_accesses):
-            if len(self._window) <= max(1, self.maxsize // WINDOW_SHARE):
+            if len(window) <= max(1, self.maxsize // WINDOW_SHARE) or (oldest := next(iter(window))) in self.pins:
                 break
-            oldest = next(iter(self._window))
-            if oldest in self.pins:
-                break
-            del self._window[oldest]
-            self._new.add(oldest)
-            level = self._main[self._place(oldest)]
-            level[oldest] = None
-            level.move_to_end(oldest, last=False)
+            self._move(oldest, max(0, self._levels[oldest] - NEWCOMER), last=False)
 
     def settle(self, keys: list[int]) -> None:
         """These keys were accessed by one call."""
-        self._clock += len(keys) * (self._aging.rate if self._aging else self._rate)
-        period = TICKS_PER_LEVEL * self.maxsize
-        self._base += self._clock // period
-        self._clock %= period
+        risen, self._clock = divmod(self._clock + len(keys) * self._rate, TICKS_PER_LEVEL * self.maxsize)
+        self._base += risen
         if self._base + HIGHEST >= LEVELS:
             self._lower(self._base - LOWERED_BASE)
         if self._aging:
-            self._aging.observe(keys)
+            self._rate = self._aging.observe(keys, self._rate)
 
     def _lower(self, amount: int) -> None:
         self._base -= amount
         self._sketch.lower(amount)
         self._levels = {key: max(0, level - amount) for key, level in self._levels.items()}
-        lowered: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
-        for level, keys in enumerate(self._main):
-            lowered[max(0, level - amount)] |= keys
-        self._main = lowered
+        for key in list(self.eviction_order()):
+            place = self._places[key]
+            self._move(key, place if place == LEVELS else max(0, place - amount))
 
 
 class LFU(Pinnable):

@@ -26,12 +26,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels.arrays import Int32s
 from ..kernels.jit import uncounted_inline as inline
 from .books import LEVELS, CacheState, Tally, link_after, unlink
 from .sketch import sketch_level, sketch_lower, sketch_raise
 
-IN_WINDOW: Final = LEVELS  # bit of a slot record's ``rank``; the bits below are the row's level
+IN_WINDOW: Final = LEVELS  # bit of a slot record's ``rank``; the bits below are the row's level, or its place in main
 IS_NEW: Final = 2 * LEVELS  # bit of a row that came to main from the window, and was not accessed since
 HALVING: Final = 4  # levels that are a factor of two
 _TICKS_PER_LEVEL: Final = 768  # of the clock, for each slot
@@ -58,33 +57,24 @@ def _raised(state: CacheState, level: Any) -> Any:
 
 
 @inline
-def _place(rank: Any) -> Any:
-    """The level of the main part where a row of this rank lies."""
-    level = rank & (LEVELS - 1)
-    return max(level - _NEWCOMER, 0) if rank & IS_NEW else level
-
-
-def place_of(ranks: Int32s) -> Int32s:
-    """int32 [n]: where rows of these ranks lie: at this level of the main part, in the window at ``LEVELS``."""
-    levels = ranks & (LEVELS - 1)
-    main = np.where(ranks & IS_NEW, np.maximum(levels - _NEWCOMER, 0), levels)
-    return np.where(ranks & IN_WINDOW, LEVELS, main).astype(np.int32)
+def _level(rank: Any) -> Any:
+    """A row's level, whose rank says where it lies."""
+    return (rank & (LEVELS - 1)) + (_NEWCOMER if rank & IS_NEW else 0)
 
 
 @inline
-def _file(state: CacheState, slot: Any, rank: Any) -> None:
-    """Enter a slot into main: first of its level if it is new there, else last."""
+def _file(state: CacheState, slot: Any, place: Any, is_new: Any) -> None:
+    """Enter a slot into main: first of its place if it is new there, else last."""
     slots, tails, tallies = state.slots, state.level_tail, state.tallies
     root = np.int64(slots.size - 1)
-    place = _place(rank)
-    below = place - 1 if rank & IS_NEW else place
+    below = place - 1 if is_new else place
     while below >= 0 and tails[below] == root:
         below -= 1
     before = np.int64(tails[below]) if below >= 0 else root
     link_after(slots, slot, before)
-    if not rank & IS_NEW or tails[place] == root:
+    if not is_new or tails[place] == root:
         tails[place] = slot
-    slots[slot]["rank"] = rank
+    slots[slot]["rank"] = IS_NEW | place if is_new else place
     if tallies[Tally.MAIN_LAST] == before:
         tallies[Tally.MAIN_LAST] = slot
 
@@ -93,10 +83,10 @@ def _file(state: CacheState, slot: Any, rank: Any) -> None:
 def _leave_main(state: CacheState, slot: Any) -> None:
     slots, tails = state.slots, state.level_tail
     root = slots.size - 1
-    place = _place(np.int64(slots[slot]["rank"]))
+    place = slots[slot]["rank"] & (LEVELS - 1)
     before = slots[slot]["previous"]
     if tails[place] == slot:
-        tails[place] = before if before != root and _place(np.int64(slots[before]["rank"])) == place else root
+        tails[place] = before if before != root and slots[before]["rank"] & (LEVELS - 1) == place else root
     if state.tallies[Tally.MAIN_LAST] == slot:
         state.tallies[Tally.MAIN_LAST] = before
     unlink(slots, slot)
@@ -114,13 +104,13 @@ def tinylfu_touch(state: CacheState, slot: Any) -> None:
     """Count one access of a resident slot."""
     slots = state.slots
     rank = np.int64(slots[slot]["rank"])
-    level = _raised(state, rank & (LEVELS - 1))
+    level = _raised(state, _level(rank))
     if rank & IN_WINDOW:
         unlink(slots, slot)
         _enter_window(state, slot, level)
     else:
         _leave_main(state, slot)
-        _file(state, slot, level)
+        _file(state, slot, level, False)
 
 
 @inline
@@ -135,7 +125,7 @@ def tinylfu_remove(state: CacheState, slot: Any) -> None:
     """Forget a resident slot, and let its level go on in the sketch."""
     slots = state.slots
     rank = np.int64(slots[slot]["rank"])
-    sketch_raise(state.sketch, slots[slot]["key"], rank & (LEVELS - 1))
+    sketch_raise(state.sketch, slots[slot]["key"], _level(rank))
     if rank & IN_WINDOW:
         state.tallies[Tally.WINDOW_ROWS] -= 1
         unlink(slots, slot)
@@ -171,7 +161,7 @@ def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
             break
         unlink(slots, oldest)
         tallies[Tally.WINDOW_ROWS] -= 1
-        _file(state, oldest, IS_NEW | (np.int64(slots[oldest]["rank"]) & (LEVELS - 1)))
+        _file(state, oldest, max((np.int64(slots[oldest]["rank"]) & (LEVELS - 1)) - _NEWCOMER, 0), True)
         left -= 1
 
 
