@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .aging import NUM_SPEEDS, Aging, choose_rate, is_sampled, score_hits
+from .aging import NUM_SPEEDS, Aging, choose_rate, sample_key, score_hits
 from .base import CONSUMED, LOADING, NUM_MISSING, NUM_UNIQUE, RESIDENT, UNCLEAN, AdmitStatus
 from .books import CacheState, Tally
 from .host import NOTHING_WRONG, restart
@@ -195,24 +195,23 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
     return hits
 
 
-@inline
-def _observe(state: CacheState, aging: Aging, key: Any) -> None:
-    """TinyLFU: the row was accessed."""
-    waiting = aging.waiting
-    if is_sampled(state, key):
-        waiting[0] += 1
-        waiting[waiting[0]] = key
-        if waiting[0] == waiting.size - 1:
-            waiting[0] = 0
-            for speed in range(NUM_SPEEDS):
-                score_hits(aging, speed, _replay(aging.small[speed], waiting[1:]))
-            state.tallies[Tally.RATE] = choose_rate(aging)
+@kernel
+def age(state: CacheState, aging: Aging) -> None:
+    """TinyLFU: replay a complete round in the small caches; change the rate."""
+    aging.waiting[0] = 0
+    for speed in range(NUM_SPEEDS):
+        score_hits(aging, speed, _replay(aging.small[speed], aging.waiting[1:]))
+    state.tallies[Tally.RATE] = choose_rate(aging)
 
 
 @kernel
-def observe_slots(state: CacheState, aging: Aging, chosen: Int32s) -> None:
-    for i in range(chosen.size):
-        _observe(state, aging, state.slots[chosen[i]]["key"])
+def sample_slots(slots: SlotRecords, waiting: Int64s, chosen: Int32s, first: int) -> int:
+    """TinyLFU: the rows from the first of these slots on were accessed. Stops behind one that completes a round, and
+    returns where; -1 at the end."""
+    for i in range(first, chosen.size):
+        if sample_key(waiting, slots.size - 1, slots[chosen[i]]["key"]):
+            return i + 1
+    return -1
 
 
 @inline
@@ -267,7 +266,8 @@ def replay_batches(
                 oldest = batch
         if state.sketch.size:
             for i in range(starts[batch], stop):
-                _observe(state, aging, keys[i])
+                if sample_key(aging.waiting, state.slots.size - 1, keys[i]):
+                    age(state, aging)
     _release(state, pinned)
 
 

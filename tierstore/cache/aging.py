@@ -59,10 +59,16 @@ def new_aging(state: CacheState) -> Aging:
 
 
 @inline
-def is_sampled(state: CacheState, key: Any) -> Any:
-    """The sample's hash differs from the one that the small caches place keys by."""
+def sample_key(waiting: Int64s, capacity: Any, key: Any) -> Any:
+    """Let the key wait if it is in the sample; returns whether it completes a round.
+
+    The sample's hash differs from the one that the small caches place keys by."""
     salted = (mixed_key(key) * _SALT) >> _HALF
-    return (salted * np.uint64(state.slots.size - 1)) >> _HALF < np.uint64(_SAMPLED_ROWS)
+    if (salted * np.uint64(capacity)) >> _HALF >= np.uint64(_SAMPLED_ROWS):
+        return False
+    waiting[0] += 1
+    waiting[waiting[0]] = key
+    return waiting[0] == waiting.size - 1
 
 
 @inline

@@ -95,7 +95,9 @@ class DdrCache(HostCache):
     def _observe(self, slots: Int32s) -> None:
         """The rows of these resident slots were accessed."""
         if self.policy == "tinylfu":
-            kernels.observe_slots(self._books, self._aging, slots)
+            place = 0
+            while (place := kernels.sample_slots(self._books.slots, self._aging.waiting, slots, place)) >= 0:
+                kernels.age(self._books, self._aging)
 
     def admit(self, admission: Admission) -> AdmitStatus:
         progress = admission.progress
