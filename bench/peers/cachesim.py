@@ -1,0 +1,42 @@
+"""W-TinyLFU, S3-FIFO and SIEVE as libCacheSim has them, if ``make peers`` has brought it."""
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .fbgemm import PEERS
+
+__all__ = ["hit_rate", "policies", "write_trace"]
+
+_ACCESS = np.dtype([("time", "<u4"), ("row", "<u8"), ("size", "<u4"), ("next", "<i8")])
+
+
+def _libcachesim() -> Any:
+    if str(PEERS) not in sys.path:
+        sys.path.append(str(PEERS))
+    with contextlib.suppress(ImportError, OSError):
+        return importlib.import_module("libcachesim")
+
+
+def policies() -> list[str]:
+    """Its names of the policies; none without it."""
+    return ["WTinyLFU", "S3FIFO", "Sieve"] if _libcachesim() else []
+
+
+def write_trace(path: Path, rows: Any) -> None:
+    """Accesses of these rows, int64 [n]."""
+    trace = np.ones(len(rows), _ACCESS)
+    trace["row"] += rows.astype(np.uint64)
+    trace.tofile(path)
+
+
+def hit_rate(policy: str, trace: Path, capacity: int) -> float:
+    """From 0 to 1."""
+    module = _libcachesim()
+    kind, flags = module.TraceType.ORACLE_GENERAL_TRACE, module.ReaderInitParam(ignore_obj_size=True)
+    misses, _ = getattr(module, policy)(capacity).process_trace(module.TraceReader(str(trace), kind, flags))
+    return float(1 - misses)
