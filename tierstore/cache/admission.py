@@ -201,15 +201,15 @@ def age(state: CacheState, aging: Aging) -> None:
     aging.waiting[0] = 0
     for speed in range(NUM_SPEEDS):
         score_hits(aging, speed, _replay(aging.small[speed], aging.waiting[1:]))
-    state.tallies[Tally.RATE] = choose_rate(aging)
+    state.tallies[Tally.RATE] = choose_rate(aging.scores)
 
 
 @kernel
-def sample_slots(slots: SlotRecords, waiting: Int64s, chosen: Int32s, first: int) -> int:
-    """TinyLFU: the rows from the first of these slots on were accessed. Stops behind one that completes a round, and
-    returns where; -1 at the end."""
-    for i in range(first, chosen.size):
-        if sample_key(waiting, slots.size - 1, slots[chosen[i]]["key"]):
+def sample_keys(waiting: Int64s, capacity: int, keys: Int64s, first: int) -> int:
+    """TinyLFU: from the first of these on, rows were accessed. Stops behind one that completes a round, and returns
+    where; -1 at the end."""
+    for i in range(first, keys.size):
+        if sample_key(waiting, capacity, keys[i]):
             return i + 1
     return -1
 

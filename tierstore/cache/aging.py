@@ -24,6 +24,7 @@ twice as many gain less, for twice the time."""
 _RATES: Final = np.array([64, 91, 128, 181, 256, 362, 512, 724, 1024, 2266, 5016, 11101, 24576])
 """``Tally.RATE``, from a half-life of 48 accesses a slot to one of an eighth."""
 _STEPS: Final = 4  # each fourth is a small cache's: half-lives of 48, 12, 3 and 1/8 accesses a slot
+_SLOTS_PER_ACCESS: Final = 4  # in a round
 NUM_SPEEDS: Final = len(_RATES[::_STEPS])
 _HIT: Final = 256  # what a hit counts; scores lose a 64th in each round
 _KEPT: Final = 64
@@ -36,9 +37,7 @@ _SALT: Final = np.uint64(0x9E3779B97F4A7C15)
 
 class Aging(NamedTuple):
     small: tuple[CacheState, ...]  # [NUM_SPEEDS]
-    waiting: Int64s
-    """int64 [1 + accesses of a round]: how many sampled keys the small caches have not seen, and these. A round has an
-    access for four slots."""
+    waiting: Int64s  # int64 [1 + accesses of a round]: how many sampled keys the small caches have not seen, and these
     scores: Int64s  # int64 [NUM_SPEEDS]: recent hits
 
 
@@ -55,7 +54,7 @@ def new_aging(state: CacheState) -> Aging:
     small = tuple(new_state(rows, "tinylfu") for _ in range(NUM_SPEEDS))
     for each, rate in zip((state, *small), (_RATES[0], *_RATES[::_STEPS]), strict=True):
         each.tallies[Tally.RATE] = rate
-    return Aging(small, np.zeros(1 + max(1, rows // 4), np.int64), np.zeros(NUM_SPEEDS, np.int64))
+    return Aging(small, np.zeros(1 + max(1, rows // _SLOTS_PER_ACCESS), np.int64), np.zeros(NUM_SPEEDS, np.int64))
 
 
 @inline
@@ -78,12 +77,11 @@ def score_hits(aging: Aging, speed: Any, hits: Any) -> None:
 
 
 @inline
-def choose_rate(aging: Aging) -> Any:
+def choose_rate(scores: Int64s) -> Any:
     """The real cache's ``Tally.RATE``."""
-    scores = aging.scores
-    best, total, moment = np.int64(0), np.int64(0), np.int64(0)
-    for speed in range(NUM_SPEEDS):
-        best = max(best, scores[speed])
+    best, total, moment = np.int64(0), 0, 0
+    for score in scores:
+        best = max(best, score)
     for speed in range(NUM_SPEEDS):
         scores[speed] = max(scores[speed], best - _HIT * _LEAD * (NUM_SPEEDS - speed))
         weight = _WEIGHT >> ((best - scores[speed]) // (_HIT * _DOUBLING))

@@ -50,7 +50,6 @@ class Tally(IntEnum):
     WINDOW_ROWS: Final = 14
     BASE: Final = 15  # TinyLFU: the level of a row with one access, now
     RATE: Final = 16  # by which each access advances the clock
-    CLOCK: Final = 23  # since ``BASE`` rose
     UNKNOWN_LAST: Final = 17  # Lookahead: the last slot of no known use, the root if there is none
     OLDEST_BATCH: Final = 18
     NEWEST_BATCH: Final = 19  # numbers of the announced batches, the newest below the oldest if there is none
@@ -58,6 +57,7 @@ class Tally(IntEnum):
     USES_END: Final = 21
     """Announced uses, counted since the cache was made; one lies at its number modulo their capacity."""
     FILLED: Final = 22  # of ``FullCache``: resident rows that are not loading
+    CLOCK: Final = 23  # TinyLFU: since ``BASE`` rose
 
 
 NUM_TALLIES: Final = len(Tally)

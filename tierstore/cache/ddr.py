@@ -95,8 +95,8 @@ class DdrCache(HostCache):
     def _observe(self, slots: Int32s) -> None:
         """The rows of these resident slots were accessed."""
         if self.policy == "tinylfu":
-            place = 0
-            while (place := kernels.sample_slots(self._books.slots, self._aging.waiting, slots, place)) >= 0:
+            keys, place = self._books.slots["key"][slots], 0
+            while (place := kernels.sample_keys(self._aging.waiting, self.capacity, keys, place)) >= 0:
                 kernels.age(self._books, self._aging)
 
     def admit(self, admission: Admission) -> AdmitStatus:
