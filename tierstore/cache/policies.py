@@ -12,9 +12,9 @@ import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
-from .books import MAX_BATCHES, CacheState, Tally, link_after, unlink
+from .books import LEVELS, MAX_BATCHES, CacheState, Tally, link_after, unlink
 from .lookahead import UNKNOWN, lookahead_insert, lookahead_remove, lookahead_touch
-from .tinylfu import IN_WINDOW, IS_NEW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
+from .tinylfu import IN_WINDOW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
 
 @inline
@@ -93,7 +93,7 @@ def ranks_of(state: CacheState, slots: Int64s) -> Int32s:
     if state.bucket.size:
         return state.bucket_count[state.bucket[slots]].clip(max=2**31 - 1).astype(np.int32)
     if state.sketch.size:
-        return np.minimum(rank & ~IS_NEW, np.int32(IN_WINDOW))
+        return np.where(rank & IN_WINDOW, np.int32(LEVELS), rank & np.int32(LEVELS - 1))
     if state.uses.size:
         ahead = ((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES).astype(np.int32)
         return np.where(rank == UNKNOWN, np.int32(-MAX_BATCHES), -ahead)
