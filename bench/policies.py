@@ -92,7 +92,7 @@ def run(request: Run) -> Report:
         figures={},
         goals=[Goal(name="points TinyLFU is behind the best of the others", value=round(float(worst), 2), at_most=0.5)],
         notes=["Peers: libCacheSim, whose WTinyLFU hits less than one with exact counts where rows drift or caches are "
-               "small. tinylfu's constants were chosen on other streams, some of these kinds, half of Criteo's tables."],
+               "small. tinylfu's constants were chosen on other streams, some of these kinds, and half of the tables."],
     )  # fmt: skip
 
 

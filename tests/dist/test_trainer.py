@@ -95,7 +95,7 @@ SHARDINGS: list[tuple[Any, tuple[int, ...]]] = [
     *(("table_wise", (1,)), ("column_wise", (0, 1)), ("data_parallel", (0, 1)), ("table_row_wise", (1, 0))),
     ("row_wise", (0, 1)),
 ]
-FITS_NOTHING = 450_000
+FITS_NOTHING = 462_000
 """Bytes."""
 
 

@@ -19,7 +19,7 @@ from tierstore.ids import LFU, LRU, DynamicIds, Eviction, Frequency
 CONFIG = tierstore.TableConfig(
     name="item", num_embeddings=150, embedding_dim=40, optimizer=tierstore.optim.Adagrad(lr=0.5), ids=DynamicIds()
 )
-DDR = "440KiB"
+DDR = "456KiB"
 POINTS = 20
 STEPS = 24
 

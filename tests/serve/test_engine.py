@@ -310,11 +310,11 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Pa
     with tierstore.open(tmp_path / "less", mode="r", ddr="4MiB") as less:
         want = less["t"].read(every).float().numpy()
         pooled = less["t"].pooled(every, torch.arange(0, ROWS + 1, 4)).numpy()
-    with serving(store_dir, dtype=dtype, ddr="400KiB") as server, Client(server.url) as client:
+    with serving(store_dir, dtype=dtype, ddr="412KiB") as server, Client(server.url) as client:
         assert np.array_equal(client.rows(every, table="t"), want)
         assert np.array_equal(client.pooled(every, [4] * (ROWS // 4), table="t"), pooled)
         assert server.status()["tables"][0]["dtype"] == dtype
-        assert server.engine.state().tiers.ddr.bytes <= 400 << 10
+        assert server.engine.state().tiers.ddr.bytes <= 412 << 10
 
 
 def test_health_says_when_it_drains(server: InThread) -> None:

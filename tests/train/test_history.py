@@ -74,7 +74,7 @@ def test_a_run_adds_up_to_its_summary_and_one_that_resumes_says_where(tmp_path, 
         return loss, stop or len(losses) == 7
 
     monkeypatch.setattr(trainer, "train_step", step)
-    config = config_of(tmp_path, "run", store__ddr=412_000, train__commit_every=3)
+    config = config_of(tmp_path, "run", store__ddr=424_000, train__commit_every=3)
     for begin, resume in ((0, False), (7, True)):
         run = train(config, resume=resume)
         first, *_, last = run.history
