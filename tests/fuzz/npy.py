@@ -40,7 +40,8 @@ def run(data: bytes) -> None:
             raise FindingError("an error without bound") from error
         return
     for chunk in chunks:
-        values, offsets = chunk.categories
+        columns, offsets = chunk.categories
+        values = np.concatenate(columns)
         is_jagged = (np.diff(offsets) >= 0).all() and offsets[-1, -1] == len(values) and (values >= 0).all()
         if not np.isin(chunk.labels, (-1, 0, 1)).all() or np.isinf(chunk.dense).any() or not is_jagged:
             raise FindingError(f"{chunk} is not what a model takes")
