@@ -104,4 +104,4 @@ def _differing(one: Any, other: Any) -> tuple[Any, int]:
         missing = one if other is None or (one is not None and len(one) > len(other)) else other
         return np.arange(len(missing)), 8 * missing.size
     different = one ^ other
-    return np.flatnonzero(different.reshape(len(one), -1).any(1)), int(np.unpackbits(different).sum())
+    return np.flatnonzero(different.reshape(len(one), different[:1].size).any(1)), int(np.unpackbits(different).sum())

@@ -43,13 +43,24 @@ def oracle_crc32c(register: int, data: bytes) -> int:
     return register
 
 
+def oracle_mix(first: int, second: int) -> int:
+    """Two rounds of XXH64 and its last step, over two words."""
+    prime_1, prime_2, prime_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+    found = 0x27D4EB2F165667C5
+    for word in (first, second):
+        found = (found + word * prime_2) % 2**64
+        found = (found << 31 | found >> 33) * prime_1 % 2**64
+    found = (found ^ found >> 33) * prime_2 % 2**64
+    found = (found ^ found >> 29) * prime_3 % 2**64
+    return found ^ found >> 32
+
+
 def oracle_checksum(content: bytes, seed: int) -> int:
     """Of a row, as docs/format.md has it."""
     registers = [seed & 0xFFFF_FFFF, seed >> 32, 0, 0]
     for at in range(0, len(content), 8):
         registers = [*registers[1:], oracle_crc32c(registers[0], content[at : at + 8])]
-    low, high = (oracle_crc32c(registers[i], registers[i + 2].to_bytes(8, "little")) for i in (0, 1))
-    return high << 32 | low
+    return oracle_mix(registers[0] | registers[1] << 32, registers[2] | registers[3] << 32)
 
 
 def oracle_seed(key: int, number: int, index: int) -> int:

@@ -1,5 +1,6 @@
 """The checksum of a row against published values and a plain description of it; rows of older releases."""
 
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_a_checksum_is_what_the_format_says(content: bytes, seed: int, start: in
     if num_words:
         words[start + bit // 64 % num_words] ^= np.uint64(1 << bit % 64)
         assert not any(_is_row(words, start, num_words, own_seed, each) for each in kinds)
+
+
+@pytest.mark.parametrize("num_words", [*range(2, 14), 33, 64])
+def test_words_that_change_alike_are_found(num_words: int) -> None:
+    """Words that change places, one change to two words or to all of them, and zeros in place of equal words."""
+    seed, one = np.uint64(num_words), np.uint64(1 << 63)
+    words = np.random.default_rng(num_words).integers(0, 2**64, num_words, np.uint64)
+    changed = [words ^ one, ~words]
+    for pair in itertools.combinations(range(num_words), 2):
+        changed += [words.copy(), words.copy()]
+        changed[-1][list(pair)] = words[list(reversed(pair))]
+        changed[-2][list(pair)] ^= one
+    known = _checksum(words, 0, num_words, seed)
+    assert not [each for each in changed if _checksum(each, 0, num_words, seed) == known]
+    equal = np.full(num_words, 0x3F8000003F800000, np.uint64)
+    assert _checksum(equal, 0, num_words, seed) != _checksum(np.zeros_like(equal), 0, num_words, seed)
 
 
 TABLE = tierstore.TableConfig(name="item", num_embeddings=300, embedding_dim=64)

@@ -91,11 +91,7 @@ Change = Callable[[dict[str, bytes], int], dict[str, bytes]]
 @pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize(
     ("change", "version", "expected"),
-    [
-        (change, version, "this release reads version 5")
-        for change in (rows_format, manifest_format)
-        for version in (0, 6)
-    ]
+    [(change, version, "this release reads 4 and 5") for change in (rows_format, manifest_format) for version in (0, 6)]
     + [(rows_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2, 3)]
     + [(manifest_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2)],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.io.support import oracle_checksum, oracle_seed
+from tests.io.support import oracle_checksum, oracle_mix, oracle_seed
 from tierstore.io.segments import build_segment, geometry
 from tierstore.layout import RowLayout
 
@@ -32,18 +32,6 @@ class Rows(NamedTuple):
     keys: list[int]
     epochs: list[int]
     contents: list[bytes]  # weights and state of each row
-
-
-def oracle_mix(first: int, second: int) -> int:
-    """Two rounds of XXH64 and its last step, over two words."""
-    prime_1, prime_2, prime_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
-    found = 0x27D4EB2F165667C5
-    for word in (first, second):
-        found = (found + word * prime_2) % 2**64
-        found = (found << 31 | found >> 33) * prime_1 % 2**64
-    found = (found ^ found >> 33) * prime_2 % 2**64
-    found = (found ^ found >> 29) * prime_3 % 2**64
-    return found ^ found >> 32
 
 
 def oracle_block_word(number: int, newest: int, block: int, rows: int, is_last: bool) -> int:

@@ -171,11 +171,18 @@ else:
 
 
 @inline
+def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
+    """A well-mixed word for an ordered pair."""
+    return _avalanche(_round(_round(_P5, first), second))
+
+
+@inline
 def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> np.uint64:
-    """Two CRC32C, one above the other, of ``words[start : start + num_words]``.
+    """Of ``words[start : start + num_words]``, by CRC32C.
 
     Words go to four registers in turn, as each waits for its own word before; two of them begin with half of the seed
-    each. In the end the first takes in the third, and the second the fourth.
+    each. They are multiplied in the end: CRC32C is linear, so that equal changes to words of two registers would leave
+    any CRC32C of both as it was.
     """
     at = np.uint64(start)  # unsigned: a signed index would be compared with 0 at each access
     one, two, three, four = seed & _LOW, seed >> np.uint64(32), np.uint64(0), np.uint64(0)
@@ -186,7 +193,7 @@ def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> n
     for _ in range(num_words % 4):
         one, two, three, four = two, three, four, crc32c(one, words[at])
         at += np.uint64(1)
-    return crc32c(one, three) | crc32c(two, four) << np.uint64(32)  # type: ignore[no-any-return]
+    return mix_key(one | two << np.uint64(32), three | four << np.uint64(32))
 
 
 @inline
@@ -195,12 +202,6 @@ def is_row(words: Words, start: int, num_words: int, seed: np.uint64, checksum: 
     if row_checksum(words, start, num_words, seed) == checksum:
         return True
     return words_hash(words, start, num_words, seed) == checksum  # type: ignore[no-any-return]
-
-
-@inline
-def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
-    """A well-mixed word for an ordered pair."""
-    return _avalanche(_round(_round(_P5, first), second))
 
 
 def bytes_checksum(data: bytes) -> int:

@@ -115,11 +115,11 @@ def unpack_store(data: bytes) -> bytes:
         raise ValueError("the record is not a tierstore record")
     if version in _OLD_FORMATS:
         raise OtherFormatError(
-            f"format version {version}, of an older release; this one reads version {_FORMAT}: with the older release "
-            "run tierstore export, then with this one tierstore import"
+            f"format version {version}, of an older release; this one reads {_FORMAT_BEFORE} and {_FORMAT}: with the "
+            "older release run tierstore export, then with this one tierstore import"
         )
     if version not in (_FORMAT, _FORMAT_BEFORE) or len(body) != 32:
-        raise OtherFormatError(f"format version {version}; this release reads version {_FORMAT}")
+        raise OtherFormatError(f"format version {version}; this release reads {_FORMAT_BEFORE} and {_FORMAT}")
     return bytes(store_id)
 
 

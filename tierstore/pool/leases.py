@@ -76,7 +76,8 @@ class Leases:
         return lease
 
     def acquire_all(self, keys: Int64s) -> Lease | None:
-        """``acquire`` of all positions; None, and nothing is read, if there is no room for their rows."""
+        """``acquire`` of all positions; None, and nothing is read, if there is no room for their rows. Others may have
+        been evicted by then."""
         lease = self._admit(keys, read=True, whole=True)
         return lease if len(lease.slots) else None
 
@@ -262,7 +263,7 @@ class ResidentRows(ABC):
 
     @abstractmethod
     def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
-        """Small lookups of a table; None if they are as others."""
+        """A short way for small lookups of a table, if there is one."""
 
 
 class EvictingRows(ResidentRows):

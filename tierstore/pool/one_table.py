@@ -1,7 +1,7 @@
 """Small lookups of one table, by as few calls of compiled code as can be: most of their time is Python's.
 
-They give None where a ``Lookup`` must do it: a row is not in memory, or an argument is wrong or not a plain tensor
-there.
+They give None where a ``Lookup`` must do it: rows cannot be held in memory, or an argument is wrong or not a plain
+tensor there. Rows that may be evicted are brought in to be pooled, and only copied if they are in.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache import DdrCache
-from ..errors import TierstoreError
+from ..errors import ClosedError
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats, Int32s, Int64s, Weights
 from ..kernels.floats import FLOAT32
@@ -139,11 +139,11 @@ class InCache(OneTable):
 
     @shielded
     def _bring_in(self, arena: Arena, keys: Int64s, use: Callable[[Int32s], None]) -> bool:
-        """Whether there was room for all rows. What fails is left to a ``Lookup``, which tells."""
+        """Whether there was room for all rows. DamagedError as of ``Leases.acquire``."""
         leases = self._leases()
         try:
             lease = None if leases is None else leases.acquire_all(keys)
-        except TierstoreError:
+        except ClosedError:  # a ``Lookup`` finds the pool that came after
             return False
         if lease is None:
             return False

@@ -212,7 +212,7 @@ class Tier(Protocol):
         """As of ``Transfers``; no row of them is in use, but by batches that were prepared."""
 
     def one_table(self, table_index: int, num_rows: int) -> "OneTable | None":
-        """Small lookups of a table; None if they are as others."""
+        """A short way for small lookups of a table, if there is one."""
 
     @abstractmethod
     def flush(self) -> None:

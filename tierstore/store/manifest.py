@@ -195,13 +195,13 @@ class Manifest:
             raise ChecksumError(f"{path} does not match its checksum; restore it from a copy of the store")
         if version in _OLD_FORMATS:
             raise FormatError(
-                f"{path} is of an older release (format version {version}; this one reads {FORMAT_VERSION}): with the "
-                "older release run tierstore export, then with this one tierstore import"
+                f"{path} is of an older release (format version {version}; this one reads {_FORMAT_BEFORE} and "
+                f"{FORMAT_VERSION}): with the older release run tierstore export, then with this one tierstore import"
             )
         if version not in (FORMAT_VERSION, _FORMAT_BEFORE):
             raise FormatError(
-                f"{path} is of format version {excerpt(version)}; this release reads version {FORMAT_VERSION}. Open it "
-                "with the release that wrote it"
+                f"{path} is of format version {excerpt(version)}; this release reads {_FORMAT_BEFORE} and "
+                f"{FORMAT_VERSION}. Open it with the release that wrote it"
             )
         try:
             return cls._from_body(body)

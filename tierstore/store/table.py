@@ -299,7 +299,7 @@ class Table(Unpicklable):
         return keys, None if rows is None else rows.float().numpy()
 
     def _direct(self) -> OneTable | None:
-        """Small lookups; None if they are as others."""
+        """A short way for small lookups, if there is one."""
         if self._one_table is None or self._one_table.is_over:
             self.require_whole()
             if self.ids is not None:
