@@ -24,13 +24,13 @@ NOT_OFFSETS: Final = -3
 _FINDING: Final = 32
 """Columns: finding a row takes as long as adding so many."""
 _PART_WORK: Final = 80_000
-"""Some 10 us, in units of ``split``; waking a thread takes 1 or 2."""
+"""Ids times columns, some 10 us; waking a thread takes 1 or 2."""
 _PARTS_MAX: Final = 256
 _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-_NUM_ARGUMENTS: Final = 30
+_BODY, _THREADS, _HITS, _NUM_ARGUMENTS = 30, 31, 32, 33
 _NUM_WORDS: Final = _ARGUMENTS + _NUM_ARGUMENTS
 
 
@@ -40,13 +40,11 @@ class Split(NamedTuple):
     Attributes:
         body: the address of what each thread runs.
         team: the address of ``GOMP_parallel``, or 0: the calling thread is alone.
-        parts: ranges of bags; more than threads, as the system or distant rows may delay one.
         threads: how many.
     """
 
     body: int
     team: int
-    parts: int
     threads: int
 
 
@@ -55,18 +53,16 @@ def few(dim: int) -> int:
     return -(-2 * _PART_WORK // (_FINDING + dim))
 
 
-def whole(id_type: Any, weight_type: Any) -> Split:
-    return Split(_body(id_type, weight_type).address, 0, 1, 1)
+def body_address(id_type: Any, weight_type: Any) -> int:
+    """Of what each thread runs."""
+    return int(_body(id_type, weight_type).address)
 
 
 def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split | None:
     """The best split of a lookup of so many ids in rows of ``dim`` columns; None to use ``Workers.run`` instead."""
-    if num_ids < few(dim) or workers.threads == 1:
-        return whole(id_type, weight_type)
-    team = workers.native_team()
-    parts = min(num_ids * (_FINDING + dim) // _PART_WORK, workers.threads * _PARTS_A_THREAD, _PARTS_MAX)
-    body = _body(id_type, weight_type).address
-    return Split(body, team, parts, min(parts, workers.threads)) if team else None
+    is_alone = num_ids < few(dim) or workers.threads == 1
+    team = 0 if is_alone else workers.native_team()
+    return Split(body_address(id_type, weight_type), team, workers.threads) if team or is_alone else None
 
 
 def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) -> list[int]:
@@ -152,14 +148,14 @@ if JIT_ENABLED:
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
     @intrinsic
-    def _take_next(typing_context: Any, words: Any, index: Any) -> Any:  # noqa: ARG001
-        """``words[index]``, which is one more for the next thread."""
+    def _take(typing_context: Any, words: Any, index: Any, count: Any) -> Any:  # noqa: ARG001
+        """``words[index]``, which is ``count`` more for the next thread."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.Constant(_WORD, 1), "acq_rel")
+            return builder.atomic_rmw("add", builder.gep(data, [args[1]]), args[2], "acq_rel")
 
-        return types.int64(words, types.int64), generate
+        return types.int64(words, types.int64, types.int64), generate
 
     @intrinsic
     def _address(typing_context: Any, array: Any) -> Any:  # noqa: ARG001
@@ -192,9 +188,12 @@ if JIT_ENABLED:
         a[28], a[29] = _address(slots), slots.shape[0]
 
     @inline
-    def _share(place: int, words: Int64s, body: int, team: int, parts: int, threads: int) -> Any:
+    def _share(place: int, words: Int64s, body: int, team: int, threads: int) -> Any:
+        num_ids, dim = words[_ARGUMENTS + 2], words[_ARGUMENTS + 20]
+        # More parts than threads, as the system or distant rows may delay one.
+        parts = min(num_ids * (_FINDING + dim) // _PART_WORK, threads * _PARTS_A_THREAD, _PARTS_MAX) if team else 1
         words[_NEXT], words[_ARGUMENTS] = 0, parts
-        _run_body(team, body, place, threads)
+        _run_body(team, body, place, min(parts, threads))
         for part in range(parts):
             if words[_STATUS + part] != kernels.DONE:
                 return words[_STATUS + part]
@@ -202,7 +201,7 @@ if JIT_ENABLED:
 
     @kernel
     def look_up_at(
-        ids: int, num_ids: int, bag_starts: Int64s, body: int, team: int, parts: int, threads: int,
+        ids: int, num_ids: int, bag_starts: Int64s, body: int, team: int, threads: int,
         starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, flags: Bytes, asked: int, wanted: int,
         scale: Floats, mode: int, weights: Weights, dim: int, dtype_code: int, columns: Int32s, out: Floats,
         arg_max: Int32s, slots: Int32s,
@@ -212,7 +211,7 @@ if JIT_ENABLED:
         Args:
             ids: address of ids of the type that ``body`` is for; num_ids: how many.
             bag_starts: right ones, which nobody changes.
-            body, team, parts, threads: a ``Split``.
+            body, team, threads: a ``Split``.
             starts: and the arguments behind it, as for ``kernels.look_up``.
         """
         place = _stack_words()
@@ -223,25 +222,27 @@ if JIT_ENABLED:
         )
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, batch, _address(bag_starts), bag_starts.shape[0]
         a[16], a[23], a[24], a[25] = mode, _address(out), out.shape[0], out.shape[1]
-        return _share(place, words, body, team, parts, threads)
+        return _share(place, words, body, team, threads)
 
     @kernel
     def laid_out(
-        starts: Int64s, firsts: Int64s, num_rows: Int64s, flags: Bytes, asked: int, wanted: int, scale: Floats,
-        weights: Weights, dim: int, dtype_code: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+        starts: Int64s, firsts: Int64s, num_rows: Int64s, hits: Int64s, flags: Bytes, asked: int, wanted: int,
+        scale: Floats, weights: Weights, dim: int, dtype_code: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
+        body: int, threads: int,
     ) -> Int64s:  # fmt: skip
         """int64 [``_NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
-        arrays must outlive them."""
+        arrays must outlive them. ``hits``: int64 [1], to which ``pool_at`` adds the ids that it pooled."""
         a = np.zeros(_NUM_ARGUMENTS, np.int64)
         _lay_out(
             a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, dtype_code, columns, arg_max, slots
         )
+        a[_BODY], a[_THREADS], a[_HITS] = body, threads, _address(hits)
         return a
 
     @kernel
     def pool_at(
         arguments: Int64s, num_flags: int, ids: int, num_ids: int, offsets: int, num_offsets: int, bags: int, mode: int,
-        out: int, body: int, team: int, parts: int, threads: int,
+        out: int, team: int,
     ) -> Any:  # fmt: skip
         """``look_up_at`` of one table and feature, whose offsets are a caller's. Numbers are passed ten times as fast
         as arrays.
@@ -251,6 +252,7 @@ if JIT_ENABLED:
             num_flags: how many of its flags there are to be looked at.
             offsets: address of int64 [num_offsets]: bags + 1, or all but the last.
             out: address of float32 [bags, dim].
+            team: of a ``Split``.
 
         Returns:
             ``NOT_OFFSETS`` too, if they are none.
@@ -267,7 +269,10 @@ if JIT_ENABLED:
             a[i] = arguments[i]
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, bags, _address(bag_starts), bag_starts.shape[0]
         a[11], a[16], a[23], a[24], a[25] = num_flags, mode, out, bags, a[20]
-        return _share(place, words, body, team, parts, threads)
+        status = _share(place, words, a[_BODY], team, a[_THREADS])
+        if status == kernels.DONE:
+            _take(carray(_pointer(a[_HITS]), (1,), np.int64), 0, num_ids)
+        return status
 
     @functools.cache
     def _body(id_type: Any, weight_type: Any) -> Any:
@@ -288,13 +293,13 @@ if JIT_ENABLED:
             arg_max = carray(_pointer(a[26]), (a[27], dim), np.int32)
             slots = carray(_pointer(a[28]), (a[29],), np.int32)
             scratch = carray(_pointer(_stack_scratch()), (kernels.SCRATCH_SLOTS,), np.int32)
-            part = _take_next(words, _NEXT)
+            part = _take(words, _NEXT, 1)
             while part < parts:
                 words[_STATUS + part] = kernels.look_up(
                     cut(bag_starts, part, parts), cut(bag_starts, part + 1, parts), ids, starts, firsts, num_rows,
                     batch, bag_starts, flags, a[12], a[13], scale, a[16], weights, dim, a[21], columns, out, arg_max,
                     slots, scratch,
                 )  # fmt: skip
-                part = _take_next(words, _NEXT)
+                part = _take(words, _NEXT, 1)
 
         return callback(work, types.voidptr)

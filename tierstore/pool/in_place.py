@@ -4,6 +4,7 @@ For small lookups, arguments are prepared once and not per call (``InPlace``): a
 ``Lookup`` it takes 20, nearly all of it Python's.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -15,11 +16,12 @@ from ..cache import FullCache
 from ..cache.base import CHANGED, DIRTY, LOADING, RESIDENT
 from ..kernels import slots as kernels
 from ..kernels.arrays import Int32s, Int64s, Weights
+from ..kernels.slots import DONE
 from . import direct
 from .arena import Arena, pool_part
 from .bags import NO_ARG_MAX, NO_FLOATS, NO_INTS, Bags, Batch, FromIds, IdsOfBags, Pooling, Update
 from .leases import Leases, ResidentRows
-from .one_table import OneTable, has_one_call
+from .one_table import COLUMN, OneTable, has_one_call
 from .pins import Lease, Pins
 from .writeback import WriteBack
 
@@ -32,16 +34,22 @@ class InPlace(OneTable):
 
     def __init__(self, arena: Arena, cache: FullCache, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
-        self._few = direct.few(self._dim)
-        firsts = cache.numbering.first_slots(np.array([table_index], np.int64))
-        self._first = int(firsts[0])
-        limits, starts, columns = np.array([num_rows], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32)
-        self._kept = firsts, limits, starts, columns  # by their addresses in the arguments
-        self._arguments = direct.laid_out(
-            starts, firsts, limits, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
-            arena.dtype_code, columns, NO_ARG_MAX, NO_INTS,
+        self._few = direct.few(self._dim) if arena.workers.threads > 1 else sys.maxsize
+        self._first = int(cache.numbering.first_slots(np.array([table_index], np.int64))[0])
+        self._kept = (  # by their addresses in the arguments
+            np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64),
+            cache.hits_in_place, cache.flags,
         )  # fmt: skip
-        self._alone: dict[torch.dtype, direct.Split] = {}
+        self._arguments: dict[torch.dtype, Int64s] = {}
+
+    def _lay_out(self, arena: Arena, id_type: torch.dtype) -> Int64s:
+        body = direct.body_address(_NUMPY_TYPES[id_type], arena.weights.dtype.type)
+        arguments: Int64s = direct.laid_out(
+            *self._kept, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim, arena.dtype_code, COLUMN,
+            NO_ARG_MAX, NO_INTS, body, arena.workers.threads,
+        )  # fmt: skip
+        self._arguments[id_type] = arguments
+        return arguments
 
     def _copy(self, arena: Arena, ids: Int64s, rows: Weights) -> bool:
         cache = arena.cache
@@ -50,46 +58,32 @@ class InPlace(OneTable):
         status = kernels.copy_rows_of_ids(
             ids, self._first, self._num_rows, flags, RESIDENT | LOADING, RESIDENT, arena.weights, self._dim, rows
         )
-        if status == kernels.DONE:
+        if status == DONE:
             cache.note_hits(len(ids))
-        return status == kernels.DONE
+        return status == DONE
 
     def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
-        alone = self._alone.get(ids.dtype)
-        if alone is not None and ids.numel() < self._few:
-            return self._run(arena, alone, ids, offsets, mode, is_last_given)
-        id_type, weight_type = _NUMPY_TYPES[ids.dtype], arena.weights.dtype.type
-        how = direct.split(arena.workers, ids.numel(), self._dim, id_type, weight_type)
-        if how is None:
+        arguments = self._arguments.get(ids.dtype)
+        if arguments is None:
+            arguments = self._lay_out(arena, ids.dtype)
+        num_ids, num_offsets, address, team = ids.numel(), offsets.numel(), ids.data_ptr(), 0
+        if num_ids >= self._few:
+            team = arena.workers.native_team()
+        if (num_ids and not address) or (num_ids >= self._few and not team):
             return None
-        pooled = self._run(arena, how, ids, offsets, mode, is_last_given)
-        self._alone[ids.dtype] = direct.whole(id_type, weight_type)
-        return pooled
-
-    def _run(
-        self, arena: Arena, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool
-    ) -> Tensor | None:
-        num_ids, num_offsets, address = ids.numel(), offsets.numel(), ids.data_ptr()
         bags = num_offsets - is_last_given
-        if num_ids and not address:
-            return None
         pooled = torch.from_numpy(np.empty((bags, self._dim), np.float32))  # torch.empty takes twice as long
         run: Any = direct.pool_at
-        cache = arena.cache
-        assert isinstance(cache, FullCache)
+        cache: Any = arena.cache
         with arena.rows_lock:
             if arena.is_closed:
                 return None
             num_flags = 0 if cache.is_complete else cache.capacity
             status = run(
-                self._arguments, num_flags, address, num_ids, offsets.data_ptr(), num_offsets, bags, mode,
-                pooled.data_ptr(), *how,
+                arguments, num_flags, address, num_ids, offsets.data_ptr(), num_offsets, bags, mode, pooled.data_ptr(),
+                team,
             )  # fmt: skip
-        if status != kernels.DONE:
-            return None
-        with arena.lock:
-            cache.note_hits(num_ids)
-        return pooled
+        return pooled if status == DONE else None
 
 
 class InPlaceRows(ResidentRows):

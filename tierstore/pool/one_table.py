@@ -4,7 +4,6 @@ They give None where a ``Lookup`` must do it: rows cannot be held in memory, or 
 tensor there. Rows that may be evicted are brought in to be pooled, and only copied if they are in.
 """
 
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from .bags import NO_ARG_MAX, NO_FLOATS
 if TYPE_CHECKING:
     from .leases import Leases
 
-_COLUMN: Final = np.zeros(1, np.int32)
+COLUMN: Final = np.zeros(1, np.int32)
+_CONTIGUOUS: Final = (1,)
 _ID_TYPES: Final = (torch.int64, torch.int32)
 
 
@@ -43,7 +43,6 @@ class OneTable(ABC):
 
     def __init__(self, arena: Arena, num_rows: int) -> None:
         self._arena = weakref.ref(arena)
-        self._process_id = os.getpid()
         self._dim = arena.layout.dim
         self._num_rows = num_rows
 
@@ -56,7 +55,7 @@ class OneTable(ABC):
     def rows(self, ids: Int64s) -> Floats | None:
         """float32 [n, dim], the rows of these ids."""
         arena = self._arena()
-        if arena is None or os.getpid() != self._process_id:  # this is a fork, without the store's threads
+        if arena is None:
             return None
         rows = np.empty((len(ids), self._dim), arena.weights.dtype)
         with arena.lock:
@@ -71,16 +70,13 @@ class OneTable(ABC):
         arena = self._arena()
         if not (
             arena is not None
-            and os.getpid() == self._process_id
-            and type(ids) is Tensor
-            and type(offsets) is Tensor
+            and not arena.is_closed  # as it is in forks, too
+            and type(ids) is type(offsets) is Tensor
             and ids.is_cpu
             and offsets.is_cpu
             and ids.dtype in _ID_TYPES
             and offsets.dtype is torch.int64
-            and ids.dim() == offsets.dim() == 1
-            and ids.is_contiguous()
-            and offsets.is_contiguous()
+            and ids.stride() == offsets.stride() == _CONTIGUOUS
             and offsets.data_ptr()
         ):
             return None
@@ -128,7 +124,7 @@ class InCache(OneTable):
         def add(slots: Int32s) -> None:
             kernels.pool_rows(
                 0, bags, 0, num_ids, starts, slots, NO_FLOATS, mode, arena.weights, self._dim, arena.dtype_code,
-                _COLUMN, bags, pooled, NO_ARG_MAX,
+                COLUMN, bags, pooled, NO_ARG_MAX,
             )  # fmt: skip
 
         with arena.lock:

@@ -527,10 +527,10 @@ class Table(Unpicklable):
     def pooled_directly(self, ids: Tensor, offsets: Tensor, mode: str, *, is_last_given: bool = True) -> Tensor | None:
         """``pooled`` by a ``OneTable``; None where a ``Lookup`` must do it, as for the mode "max". ``is_last_given``:
         else ``offsets`` are all but the last."""
-        if mode == "max" or self.ids is not None or self.layout.is_quantized:
+        known, store = self._one_table, self.store
+        if mode == "max" or (known is None and (self.ids is not None or self.layout.is_quantized)):
             return None
-        arguments, store = (ids, offsets, MODES[mode], is_last_given), self.store
-        known, shown = self._one_table, store.shown
+        arguments, shown = (ids, offsets, MODES[mode], is_last_given), store.shown
         before = shown.changes
         try:
             pooled = None if known is None else known.pooled(*arguments)
