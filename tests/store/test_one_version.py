@@ -138,7 +138,7 @@ def _at(address: int, count: int) -> Any:
 
 
 _WRITTEN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "pool_at": lambda arguments: _at(arguments[8], arguments[6] * DIMS["a"]),
+    "pool_at": lambda arguments: _at(arguments[7], arguments[5] * DIMS["a"]),
     "look_up": lambda arguments: arguments[-3],
 }
 """By kernel: what it writes, given its arguments."""

@@ -131,7 +131,6 @@ class FullCache(HostCache):
 
     Attributes:
         numbering: which slot each row has.
-        hits_in_place: int64 [1], for compiled lookups without an admission, which count here by atomic instructions.
         number: int32 [capacity], scratch of kernels that number rows; of any content between them.
 
     Raises:
@@ -148,8 +147,7 @@ class FullCache(HostCache):
         )
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
-        self._noted_hits = 0
-        self.hits_in_place: Int64s = np.zeros(1, np.int64)
+        self._hits_in_place = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -187,12 +185,12 @@ class FullCache(HostCache):
         return np.unique(missing)
 
     def counters(self) -> CacheCounters:
-        counted, more = super().counters(), self._noted_hits + self.hits_in_place.item()
+        counted, more = super().counters(), self._hits_in_place + self.tallies.item(Tally.HITS_IN_PLACE)
         return counted._replace(lookups=counted.lookups + more, hits=counted.hits + more)
 
     def note_hits(self, count: int) -> None:
         """Count lookups of rows that are in, made without an admission."""
-        self._noted_hits += count  # a number of Python's: to change one of numpy's takes as long as a small lookup
+        self._hits_in_place += count  # a number of Python's: to change one of numpy's takes as long as a small lookup
 
     def find(self, keys: Int64s) -> Int32s:
         found: Int32s = np.empty(len(keys), np.int32)

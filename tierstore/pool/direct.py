@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..cache.books import NUM_TALLIES, Tally
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
@@ -30,7 +31,8 @@ _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-_BODY, _THREADS, _HITS, _NUM_ARGUMENTS = 30, 31, 32, 33
+_BODY, _THREADS, _TALLIES, _NUM_ARGUMENTS = 30, 31, 32, 33
+_FILLED, _HITS = int(Tally.FILLED), int(Tally.HITS_IN_PLACE)
 _NUM_WORDS: Final = _ARGUMENTS + _NUM_ARGUMENTS
 
 
@@ -226,22 +228,22 @@ if JIT_ENABLED:
 
     @kernel
     def laid_out(
-        starts: Int64s, firsts: Int64s, num_rows: Int64s, hits: Int64s, flags: Bytes, asked: int, wanted: int,
+        starts: Int64s, firsts: Int64s, num_rows: Int64s, tallies: Int64s, flags: Bytes, asked: int, wanted: int,
         scale: Floats, weights: Weights, dim: int, dtype_code: int, columns: Int32s, arg_max: Int32s, slots: Int32s,
         body: int, threads: int,
     ) -> Int64s:  # fmt: skip
         """int64 [``_NUM_ARGUMENTS``]: what stays between calls of ``pool_at``, for one table. They hold addresses: the
-        arrays must outlive them. ``hits``: int64 [1], to which ``pool_at`` adds the ids that it pooled."""
+        arrays must outlive them. ``tallies``: of the ``FullCache``."""
         a = np.zeros(_NUM_ARGUMENTS, np.int64)
         _lay_out(
             a, starts, firsts, num_rows, flags, asked, wanted, scale, weights, dim, dtype_code, columns, arg_max, slots
         )
-        a[_BODY], a[_THREADS], a[_HITS] = body, threads, _address(hits)
+        a[_BODY], a[_THREADS], a[_TALLIES] = body, threads, _address(tallies)
         return a
 
     @kernel
     def pool_at(
-        arguments: Int64s, num_flags: int, ids: int, num_ids: int, offsets: int, num_offsets: int, bags: int, mode: int,
+        arguments: Int64s, ids: int, num_ids: int, offsets: int, num_offsets: int, bags: int, mode: int,
         out: int, team: int,
     ) -> Any:  # fmt: skip
         """``look_up_at`` of one table and feature, whose offsets are a caller's. Numbers are passed ten times as fast
@@ -249,7 +251,6 @@ if JIT_ENABLED:
 
         Args:
             arguments: of ``laid_out``.
-            num_flags: how many of its flags there are to be looked at.
             offsets: address of int64 [num_offsets]: bags + 1, or all but the last.
             out: address of float32 [bags, dim].
             team: of a ``Split``.
@@ -268,10 +269,13 @@ if JIT_ENABLED:
         for i in range(_NUM_ARGUMENTS):
             a[i] = arguments[i]
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, bags, _address(bag_starts), bag_starts.shape[0]
-        a[11], a[16], a[23], a[24], a[25] = num_flags, mode, out, bags, a[20]
+        a[16], a[23], a[24], a[25] = mode, out, bags, a[20]
+        tallies = carray(_pointer(a[_TALLIES]), (NUM_TALLIES,), np.int64)
+        if tallies[_FILLED] == a[11]:  # all rows are in, so no flags need to be looked at
+            a[11] = 0
         status = _share(place, words, a[_BODY], team, a[_THREADS])
         if status == kernels.DONE:
-            _take(carray(_pointer(a[_HITS]), (1,), np.int64), 0, num_ids)
+            _take(tallies, _HITS, num_ids)
         return status
 
     @functools.cache

@@ -38,7 +38,7 @@ class InPlace(OneTable):
         self._first = int(cache.numbering.first_slots(np.array([table_index], np.int64))[0])
         self._kept = (  # by their addresses in the arguments
             np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64),
-            cache.hits_in_place, cache.flags,
+            cache.tallies, cache.flags,
         )  # fmt: skip
         self._arguments: dict[torch.dtype, Int64s] = {}
 
@@ -66,21 +66,18 @@ class InPlace(OneTable):
         arguments = self._arguments.get(ids.dtype)
         if arguments is None:
             arguments = self._lay_out(arena, ids.dtype)
-        num_ids, num_offsets, address, team = ids.numel(), offsets.numel(), ids.data_ptr(), 0
-        if num_ids >= self._few:
-            team = arena.workers.native_team()
-        if (num_ids and not address) or (num_ids >= self._few and not team):
+        num_ids, num_offsets, address, start = ids.numel(), offsets.numel(), ids.data_ptr(), offsets.data_ptr()
+        team = 0 if num_ids < self._few else arena.workers.native_team()
+        if not start or (num_ids and not address) or (num_ids >= self._few and not team):
             return None
         bags = num_offsets - is_last_given
         pooled = torch.from_numpy(np.empty((bags, self._dim), np.float32))  # torch.empty takes twice as long
         run: Any = direct.pool_at
-        cache: Any = arena.cache
         with arena.rows_lock:
             if arena.is_closed:
                 return None
-            num_flags = 0 if cache.is_complete else cache.capacity
             status = run(
-                arguments, num_flags, address, num_ids, offsets.data_ptr(), num_offsets, bags, mode, pooled.data_ptr(),
+                arguments, address, num_ids, start, num_offsets, bags, mode, pooled.data_ptr(),
                 team,
             )  # fmt: skip
         return pooled if status == DONE else None

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .leases import Leases
 
 COLUMN: Final = np.zeros(1, np.int32)
-_CONTIGUOUS: Final = (1,)
 _ID_TYPES: Final = (torch.int64, torch.int32)
 
 
@@ -76,8 +75,9 @@ class OneTable(ABC):
             and offsets.is_cpu
             and ids.dtype in _ID_TYPES
             and offsets.dtype is torch.int64
-            and ids.stride() == offsets.stride() == _CONTIGUOUS
-            and offsets.data_ptr()
+            and ids.dim() == offsets.dim() == 1
+            and ids.is_contiguous()
+            and offsets.is_contiguous()
         ):
             return None
         return self._pool(arena, ids, offsets, mode, is_last_given)
@@ -114,7 +114,7 @@ class InCache(OneTable):
 
     def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         num_ids, bags = ids.numel(), offsets.numel() - is_last_given
-        keys = self._keys(ids.numpy()) if num_ids < self._few else None
+        keys = self._keys(ids.numpy()) if num_ids < self._few and offsets.data_ptr() else None
         starts = np.full(bags + 1, num_ids, np.int64)
         starts[: offsets.numel()] = offsets.numpy()
         if keys is None or not kernels.copy_offsets(starts, num_ids, starts):
