@@ -11,6 +11,7 @@ plain loop's. LLVM makes of them what the processor has.
 ``fill(value, lanes)``                      so many times the same float32
 ``+ - * /``                                 element by element; one side may be a float32
 ``root(v)``                                 correctly rounded square roots
+``halved(v)``                               the upper half added to the lower one, again and again until one is left
 ``bytes16(row, place)``                     16 bytes of a row (uint8 [n]) as numbers
 ``nibbles16(row, place)``                   16 numbers of four bits in 8 bytes, the lower half of each byte first
 ``fma16(v, factor, term)``                  ``v * factor + term``, rounded once; ``factor`` is a float32
@@ -31,6 +32,8 @@ from .jit import JIT_ENABLED, fused_multiply_add
 
 WIDE: Final = 16
 """float32 of a cache line."""
+WIDEST: Final = 64
+"""Most lanes of a vector."""
 
 if JIT_ENABLED:
     from llvmlite import ir
@@ -193,6 +196,20 @@ if JIT_ENABLED:
         return value(value), generate
 
     @intrinsic
+    def halved(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            left, lanes = args[0], value.lanes
+            while lanes > 1:
+                lanes //= 2
+                lower, upper = ([_INT32(half + lane) for lane in range(lanes)] for half in (0, lanes))
+                order = ir.VectorType(_INT32, lanes)
+                halves = (builder.shuffle_vector(left, left, ir.Constant(order, places)) for places in (lower, upper))
+                left = builder.fadd(*halves)
+            return builder.extract_element(left, _INT32(0))
+
+        return types.float32(value), generate
+
+    @intrinsic
     def fma16(typing_context: Any, value: Any, factor: Any, term: Any) -> Any:  # noqa: ARG001
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             return _call(builder, "fma", args[0], _spread(builder, args[1], args[0].type), args[2])
@@ -283,6 +300,11 @@ else:
 
     def fill(value: np.float32, lanes: int) -> Any:
         return value if lanes == 1 else np.full(lanes, value, np.float32)
+
+    def halved(value: Floats) -> Any:
+        while len(value) > 1:
+            value = value[: len(value) // 2] + value[len(value) // 2 :]
+        return value[0]
 
     def float_at(row: Bytes, place: int) -> Any:
         return row[place : place + 4].copy().view(np.float32)[0]

@@ -14,7 +14,7 @@ from .hashing import mix64
 from .jit import kernel, prefetch_item, uncounted_kernel
 from .jit import uncounted_inline as inline
 from .jit import uncounted_template as template
-from .simd import WIDE, fill, item, load, prefetch_line, put, store
+from .simd import WIDE, WIDEST, fill, halved, item, load, prefetch_line, put, store
 
 __all__ = [
     "ABSENT", "DONE", "MAX", "MEAN", "MODES", "SCRATCH_SLOTS", "SUM", "copy_offsets", "copy_rows_in",
@@ -309,8 +309,8 @@ def _pool_max(
 
 @uncounted_kernel
 def padded_width(dim: int) -> int:
-    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, whole vectors."""
-    width = WIDE
+    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, ``WIDEST`` at least."""
+    width = WIDEST
     while width < dim:
         width *= 2
     return width
@@ -318,23 +318,19 @@ def padded_width(dim: int) -> int:
 
 @inline
 def halving_sum(work: Floats, row: int) -> np.float32:
-    """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 16]), in the order of a halving tree; the lower
+    """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 64]), in the order of a halving tree; the lower
     half of the row is used up.
 
     The upper half is added to the lower one, element by element, until one element is left, and that to +0.0. More
     zeros behind the terms change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads.
     """
     width = work.shape[1]
-    while width > WIDE:
+    while width > WIDEST:
         width //= 2
-        for column in range(0, width, WIDE):
-            halves = load(work, row, column, FLOAT32, WIDE) + load(work, row, width + column, FLOAT32, WIDE)
-            store(work, row, column, halves, FLOAT32, WIDE)
-    lower = load(work, row, 0, FLOAT32, 4) + load(work, row, 8, FLOAT32, 4)
-    upper = load(work, row, 4, FLOAT32, 4) + load(work, row, 12, FLOAT32, 4)
-    store(work, row, 0, lower + upper, FLOAT32, 4)
-    even, odd = work[row, 0] + work[row, 2], work[row, 1] + work[row, 3]
-    return np.float32(np.float32(0) + (even + odd))
+        for column in range(0, width, WIDEST):
+            upper = load(work, row, width + column, FLOAT32, WIDEST)
+            store(work, row, column, load(work, row, column, FLOAT32, WIDEST) + upper, FLOAT32, WIDEST)
+    return np.float32(np.float32(0) + halved(load(work, row, 0, FLOAT32, WIDEST)))
 
 
 @kernel

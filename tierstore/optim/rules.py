@@ -14,7 +14,7 @@ from ..kernels.jit import prefetch_item, uncounted_kernel
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_template as template
 from ..kernels.rounding import store_row
-from ..kernels.simd import WIDE, fill, item, load, prefetch_line, root, store
+from ..kernels.simd import WIDEST, fill, halved, item, load, prefetch_line, root, store
 from ..kernels.slots import halving_sum, padded_width
 
 RUN: Final = 64
@@ -95,9 +95,12 @@ def _merge_max(
 @inline
 def _mean_square(dim: int, work: Floats) -> np.float32:
     """Mean of the squares of the gradient, summed as ``halving_sum`` does."""
-    for column in range(0, work.shape[1], WIDE):
-        gradient = load(work, _GRADIENT, column, FLOAT32, WIDE)
-        store(work, _SQUARES, column, gradient * gradient, FLOAT32, WIDE)
+    if work.shape[1] == WIDEST:  # in registers alone
+        gradient = load(work, _GRADIENT, 0, FLOAT32, WIDEST)
+        return np.float32(halved(gradient * gradient) / np.float32(dim))
+    for column in range(0, work.shape[1], WIDEST):
+        gradient = load(work, _GRADIENT, column, FLOAT32, WIDEST)
+        store(work, _SQUARES, column, gradient * gradient, FLOAT32, WIDEST)
     return np.float32(halving_sum(work, _SQUARES) / np.float32(dim))
 
 
