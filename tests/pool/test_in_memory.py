@@ -66,12 +66,16 @@ def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bag
         expected = _by_lookup(table, ids, offsets, mode)
         memory = table.pool.tier.one_table(table.index, ROWS)
         assert memory is not None
+        hits = table.pool.arena.cache.counters().hits
         for given in (ids, ids.to(torch.int32)):
             for some, is_last_given in ((offsets, True), (offsets[:-1], False)):
                 pooled = memory.pooled(given, some, {"sum": 0, "mean": 1}[mode], is_last_given)
                 assert (pooled is None) == (not len(some))
+                hits += 0 if pooled is None else len(given)
                 assert pooled is None or torch.equal(pooled.view(torch.int32), expected.view(torch.int32))
             assert torch.equal(table.pooled(given, offsets, mode=mode), expected)
+            hits += len(given)
+        assert table.pool.arena.cache.counters().hits == hits
 
 
 def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
