@@ -58,7 +58,6 @@ class Tally(IntEnum):
     """Announced uses, counted since the cache was made; one lies at its number modulo their capacity."""
     FILLED: Final = 22  # of ``FullCache``: resident rows that are not loading
     CLOCK: Final = 23  # TinyLFU: since ``BASE`` rose
-    HITS_IN_PLACE: Final = 24  # of ``FullCache``: counted by compiled lookups, by atomic instructions
 
 
 NUM_TALLIES: Final = len(Tally)

@@ -103,6 +103,8 @@ class RowNumbering:
 
 
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
+HITS_IN_PLACE: Final = NUM_TALLIES
+"""The place behind the tallies that other caches have: hits that compiled lookups count by atomic instructions."""
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32  # Slots: flags are fetched from memory so long before they are looked at
 
@@ -143,7 +145,7 @@ class FullCache(HostCache):
         self.numbering = RowNumbering(tables)
         flags, pins = np.zeros(capacity, np.uint8), np.zeros(capacity, np.int32)
         super().__init__(
-            flags, pins, np.zeros(NUM_TALLIES, np.int64), weight_words=weight_words, state_words=state_words
+            flags, pins, np.zeros(HITS_IN_PLACE + 1, np.int64), weight_words=weight_words, state_words=state_words
         )
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
@@ -185,7 +187,7 @@ class FullCache(HostCache):
         return np.unique(missing)
 
     def counters(self) -> CacheCounters:
-        counted, more = super().counters(), self._hits_in_place + self.tallies.item(Tally.HITS_IN_PLACE)
+        counted, more = super().counters(), self._hits_in_place + self.tallies.item(HITS_IN_PLACE)
         return counted._replace(lookups=counted.lookups + more, hits=counted.hits + more)
 
     def note_hits(self, count: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..cache.books import NUM_TALLIES, Tally
+from ..cache.books import Tally
+from ..cache.full import HITS_IN_PLACE
 from ..kernels import slots as kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, inline, kernel, uncounted_kernel
@@ -32,7 +33,7 @@ _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
 _BODY, _THREADS, _TALLIES, _NUM_ARGUMENTS = 30, 31, 32, 33
-_FILLED, _HITS = int(Tally.FILLED), int(Tally.HITS_IN_PLACE)
+_FILLED: Final = int(Tally.FILLED)
 _NUM_WORDS: Final = _ARGUMENTS + _NUM_ARGUMENTS
 
 
@@ -270,12 +271,12 @@ if JIT_ENABLED:
             a[i] = arguments[i]
         a[1], a[2], a[7], a[8], a[9] = ids, num_ids, bags, _address(bag_starts), bag_starts.shape[0]
         a[16], a[23], a[24], a[25] = mode, out, bags, a[20]
-        tallies = carray(_pointer(a[_TALLIES]), (NUM_TALLIES,), np.int64)
+        tallies = carray(_pointer(a[_TALLIES]), (HITS_IN_PLACE + 1,), np.int64)
         if tallies[_FILLED] == a[11]:  # all rows are in, so no flags need to be looked at
             a[11] = 0
         status = _share(place, words, a[_BODY], team, a[_THREADS])
         if status == kernels.DONE:
-            _take(tallies, _HITS, num_ids)
+            _take(tallies, HITS_IN_PLACE, num_ids)
         return status
 
     @functools.cache
