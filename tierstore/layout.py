@@ -144,7 +144,7 @@ class RowLayout:
     def _rows_in(self, pages: int) -> int:
         return (pages * self.page_bytes // WORD_BYTES - BLOCK_HEADER_WORDS) // self.stored_row_words
 
-    @property
+    @cached_property
     def rows_per_block(self) -> int:
         return self._rows_in(self.pages_per_block)
 

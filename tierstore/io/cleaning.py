@@ -61,6 +61,8 @@ class Cleaner:
         what LMDB frees is what it is asked for next.
         """
         victims = self._victims(segments, kept)
+        if not len(victims):
+            return None
         try:
             return self._read(snapshot, rows, segments, victims)
         except DamagedError:

@@ -26,7 +26,7 @@ from .places import Segments
 from .reads import KeyedRows, RowReader
 from .records import LOG_ITEM, STORE_ITEM, LogRecord, item_key, pack_store, pack_words, segment_key
 from .row_map import RowMap
-from .segments import build_segment, page_header_status
+from .segments import NEWEST, OLDEST, build_segment, page_header_status
 from .snapshot import Snapshot
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -94,21 +94,20 @@ class Log:
         per_segment = geo.rows_per_segment
         most = layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True)
         image = np.empty(most * geo.page_words, np.uint64)
+        weights, state = new.weights.reshape(-1), new.state.reshape(-1)
         parts: list[tuple[int, ...]] = []
         for start in range(0, len(new.keys), per_segment):
             part = slice(start, start + per_segment)
             epochs = new.epochs[part] if len(new.epochs) > 1 else new.epochs
-            if epochs.min() == epochs.max():
+            if len(epochs) > 1 and (epochs == epochs[0]).all():
                 epochs = epochs[:1]
             keys = new.keys[part]
             pages = layout.segment_pages(len(keys), is_mixed=len(epochs) > 1)
             value = image[: pages * geo.page_words - PAGE_HEADER_WORDS]
             number = first + len(parts)
-            build_segment(
-                geo, number, epochs, keys, new.slots[part], new.weights.reshape(-1), new.state.reshape(-1), value
-            )
+            build_segment(geo, number, epochs, keys, new.slots[part], weights, state, value)
             txn.put(segment_key(number), value.data, dupdata=False)
-            parts.append((number, 0, pages, len(keys), int(epochs.max()), int(epochs.min()), int(keys[0])))
+            parts.append((number, 0, pages, len(keys), int(value[NEWEST]), int(value[OLDEST]), int(keys[0])))
         stored = np.array(parts, STORED)
         self._count(stored, 1)
         return stored

@@ -262,14 +262,15 @@ def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
 
 @kernel
 def publish(
-    positions: Int64s, slot: int, epoch: int, is_moved: bool, place_bits: int, places: Places, regions: Regions,
-    segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
+    positions: Int64s, slots: Int64s, stops: Int64s, epoch: int, is_moved: bool, place_bits: int, places: Places,
+    regions: Regions, segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter the rows of a segment just written: all of one epoch, or moved by cleaning.
+    """Enter the rows of segments just written: all of one epoch, or moved by cleaning.
 
     A row that has a version of a later epoch already, while that for ``epoch`` was under way, is held.
 
     Args:
+        slots, stops: int64 [segments]: of each one, and where its rows end in ``positions``.
         held_for: int32 [slots]: rows of the epochs before, by segment, that a version before ``epoch`` needs.
         late_for: the same, for ``epoch`` itself.
         emptied: int64 [rows], receives the slots without live and held rows.
@@ -277,18 +278,20 @@ def publish(
     Returns:
         How many rows died, and how many segments were emptied.
     """
-    dead, count = 0, 0
-    for index in range(len(positions)):
-        if index + _AHEAD < len(positions):
-            prefetch_word(places, positions[index + _AHEAD])
-        at = positions[index]
+    dead, count, part, begin = 0, 0, 0, 0
+    for i in range(len(positions)):
+        if i + _AHEAD < len(positions):
+            prefetch_word(places, positions[i + _AHEAD])
+        if i == stops[part]:
+            part, begin = part + 1, i
+        slot, at = slots[part], positions[i]
         old = np.int64(places[at])
         before = old >> place_bits
         if old != 0 and not is_moved and segments.newest[before] > epoch:
             segments.held[slot] += 1
             late_for[slot] += 1
             continue
-        places[at] = slot << place_bits | index
+        places[at] = slot << place_bits | (i - begin)
         segments.live[slot] += 1
         if old == 0:
             regions.stored[at >> regions.row_bits] += 1

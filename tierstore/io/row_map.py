@@ -281,18 +281,15 @@ class RowMap:
             txn_id: of the transaction that wrote them.
         """
         segments, positions = self.segments[layout], self.positions(layout, keys)
-        slots, epoch, stop = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0]), 0
+        slots, epoch = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0])
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
-        all_emptied = []
-        for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
-            stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)
-            dead, num_emptied = publish(
-                part, slot, epoch, is_moved, segments.geo.place_bits, self.places, self._regions, segments.arrays,
-                held_for, late_for, emptied,
-            )  # fmt: skip
-            segments.rows -= dead
-            all_emptied.append(emptied[:num_emptied])
-        segments.bury(np.concatenate(all_emptied))
+        emptied = np.empty(len(keys), np.int64)
+        dead, num_emptied = publish(
+            positions, slots, np.cumsum(stored["rows"]), epoch, is_moved, segments.geo.place_bits, self.places,
+            self._regions, segments.arrays, held_for, late_for, emptied,
+        )  # fmt: skip
+        segments.rows -= dead
+        segments.bury(emptied[:num_emptied])
         self._settle()
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
