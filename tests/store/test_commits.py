@@ -13,6 +13,7 @@ import tierstore
 from tests.gate import Gate
 from tierstore import optim
 from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError
+from tierstore.pool import writeback
 from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
 
@@ -187,6 +188,54 @@ def test_training_and_commits_side_by_side(store_dir: Path) -> None:
         assert torch.equal(shown(store_dir, version), state), f"version {version}"
 
 
+# The writer's pace
+
+
+class _Rests(threading.Event):
+    """An event that nobody sets, and that keeps no writer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return False
+
+
+def test_a_commit_rests_after_each_write(store_dir: Path) -> None:
+    with open_store(store_dir) as store:
+        put(store, ALL[:4000], 1.0)
+        pool, rests = store["t"].pool, _Rests()
+        num_frozen, size = pool.cache.num_dirty, pool.writeback.rows_a_write
+        with pool.writeback.gate, pool.arena.lock:
+            pool.writeback.freeze(2, rests)
+        pool.writeback.write_frozen()
+        assert len(rests.seconds) == -(-num_frozen // size) > 1
+        assert all(rests.seconds)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda store, pending: pending.result(),
+        lambda store, pending: store.commit(),
+        lambda store, pending: store.close(),
+        lambda store, pending: put(store, ALL[:4000], 2.0),  # the outbox is full then
+    ],
+    ids=["result", "next", "close", "update"],
+)
+def test_a_commit_that_somebody_waits_for_does_not_rest(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[tierstore.Store, PendingCommit], object]
+) -> None:
+    monkeypatch.setattr(writeback, "_REST", 1e9)
+    with open_store(store_dir) as store:
+        put(store, ALL[:4000], 1.0)
+        pending = store.commit_async()
+        wait(store, pending)
+        assert pending.result() == 1
+
+
 # Kept versions
 
 
@@ -200,7 +249,7 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
         table.read(clean)
         put(store, frozen, 1.0)
         with pool.writeback.gate, pool.arena.lock:
-            pool.writeback.freeze(2)
+            pool.writeback.freeze(2, threading.Event())
         put(store, victim, 2.0)
         table.read(torch.arange(10_000, 10_000 + pool.cache.capacity - 3))
         table.read(frozen)
@@ -229,7 +278,7 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
         slots = cache.find(rows.numpy())
         cache.pin(slots)
         with writeback_.gate, pool.arena.lock:
-            writeback_.freeze(2)
+            writeback_.freeze(2, threading.Event())
         errors = []
 
         def update() -> None:
@@ -248,7 +297,7 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
             writeback_._outbox.drop(writeback_._outbox.places)  # as if written
             writeback_.begin_update(slots[:1])
             cache.thaw(cache.frozen_slots())
-            writeback_.freeze(3)
+            writeback_.freeze(3, threading.Event())
             pool.arena.changed.notify_all()
         thread.join()
         assert not errors

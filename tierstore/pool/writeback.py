@@ -35,6 +35,8 @@ _VICTIMS_SHARE: Final = 1 / 8
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
+_REST: Final = 4
+"""Seconds that a commit rests for each second of processor time, unless somebody waits for it."""
 _KEY_AND_PLACE_BYTES: Final = 12
 
 
@@ -102,6 +104,7 @@ class WriteBack:
         self._epoch = epoch
         self._outbox = _Outbox(arena.layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
+        self._wanted = threading.Event()
         self._is_busy = False
         self.waited_seconds = 0.0
 
@@ -115,6 +118,7 @@ class WriteBack:
             room = self._outbox.room if cache.num_frozen else len(slots)
             if not room:
                 started = time.perf_counter()
+                self._wanted.set()
                 self._changed.wait()
                 self.waited_seconds += time.perf_counter() - started
                 first = 0  # others may have changed any of them meanwhile, and a commit may have frozen them again
@@ -192,11 +196,11 @@ class WriteBack:
 
     # Commits
 
-    def freeze(self, epoch: int) -> None:
+    def freeze(self, epoch: int, wanted: threading.Event) -> None:
         """Freeze the dirty rows for the version before ``epoch``, for which rows are written from now on. The caller
-        holds gate and lock, and the version before was written or given up."""
+        holds gate and lock, and the version before was written or given up. ``wanted``: set once somebody waits."""
         self.abandon()
-        self._error = None
+        self._error, self._wanted = None, wanted
         self._epoch = epoch
         self._cache.freeze()
 
@@ -215,9 +219,11 @@ class WriteBack:
             raise self._error
 
     def _take_turn(self, write: Callable[[], None]) -> None:
+        started = time.thread_time()
         with self.gate, self._giving_up():
             write()
         time.sleep(_PAUSE_SECONDS)
+        self._wanted.wait(_REST * (time.thread_time() - started))
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,12 +24,14 @@ from .version import pack, unpack
 class PendingCommit(Future[int]):
     """The future of ``Store.commit_async``; its result is the version's number, which ``version`` is from the start.
 
-    Knows whether anybody has looked at how it ended: an error that nobody saw must not be lost.
+    Knows whether anybody has looked at how it ended: an error that nobody saw must not be lost. ``wanted`` is set once
+    somebody waits for it: until then its writer leaves most of the processor to others.
     """
 
     def __init__(self, version: int) -> None:
         super().__init__()
         self.version = version
+        self.wanted: Final = threading.Event()
         self._was_seen = False
         self._process_id = os.getpid()
 
@@ -42,6 +45,7 @@ class PendingCommit(Future[int]):
         """Wait until the version is durable, or has failed; the error, if there was one. ClosedError in a forked
         process, where no thread writes it."""
         require_own(self._process_id, f"the commit of version {self.version}", "ask for its result there")
+        self.wanted.set()
         error = super().exception(timeout)
         self._was_seen = True
         return error
@@ -104,7 +108,7 @@ class Commits:
             with contextlib.ExitStack() as held:  # nothing is admitted between the two
                 for ids in self._catalog.ids:
                     held.enter_context(ids.lock)
-                frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze()]
+                frozen: list[Frozen] = [pool.writeback for pool in self._pools.freeze(pending.wanted)]
                 for ids in self._catalog.ids:
                     ids.freeze(pending.version)
                     frozen.append(ids)

@@ -83,8 +83,9 @@ class Pools:
         if not all(pool.becomes_unused() for pool in self) or any(ids.in_use for ids in self._catalog.ids):
             raise TableError(f"rows are in use by {IN_USE}; {action} before it")
 
-    def freeze(self) -> Sequence[Pool]:
-        """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch."""
+    def freeze(self, wanted: threading.Event) -> Sequence[Pool]:
+        """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch.
+        ``wanted``: see ``WriteBack.freeze``."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             pools = list(self)
@@ -96,7 +97,7 @@ class Pools:
                 stack.enter_context(pool.arena.lock)
             self.epoch += 1  # first: what is frozen is of a version before, even if this goes no further
             for pool in pools:
-                pool.writeback.freeze(self.epoch)
+                pool.writeback.freeze(self.epoch, wanted)
         return pools
 
     def retire(self) -> None:

@@ -326,8 +326,9 @@ class Store(Unpicklable):
         before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
 
         Returns:
-            the future whose ``result()`` is the version's number once it is durable, or raises. An error that nobody
-            asked it for is raised by the next commit, or by ``close``.
+            the future whose ``result()`` is the version's number once it is durable, or raises. Until somebody calls
+            it, the writer rests most of the time: training alongside is slowed by less, for longer. An error that
+            nobody asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
         self.require_whole_steps()
