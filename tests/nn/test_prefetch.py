@@ -3,9 +3,12 @@
 import contextlib
 import functools
 import gc
+import importlib
 import os
+import queue
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +143,36 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
     assert first[2_500:].mean() > 0.97
     assert later.mean() > 0.8
     assert later[2_500:].mean() > 0.95
+
+
+@pytest.mark.parametrize("waits_for_use", [False, True])
+def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, waits_for_use: bool
+) -> None:
+    """But for a batch that takes long, as one that is there only once those before it were used."""
+    monkeypatch.setattr(choices.Choice, "note_step", lambda self: setattr(self, "is_ahead", False))
+    if not waits_for_use:
+        monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "_READ_SECONDS", 60.0)
+    is_used, read_beside, used = threading.Event(), [], queue.SimpleQueue[int]()
+
+    def source() -> Iterator[tierstore.KeyedJaggedTensor]:
+        for number in range(20):
+            time.sleep(0.001)
+            if waits_for_use and number >= 3:
+                assert used.get(timeout=30) == number - 3
+            read_beside.append(is_used.is_set())
+            yield batch(number)
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        for number, item in enumerate(tierstore.prefetch(source(), collection)):
+            is_used.set()
+            collection(item)
+            time.sleep(0.002)
+            is_used.clear()
+            used.put(number)
+    assert number == 19
+    assert waits_for_use or not any(read_beside[4:])
 
 
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:

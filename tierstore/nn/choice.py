@@ -5,7 +5,7 @@ import time
 from typing import Final
 
 AUTO_DEPTH: Final = 2
-_RUN_STEPS: Final = 8
+_RUN_STEPS: Final = 16
 _MOST_RUNS: Final = 64
 _CLEARLY: Final = 0.98
 

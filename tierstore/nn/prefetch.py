@@ -24,6 +24,8 @@ _Item = tuple[()] | tuple[Any, Any] | BaseException
 """A batch and the source's position, nothing at the end, or what went wrong."""
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
+_READ_SECONDS: Final = 0.005
+"""A batch that takes longer to be read is read while others are used."""
 _LEFT: Final[dict[int, threading.Event]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
 
@@ -213,9 +215,9 @@ def prefetch(
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
             very object that ``features`` returned.
-        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead, and
-            brings their rows in where steps are faster so; both ways are tried, ever more rarely. Where ranks must
-            agree: 2.
+        depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
+            where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
+            ms. Both ways are tried, ever more rarely. Where ranks must agree: 2.
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
@@ -434,7 +436,8 @@ class _Worker:
     drops a pipeline drops all of it.
 
     Attributes:
-        is_ahead: if not, batches are read, but no rows are brought in.
+        is_ahead: if not, batches are read, but no rows are brought in; and who asks for one lets the next be read
+            first, as the two would keep each other waiting for the interpreter.
     """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
@@ -450,6 +453,7 @@ class _Worker:
         self._borrowed = 0  # places that were taken while it waited
         self._is_in = True  # the last batch that was handed over
         self._has_ended = False
+        self._rests = threading.Event()  # the thread did what it had to
         self._consumer: weakref.ref[_Consumer] | None = None
         known = weakref.ref(self, self._places.put)
         self._thread = threading.Thread(
@@ -469,6 +473,8 @@ class _Worker:
             self._ready.put(())
         except BaseException as error:
             self._ready.put(error)
+        finally:
+            self._rests.set()
         self._end()
         return False
 
@@ -523,6 +529,8 @@ class _Worker:
     def take(self) -> _Item:
         """The next batch, or how it ended; waits for it. ClosedError in a forked process."""
         self._reader.require_own()
+        if not self.is_ahead:
+            self._rests.wait(_READ_SECONDS)
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_SECONDS)
@@ -537,6 +545,8 @@ class _Worker:
         module = self._reader.module
         if module is not None:
             _pop_all(self._tickets, partial(_forget, module), limit)
+        if not self._has_ended:
+            self._rests.clear()
         self._places.put(None)
 
     def stop(self) -> None:
