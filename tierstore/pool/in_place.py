@@ -76,10 +76,7 @@ class InPlace(OneTable):
         with arena.rows_lock:
             if arena.is_closed:
                 return None
-            status = run(
-                arguments, address, num_ids, start, num_offsets, bags, mode, pooled.data_ptr(),
-                team,
-            )  # fmt: skip
+            status = run(arguments, address, num_ids, start, num_offsets, bags, mode, pooled.data_ptr(), team)
         return pooled if status == DONE else None
 
 
