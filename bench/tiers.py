@@ -2,8 +2,8 @@
 
 Steps of the tables alone (lookup, backward, optimizer), rows of later batches brought in ahead; of the Criteo-Kaggle
 shape also of the whole model, with the MLPs of the published DLRM baseline. Steps that do not count go before, which
-fill the cache and bring the row file to its steady size. The row file is put out of the page cache behind them, or
-into it before them.
+fill the cache and bring the row file to its steady size. The row file is put into the page cache before them, or
+out of it behind them, and then read past it, as one that is larger than memory.
 """
 
 import os
@@ -25,7 +25,7 @@ from . import device
 from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from .data import CRITEO_NAME, find_criteo
 from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
-from .workload import read_every_row
+from .workload import read_every_row, read_past_page_cache
 
 __all__ = ["run"]
 
@@ -105,8 +105,9 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
                 read_every_row(table)
         for _ in timed(module, step, before_them, config["depth"]):
             pass
-        if not case.is_cached:
+        if not case.is_cached:  # as a file that is larger than memory
             page_cache.drop(path / ROWS_FILE)
+            read_past_page_cache(store)
         before, cpu = store.stats(), time.process_time()
         seconds = list(timed(module, step, workload.batches[-steps:], config["depth"]))
         after, cpu = store.stats(), time.process_time() - cpu
@@ -226,12 +227,12 @@ def _goals(points: list[Point], rooflines: dict[Point, float], *, has_limit: boo
             yield Goal(name=f"{name}: the worst step over its roofline", value=round(worst, 3), at_most=1.15)
         dirtied = max(point.dirtied for point in own)
         yield Goal(name=f"{name}: bytes dirtied for one of an evicted row", value=round(dirtied, 2), at_most=2.5)
-        if name.startswith("Criteo-Kaggle"):
+        if name.startswith("Criteo-Kaggle's model"):
             for point in own:
                 where = "in the page cache" if point.is_cached else "on the device"
                 speed = round(whole.step_s / point.step_s, 3)
                 goal = f"{name}: speed with 1 % in DDR and the pages {where}, of all in DDR"
-                yield Goal(name=goal, value=speed, at_least=0.85 if point.is_cached else 0.7)
+                yield Goal(name=goal, value=speed, at_least=0.95 if point.is_cached else 0.8)
         if name.startswith("Criteo's"):
             useful = min(point.rows_read / point.pages_read for point in own)
             yield Goal(name=f"{name}: rows that a page read brings", value=round(useful, 2), at_least=2.4)
