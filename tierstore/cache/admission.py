@@ -89,16 +89,16 @@ def _is_resident(state: CacheState, slot: Any) -> Any:
     return 0 <= slot < state.slots.size - 1 and state.slots[slot]["flags"] != 0
 
 
-@inline
-def _admit(
+@kernel
+def admit_keys(
     state: CacheState,
     keys: Int64s,
-    stamp: Any,
+    stamp: int,
     inverse: Int32s,
     unique_slots: Int32s,
     missing: Int32s,
     progress: Int64s,
-) -> Any:
+) -> int:
     """``RowCache.admit``; ``progress`` is of ``Pinned``, brought up to date.
 
     The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
@@ -156,21 +156,6 @@ def _admit(
     tallies[Tally.HITS] += (num_unique - first_unique) - (num_missing - first_missing)
     progress[CONSUMED], progress[NUM_UNIQUE], progress[NUM_MISSING] = consumed, num_unique, num_missing
     policy_settle(state, num_unique - first_unique)
-    return status
-
-
-@kernel
-def admit_keys(
-    state: CacheState,
-    keys: Int64s,
-    stamp: int,
-    inverse: Int32s,
-    unique_slots: Int32s,
-    missing: Int32s,
-    progress: Int64s,
-) -> int:
-    """``_admit``, for a caller outside."""
-    status: int = _admit(state, keys, stamp, inverse, unique_slots, missing, progress)
     return status
 
 
@@ -253,7 +238,7 @@ def replay_batches(
             restart(progress)
             state.tallies[Tally.STAMP] += 1
             stamp = state.tallies[Tally.STAMP]
-            _admit(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
+            admit_keys(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
             consumed, misses = progress[CONSUMED], progress[NUM_MISSING]
             is_hit[begin : begin + consumed] = True
             for i in range(misses):
@@ -279,8 +264,9 @@ def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s)
         found[i] = index_find(entries, records, keys[i])
 
 
-@inline
-def _touch(state: CacheState, chosen: Int32s, distinct: Int32s) -> Any:
+@kernel
+def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
+    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
     slots, tallies = state.slots, state.tallies
     bad, count = NOTHING_WRONG, 0
     policy_begin(state, chosen.size)
@@ -303,13 +289,6 @@ def _touch(state: CacheState, chosen: Int32s, distinct: Int32s) -> Any:
 
 
 @kernel
-def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
-    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
-    bad: int = _touch(state, chosen, distinct)
-    return bad
-
-
-@kernel
 def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -> bool:
     """``DdrCache.use``: whether all rows are in; ``found`` receives their slots, ``distinct`` as of ``touch_slots``."""
     for i in range(keys.size):
@@ -318,7 +297,7 @@ def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -
         if slot < 0 or state.slots[slot]["flags"] & LOADING:
             return False
         found[i] = slot
-    _touch(state, found, distinct)
+    touch_slots(state, found, distinct)
     return True
 
 
