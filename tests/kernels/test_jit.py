@@ -62,6 +62,26 @@ def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process()
     assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr
 
 
+@jit.uncounted_template
+def _column(lanes: int, column: int) -> int:
+    return lanes * column
+
+
+@jit.uncounted_helper  # of which nothing is kept from run to run
+def _sum_columns(end: int) -> int:
+    total = column = 0
+    while column < end:
+        total += _column(4, column) + _column(1, column)
+        column += 1
+    return total
+
+
+def test_a_template_is_compiled_once_for_each_constant_that_it_depends_on() -> None:
+    _sum_columns.compile((numba.types.int64,))  # type: ignore[attr-defined]
+    versions = [str(lanes) for lanes, _ in _column.signatures]  # type: ignore[attr-defined]
+    assert sorted(versions) == ["Literal[int](1)", "Literal[int](4)"]
+
+
 def _twice(x: int) -> int:
     return 2 * x
 

@@ -31,7 +31,7 @@ def _drop(state: CacheState, slot: Any) -> None:
     """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
     slots = state.slots
     index_erase(state.entries, slots[slot]["key"], slot)
-    policy_remove(state, slot)
+    policy_remove(state, state.bucket, state.uses, slot)
     slots[slot]["flags"] = 0
     state.tallies[Tally.RESIDENT] -= 1
 
@@ -62,7 +62,7 @@ def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
     slots[slot]["key"] = key
     slots[slot]["flags"] = flags
     index_insert(state.entries, key, slot)
-    policy_insert(state, slot)
+    policy_insert(state, state.bucket, state.uses, slot)
     state.tallies[Tally.RESIDENT] += 1
 
 
@@ -89,16 +89,16 @@ def _is_resident(state: CacheState, slot: Any) -> Any:
     return 0 <= slot < state.slots.size - 1 and state.slots[slot]["flags"] != 0
 
 
-@inline
-def _admit(
+@kernel
+def admit_keys(
     state: CacheState,
     keys: Int64s,
-    stamp: Any,
+    stamp: int,
     inverse: Int32s,
     unique_slots: Int32s,
     missing: Int32s,
     progress: Int64s,
-) -> Any:
+) -> int:
     """``RowCache.admit``; ``progress`` is of ``Pinned``, brought up to date.
 
     The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
@@ -122,7 +122,7 @@ def _admit(
                 continue
             if slot == cursor:
                 cursor = np.int64(slots[slot]["next"])
-            policy_touch(state, slot)
+            policy_touch(state, state.bucket, state.uses, slot)
             is_missing = slots[slot]["flags"] & LOADING != 0
         else:
             is_missing = True
@@ -159,21 +159,6 @@ def _admit(
     return status
 
 
-@kernel
-def admit_keys(
-    state: CacheState,
-    keys: Int64s,
-    stamp: int,
-    inverse: Int32s,
-    unique_slots: Int32s,
-    missing: Int32s,
-    progress: Int64s,
-) -> int:
-    """``_admit``, for a caller outside."""
-    status: int = _admit(state, keys, stamp, inverse, unique_slots, missing, progress)
-    return status
-
-
 @inline
 def _replay(state: CacheState, keys: Int64s) -> Any:
     """Single accesses; nothing is pinned or dirty. Returns how many hit."""
@@ -184,7 +169,7 @@ def _replay(state: CacheState, keys: Int64s) -> Any:
         slot = index_find(state.entries, slots, key)
         if slot >= 0:
             hits += 1
-            policy_touch(state, slot)
+            policy_touch(state, state.bucket, state.uses, slot)
         else:
             slot = _free_slot(state)
             if slot < 0:
@@ -253,7 +238,7 @@ def replay_batches(
             restart(progress)
             state.tallies[Tally.STAMP] += 1
             stamp = state.tallies[Tally.STAMP]
-            _admit(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
+            admit_keys(state, keys[begin:stop], stamp, scratch[0], pinned[begin:stop], scratch[1], progress)
             consumed, misses = progress[CONSUMED], progress[NUM_MISSING]
             is_hit[begin : begin + consumed] = True
             for i in range(misses):
@@ -279,8 +264,9 @@ def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s)
         found[i] = index_find(entries, records, keys[i])
 
 
-@inline
-def _touch(state: CacheState, chosen: Int32s, distinct: Int32s) -> Any:
+@kernel
+def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
+    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
     slots, tallies = state.slots, state.tallies
     bad, count = NOTHING_WRONG, 0
     policy_begin(state, chosen.size)
@@ -294,18 +280,11 @@ def _touch(state: CacheState, chosen: Int32s, distinct: Int32s) -> Any:
             slots[slot]["flags"] |= _TOUCHED
             distinct[count] = slot
             count += 1
-            policy_touch(state, slot)
+            policy_touch(state, state.bucket, state.uses, slot)
     for i in range(count):
         slots[distinct[i]]["flags"] &= ~_TOUCHED
     tallies[Tally.HITS] += count
     policy_settle(state, count)
-    return bad
-
-
-@kernel
-def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
-    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
-    bad: int = _touch(state, chosen, distinct)
     return bad
 
 
@@ -318,7 +297,7 @@ def use_keys(state: CacheState, keys: Int64s, found: Int32s, distinct: Int32s) -
         if slot < 0 or state.slots[slot]["flags"] & LOADING:
             return False
         found[i] = slot
-    _touch(state, found, distinct)
+    touch_slots(state, found, distinct)
     return True
 
 

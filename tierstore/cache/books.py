@@ -64,20 +64,21 @@ NUM_TALLIES: Final = len(Tally)
 
 
 class CacheState(NamedTuple):
-    """A policy that has no use for an array has it empty; its kernels tell policies by that."""
+    """Kernels tell policies by the arrays: those of LFU and of lookahead are None under another policy, so that its
+    kernels are compiled without their code; TinyLFU's are empty."""
 
     entries: Words  # uint64 [index_places(capacity)]: the index, see index.py
     slots: SlotRecords  # SLOT_DTYPE [capacity + 1]; the last is the root of the list
-    bucket: Int32s  # LFU, int32 [capacity]: a resident slot's bucket
-    bucket_count: Int64s  # LFU, int64 [capacity]: accesses of each row in the bucket
-    bucket_tail: Int32s  # LFU, int32 [capacity]: the bucket's last slot
+    bucket: Int32s | Any  # LFU, int32 [capacity]: a resident slot's bucket
+    bucket_count: Int64s | Any  # LFU, int64 [capacity]: accesses of each row in the bucket
+    bucket_tail: Int32s | Any  # LFU, int32 [capacity]: the bucket's last slot
     level_tail: Int32s
     """TinyLFU, int32 [LEVELS]: the last slot of the main part's rows of this level, the root if there is none.
     Lookahead, int32 [MAX_BATCHES]: the last slot of the rows that this batch uses next."""
     sketch: Bytes  # TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py
-    uses: SlotRecords  # Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses
-    last_uses: Words  # Lookahead, uint64: the index of announced keys; each leads to the key's newest use
-    batches: SlotRecords
+    uses: SlotRecords | Any  # Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses
+    last_uses: Words | Any  # Lookahead, uint64: the index of announced keys; each leads to the key's newest use
+    batches: SlotRecords | Any
     """Lookahead, BATCH_DTYPE [MAX_BATCHES]: announced batches, one at its number modulo MAX_BATCHES."""
     tallies: Int64s  # int64 [NUM_TALLIES]: see Tally
 
@@ -123,8 +124,9 @@ def _zeros(name: str, length: int) -> Any:
 def new_state(capacity: int, policy: str) -> CacheState:
     """The state of an empty cache. Zeros mean empty nearly everywhere, so fresh pages from the system need no
     writing."""
-    lengths = _lengths(capacity, policy)
-    state = CacheState(**{name: _zeros(name, lengths.get(name, 0)) for name in _DTYPES})
+    lengths = {"level_tail": 0, "sketch": 0} | _lengths(capacity, policy)
+    arrays: dict[str, Any] = {name: _zeros(name, lengths[name]) if name in lengths else None for name in _DTYPES}
+    state = CacheState(**arrays)
     state.slots[capacity]["previous"] = state.slots[capacity]["next"] = capacity
     state.level_tail[:] = capacity
     state.tallies[[Tally.MAIN_LAST, Tally.UNKNOWN_LAST]] = capacity

@@ -106,11 +106,11 @@ def check_state(state: CacheState) -> None:
         "dirty and frozen": (flags & DIRTY != 0) & (flags & FROZEN != 0),
         "flags or pins without a row": ((flags != 0) | (pins != 0)) & (flags & RESIDENT == 0),
     }
-    if state.bucket.size:
+    if state.bucket is not None:
         _check_buckets(state, listed, faults, counts)
     if state.sketch.size:
         _check_levels(state, listed, faults, counts)
-    if state.uses.size:
+    if state.uses is not None:
         _check_groups(state, listed, faults, counts)
     terms = {name: f"{kept} kept, {counted} counted" for name, (kept, counted) in counts.items()}
     terms |= {name: str(np.count_nonzero(wrong)) for name, wrong in faults.items()}

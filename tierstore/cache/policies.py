@@ -90,24 +90,25 @@ def _lfu_insert(state: CacheState, slot: Any) -> None:
 def ranks_of(state: CacheState, slots: Int64s) -> Int32s:
     """int32 [n]: which of these resident slots leave first, those of lower rank; of equal ones, those used before."""
     rank = state.slots["rank"][slots].astype(np.int32)
-    if state.bucket.size:
+    if state.bucket is not None:
         return state.bucket_count[state.bucket[slots]].clip(max=2**31 - 1).astype(np.int32)
     if state.sketch.size:
         return np.where(rank & IN_WINDOW, np.int32(LEVELS), rank & np.int32(LEVELS - 1))
-    if state.uses.size:
+    if state.uses is not None:
         ahead = ((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES).astype(np.int32)
         return np.where(rank == UNKNOWN, np.int32(-MAX_BATCHES), -ahead)
     return np.zeros(len(slots), np.int32)
 
 
 @inline
-def policy_touch(state: CacheState, slot: Any) -> None:
-    """Count one access of a resident slot."""
-    if state.bucket.size:
+def policy_touch(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
+    """Count one access of a resident slot. ``bucket`` and ``uses`` are those of the state: only of a helper's argument
+    that is None does numba leave out what is for others."""
+    if bucket is not None:
         _lfu_touch(state, slot)
     elif state.sketch.size:
         tinylfu_touch(state, slot)
-    elif state.uses.size:
+    elif uses is not None:
         lookahead_touch(state, slot)
     else:
         slots = state.slots
@@ -116,13 +117,13 @@ def policy_touch(state: CacheState, slot: Any) -> None:
 
 
 @inline
-def policy_insert(state: CacheState, slot: Any) -> None:
+def policy_insert(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
     """Enter a new row's slot, with its first access."""
-    if state.bucket.size:
+    if bucket is not None:
         _lfu_insert(state, slot)
     elif state.sketch.size:
         tinylfu_insert(state, slot)
-    elif state.uses.size:
+    elif uses is not None:
         lookahead_insert(state, slot)
     else:
         slots = state.slots
@@ -130,14 +131,14 @@ def policy_insert(state: CacheState, slot: Any) -> None:
 
 
 @inline
-def policy_remove(state: CacheState, slot: Any) -> None:
+def policy_remove(state: CacheState, bucket: Any, uses: Any, slot: Any) -> None:
     """Forget a resident slot, and its count as far as the policy does."""
     if state.sketch.size:
         tinylfu_remove(state, slot)
-    elif state.uses.size:
+    elif uses is not None:
         lookahead_remove(state, slot)
     else:
-        if state.bucket.size:
+        if bucket is not None:
             _leave_bucket(state, slot)
         unlink(state.slots, slot)
 

@@ -79,6 +79,9 @@ class RowReader:
         if self._can_sample is None:
             self._can_sample = whole_map.tells_residency()
         positions, places = rows.find(layout, keys)
+        if not segments.rows:  # as in a new store, whose first batches need not wait for the kernel to be compiled
+            present[:] = False
+            return np.zeros(5, np.int64)
         wanted = Wanted(keys, positions)
         target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
         geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()

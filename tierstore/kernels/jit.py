@@ -108,24 +108,18 @@ def _kernel(function: F, **options: Any) -> F:
     return result
 
 
-def _helper(function: F, **options: Any) -> F:
+def _by_type(function: F, *, constants: int = 0, **options: Any) -> F:
+    """A helper, compiled once for a type of number, not again for each place that passes it a constant, nor for the
+    constant that a loop's variable begins with: that took as long as all the rest. Of its first ``constants``
+    arguments, each constant has a version of its own."""
     compiled: Any = _compile(function, from_python=False, **options)
     if JIT_ENABLED:
         compiled.__class__ = _Helper
-    result: F = compiled
-    return result
-
-
-def _by_type(function: F, **options: Any) -> F:
-    """A helper, compiled once for a type of number, not again for each place that passes it a constant, nor for the
-    constant that a loop's variable begins with: that took as long as all the rest."""
-    compiled: Any = _helper(function, **options)
-    if JIT_ENABLED:
         resolve = compiled.get_call_template
 
         def by_type(args: Any, kws: Any) -> Any:
             plain = {name: types.unliteral(kind) for name, kind in kws.items()}
-            return resolve(tuple(map(types.unliteral, args)), plain)
+            return resolve((*args[:constants], *map(types.unliteral, args[constants:])), plain)
 
         compiled.get_call_template = by_type
     result: F = compiled
@@ -156,9 +150,9 @@ def uncounted_inline(function: F) -> F:
 
 
 def uncounted_template(function: F) -> F:
-    """As ``uncounted_inline``, compiled again for each constant that it is passed; where arithmetic on vectors depends
-    on one, it took half as long again without."""
-    return _helper(function, _nrt=False, forceinline=True)
+    """As ``uncounted_inline``, compiled again for each constant that is its first argument; where arithmetic on vectors
+    depends on one, it took half as long again without."""
+    return _by_type(function, constants=1, _nrt=False, forceinline=True)
 
 
 if JIT_ENABLED:
