@@ -34,9 +34,9 @@ REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
     ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
     ("lfu", 20_000): 0.8349,
-    ("tinylfu", 2_000): 0.6909,
-    ("tinylfu", 10_000): 0.8056,
-    ("tinylfu", 20_000): 0.8433,
+    ("tinylfu", 2_000): 0.6898,
+    ("tinylfu", 10_000): 0.8049,
+    ("tinylfu", 20_000): 0.8430,
 }
 
 

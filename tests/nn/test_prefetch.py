@@ -149,11 +149,12 @@ def test_the_faster_way_is_chosen_and_the_other_is_tried_ever_more_rarely(
 def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch, waits_for_use: bool
 ) -> None:
-    """But for a batch that takes long, as one that is there only once those before it were used."""
+    """As many as there is room for each time, but for a batch that takes long, as one that is there only once those
+    before it were used."""
     monkeypatch.setattr(choices.Choice, "note_step", lambda self: setattr(self, "is_ahead", False))
     if not waits_for_use:
         monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "_READ_SECONDS", 60.0)
-    is_used, read_beside, used = threading.Event(), [], queue.SimpleQueue[int]()
+    is_used, read_beside, used, read_behind = threading.Event(), [], queue.SimpleQueue[int](), []
 
     def source() -> Iterator[tierstore.KeyedJaggedTensor]:
         for number in range(20):
@@ -161,6 +162,7 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
             if waits_for_use and number >= 3:
                 assert used.get(timeout=30) == number - 3
             read_beside.append(is_used.is_set())
+            read_behind.append(used.qsize())
             yield batch(number)
 
     with tierstore.open(store_dir, ddr="1MiB") as store:
@@ -173,6 +175,7 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
             used.put(number)
     assert number == 19
     assert waits_for_use or not any(read_beside[4:])
+    assert waits_for_use or len(set(read_behind[6:])) == 5  # 14 batches
 
 
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:

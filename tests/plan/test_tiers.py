@@ -90,14 +90,16 @@ class Trained(NamedTuple):
     transactions: float
 
 
-def train(store_dir: Path, policy: str, *, steps: int) -> Trained:
+def train(store_dir: Path, policy: str, *, steps: int, samples: int = 250) -> Trained:
     """A store on drawn ids, one batch after another; the second half of the steps counts."""
-    workload = replace(WORKLOAD, tables=(replace(TABLES[0], num_embeddings=12_000, exponent=0.9),), batch_samples=250)
+    workload = replace(
+        WORKLOAD, tables=(replace(TABLES[0], num_embeddings=12_000, exponent=0.9),), batch_samples=samples
+    )
     setup = make_setup(workload, ddr_bytes=1_300_000.0, policy=policy, prefetch_depth=0)
     generator = np.random.default_rng(0)
     weights = np.arange(1, 12_001) ** -0.9
     rows = generator.permutation(12_000)
-    drawn = [rows[generator.choice(12_000, 500, p=weights / weights.sum())] for _ in range(steps)]
+    drawn = [rows[generator.choice(12_000, 2 * samples, p=weights / weights.sum())] for _ in range(steps)]
     with make_store(store_dir, workload, ddr=int(setup.ddr_bytes), policy=policy) as store:
         store["a"].write(torch.arange(12_000), torch.zeros(12_000, 64))
         store.commit()
@@ -105,12 +107,12 @@ def train(store_dir: Path, policy: str, *, steps: int) -> Trained:
         counts = []
         for ids in np.split(np.stack(drawn), 2):
             for batch in torch.from_numpy(ids):
-                features = tierstore.KeyedJaggedTensor(["a"], batch, offsets=torch.arange(0, 501, 2))
+                features = tierstore.KeyedJaggedTensor(["a"], batch, offsets=torch.arange(0, 2 * samples + 1, 2))
                 module(features).values().sum().backward()
             ddr, ssd = store.stats().ddr, store.stats().ssd
             found = (ddr.unique, ddr.misses, ssd.rows_written, ssd.rows_moved, ssd.bytes_read / 4096)
             counts.append(np.array([*found, transactions_in(store_dir / "rows.lmdb")]))
-    accesses = Accesses(np.concatenate(drawn), np.arange(0, 500 * steps + 1, 500), ("a",))
+    accesses = Accesses(np.concatenate(drawn), np.arange(0, 2 * samples * steps + 1, 2 * samples), ("a",))
     return Trained(setup, accesses, *((counts[1] - counts[0]) / (steps // 2)).tolist())
 
 
@@ -138,6 +140,13 @@ def test_by_count_every_step_writes_what_leaves(store_dir: Path) -> None:
     assert load.misses == pytest.approx(found.misses, rel=0.12), "the curve is of single accesses"
     assert load.rows_written / load.misses == pytest.approx(found.written / found.misses, rel=0.06)
     assert load.transactions == found.transactions == 1
+
+
+def test_rows_that_leave_the_window_together_are_written_together(store_dir: Path) -> None:
+    found = train(store_dir, "tinylfu", steps=1600, samples=25)
+    (load,) = pool_loads(found.setup, Demand.analytic(found.setup.workload, "tinylfu"))
+    assert load.transactions == pytest.approx(found.transactions, rel=0.15)
+    assert found.transactions < 0.25
 
 
 def load_of(setup_changes: dict[str, object] | None = None, *, unique: float = 2000.0, miss_ratio: float = 0.25):

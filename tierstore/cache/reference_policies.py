@@ -156,6 +156,8 @@ LOWERED_BASE: Final = 96
 COUNTERS_PER_ROW: Final = 16
 BLOCK: Final = 64
 FILED_PER_ACCESS: Final = 4
+MOVED_SHARE: Final = 32
+MOVED_MAX: Final = 4096
 WINDOW_SHARE: Final = 100
 SAMPLED_ROWS: Final = 128
 RATES: Final = (64, 91, 128, 181, 256, 362, 512, 724, 1024, 2266, 5016, 11101, 24576)
@@ -288,9 +290,10 @@ class TinyLFU(Pinnable):
         return is_hit
 
     def begin(self, num_accesses: int) -> None:
-        window = self._parts[LEVELS]
-        for _ in range(FILED_PER_ACCESS * num_accesses):
-            if len(window) <= max(1, self.maxsize // WINDOW_SHARE) or (oldest := next(iter(window))) in self.pins:
+        window, limit = self._parts[LEVELS], max(1, self.maxsize // WINDOW_SHARE)
+        moved = min(self.maxsize // MOVED_SHARE, MOVED_MAX)
+        for _ in range(moved + FILED_PER_ACCESS * num_accesses if len(window) > limit + moved else 0):
+            if len(window) <= limit or (oldest := next(iter(window))) in self.pins:
                 break
             self._move(oldest, max(0, self._levels[oldest] - NEWCOMER), last=False)
 

@@ -8,10 +8,13 @@ are a factor of two. All counts fade alike, so a level stays as it is until the 
 slowest rate the order is LFU with a long memory, at the fastest nearly LRU; aging.py chooses between.
 
 A missed row is about to be used, so it is always admitted. It enters the *window*, the end of the list, in order of
-use. A row that leaves a full window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there,
+use. A row that leaves the window enters the *main* part ``_NEWCOMER`` below its level, and before the rows there,
 until it is accessed again. So a new row replaces a row only if it was accessed more often, and a loop over more rows
 than slots keeps hitting some of them. A row accessed in main goes behind the rows of its new level. Levels outlive
 residence in a sketch (sketch.py).
+
+The oldest rows leave the window together, once it is over its limit by so many as ``MOVED_SHARE`` says: as the next
+victims they are then also written together, if they are dirty.
 
 A pinned row, and those behind it, stay in a full window until an admission begins after they are unpinned. Moved to
 main before, the rows of in-flight batches would head the list, and each search for a victim would walk past them.
@@ -46,8 +49,10 @@ _RAISED: Final = np.array(
 )
 """The level after one more access, by the level before, from the base on. It rises each time: too much from 8 on."""
 _WINDOW_SHARE: Final = 100
+MOVED_SHARE: Final = 32
+_MOVED_MAX: Final = 4096
 _FILED_PER_ACCESS: Final = 4
-"""Rows that leave the window for each access at most; it is over its limit where rows were pinned."""
+"""Rows that leave the window for each access at most, beside those; it is further over where rows were pinned."""
 
 
 @inline
@@ -152,9 +157,12 @@ def _lower(state: CacheState, amount: Any) -> None:
 
 @inline
 def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
-    """Before so many accesses: move rows beyond the window's limit into main, oldest first, up to a pinned one."""
+    """Before so many accesses: if enough rows are beyond the window's limit, move them into main, oldest first, up to a
+    pinned one."""
     slots, tallies = state.slots, state.tallies
-    left, limit = _FILED_PER_ACCESS * num_accesses, max((slots.size - 1) // _WINDOW_SHARE, 1)
+    capacity = slots.size - 1
+    limit, moved = max(capacity // _WINDOW_SHARE, 1), min(capacity // MOVED_SHARE, _MOVED_MAX)
+    left = moved + _FILED_PER_ACCESS * num_accesses if tallies[Tally.WINDOW_ROWS] > limit + moved else 0
     while left > 0 and tallies[Tally.WINDOW_ROWS] > limit:
         oldest = np.int64(slots[tallies[Tally.MAIN_LAST]]["next"])
         if slots[oldest]["pins"] > 0:

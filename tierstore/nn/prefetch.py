@@ -436,8 +436,8 @@ class _Worker:
     drops a pipeline drops all of it.
 
     Attributes:
-        is_ahead: if not, batches are read, but no rows are brought in; and who asks for one lets the next be read
-            first, as the two would keep each other waiting for the interpreter.
+        is_ahead: if not, batches are read, but no rows are brought in; and who asks for one lets those that there is
+            room for be read first, once none is left, as the two would keep each other waiting for the interpreter.
     """
 
     def __init__(self, reader: _Reader, depth: int) -> None:
@@ -451,6 +451,7 @@ class _Worker:
         self._tickets: deque[Any] = deque()  # of batches that were read and not forgotten, in order
         self._next: tuple[tuple[Any, Any], Any] | None = None  # what is to be given when there is room, and its ticket
         self._borrowed = 0  # places that were taken while it waited
+        self._vacant = 0  # places that batches have left, and the thread was not told of
         self._is_in = True  # the last batch that was handed over
         self._has_ended = False
         self._rests = threading.Event()  # the thread did what it had to
@@ -474,12 +475,14 @@ class _Worker:
         except BaseException as error:
             self._ready.put(error)
         finally:
-            self._rests.set()
+            if self._places.empty():
+                self._rests.set()
         self._end()
         return False
 
     def _end(self) -> None:
         self._has_ended = True
+        self._rests.set()
         module = self._reader.module
         try:
             if module is not None:
@@ -545,9 +548,13 @@ class _Worker:
         module = self._reader.module
         if module is not None:
             _pop_all(self._tickets, partial(_forget, module), limit)
-        if not self._has_ended:
-            self._rests.clear()
-        self._places.put(None)
+        self._vacant += 1
+        if self.is_ahead or self._ready.empty():
+            if not self._has_ended:
+                self._rests.clear()
+            for _ in range(self._vacant):
+                self._places.put(None)
+            self._vacant = 0
 
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing

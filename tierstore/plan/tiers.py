@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..cache import REFERENCE_PREFIX, resolve_policy
+from ..cache.tinylfu import MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.full import FullSize
 from ..hbm.pool import HbmSize
@@ -25,8 +26,8 @@ from .prediction import Setup
 from .workload import Workload
 
 _BY_COUNT: Final = ("lfu", "tinylfu")
-"""Policies whose next victim is mostly a row of the batch before, which is newer than on disk. Some of those are used
-once more before they leave and written twice, which is left out."""
+"""Policies whose next victim is mostly a row of a batch shortly before, which is newer than on disk. Some of those are
+used once more before they leave and written twice, which is left out."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
@@ -181,9 +182,11 @@ def _load(
     written, transactions, live = 0.0, 0.0, 0.0
     if misses and is_training:
         live = _live_in_victims(min(both / num_rows, _MOST_CACHED))
-        if resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
-            # Each batch has the rows of the one before written, and behind these victims are clean ones.
-            written, transactions = min(misses, unique), max(1.0, misses / transaction_rows)
+        policy = resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX)
+        if policy in _BY_COUNT:
+            # Rows that became victims together are written together, and behind these victims are clean ones.
+            written, together = min(misses, unique), max(misses, ddr_rows / MOVED_SHARE if policy == "tinylfu" else 0.0)
+            transactions = max(misses / together, misses / transaction_rows)
         else:
             # The next victims are written together, half a transaction before they leave on average: some change once
             # more meanwhile. A row that is fetched twice has changed once.
