@@ -50,7 +50,7 @@ _RAISED: Final = np.array(
 """The level after one more access, by the level before, from the base on. It rises each time: too much from 8 on."""
 _WINDOW_SHARE: Final = 100
 MOVED_SHARE: Final = 32
-_MOVED_MAX: Final = 4096
+MOVED_MAX: Final = 4096
 _FILED_PER_ACCESS: Final = 4
 """Rows that leave the window for each access at most, beside those; it is further over where rows were pinned."""
 
@@ -161,7 +161,7 @@ def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
     pinned one."""
     slots, tallies = state.slots, state.tallies
     capacity = slots.size - 1
-    limit, moved = max(capacity // _WINDOW_SHARE, 1), min(capacity // MOVED_SHARE, _MOVED_MAX)
+    limit, moved = max(capacity // _WINDOW_SHARE, 1), min(capacity // MOVED_SHARE, MOVED_MAX)
     left = moved + _FILED_PER_ACCESS * num_accesses if tallies[Tally.WINDOW_ROWS] > limit + moved else 0
     while left > 0 and tallies[Tally.WINDOW_ROWS] > limit:
         oldest = np.int64(slots[tallies[Tally.MAIN_LAST]]["next"])

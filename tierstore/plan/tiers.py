@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..cache import REFERENCE_PREFIX, resolve_policy
-from ..cache.tinylfu import MOVED_SHARE
+from ..cache.tinylfu import MOVED_MAX, MOVED_SHARE
 from ..errors import BudgetError
 from ..hbm.full import FullSize
 from ..hbm.pool import HbmSize
@@ -25,9 +25,10 @@ from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
 
-_BY_COUNT: Final = ("lfu", "tinylfu")
+_BY_COUNT: Final = {"lfu": 0, "tinylfu": MOVED_MAX}
 """Policies whose next victim is mostly a row of a batch shortly before, which is newer than on disk. Some of those are
-used once more before they leave and written twice, which is left out."""
+used once more before they leave and written twice, which is left out. Rows that became victims together are written
+together, and behind them are clean ones; they are at most so many, if a batch misses fewer."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
@@ -182,11 +183,10 @@ def _load(
     written, transactions, live = 0.0, 0.0, 0.0
     if misses and is_training:
         live = _live_in_victims(min(both / num_rows, _MOST_CACHED))
-        policy = resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX)
-        if policy in _BY_COUNT:
-            # Rows that became victims together are written together, and behind these victims are clean ones.
-            written, together = min(misses, unique), max(misses, ddr_rows / MOVED_SHARE if policy == "tinylfu" else 0.0)
-            transactions = max(misses / together, misses / transaction_rows)
+        most = _BY_COUNT.get(resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX))
+        if most is not None:
+            together = max(misses, min(ddr_rows / MOVED_SHARE, most))
+            written, transactions = min(misses, unique), misses / min(together, transaction_rows)
         else:
             # The next victims are written together, half a transaction before they leave on average: some change once
             # more meanwhile. A row that is fetched twice has changed once.
