@@ -1,5 +1,6 @@
 """What is the fast cache's own: its memory, its bounds, its arguments, and that check_integrity sees damage."""
 
+import contextlib
 import tracemalloc
 from typing import Literal
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, visit
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
+from tierstore.cache import admission as kernels
 from tierstore.cache.base import STAMP
 from tierstore.cache.books import Tally
 from tierstore.kernels.jit import JIT_ENABLED
@@ -99,3 +101,26 @@ def test_admission_passes_each_pinned_slot_once(policy: PolicyName) -> None:
     assert set(order_of(cache)) == {*range(half), *range(capacity, capacity + half)}
     assert cache.admit(Admission(keys_from(-1))) is AdmitStatus.ALL_PINNED
     cache.check_integrity()
+
+
+def test_a_round_of_aging_that_was_cut_short_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DdrCache(512, weight_words=1, state_words=0, policy="tinylfu")
+    waiting = cache._aging.waiting
+    behind = waiting.copy()
+    cache._aging = cache._aging._replace(waiting=behind[: len(waiting) // 2])
+    kept, cuts = behind[len(waiting) // 2 :].copy(), 0
+
+    def age(*_: object) -> None:
+        nonlocal cuts
+        cuts += 1
+        raise MemoryError
+
+    monkeypatch.setattr(kernels, "age", age)
+    for first in range(0, 3200, 16):
+        admission = Admission(np.arange(first, first + 16))
+        with contextlib.suppress(MemoryError):
+            cache.admit(admission)
+        cache.filled(admission.missing_slots)
+        cache.release(admission)
+    assert cuts > 20
+    assert np.array_equal(behind[len(waiting) // 2 :], kept)

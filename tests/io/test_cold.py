@@ -105,6 +105,25 @@ def test_a_ring_that_somebody_closed(tier: LmdbColdTier) -> None:
     os.close(descriptor)  # it was not the ring's to close
 
 
+def test_a_ring_that_goes_closes_nobody_elses_descriptors(tier: LmdbColdTier) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    _rings(tier).idle.append(ring.Ring(tier._file.map.pins.descriptor))
+    own = set(map(int, set(os.listdir("/proc/self/fd")) - before))
+    os.closerange(min(own), max(own) + 1)
+    others = [os.open(tier.path, os.O_RDONLY) for _ in range(8)]
+    assert own & set(others)
+    _rings(tier).idle.pop()
+    for number in others:
+        os.close(number)
+
+
+def test_a_ring_of_another_file_is_not_used(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    _rings(tier).idle.clear()
+    monkeypatch.setattr(type(_rings(tier)._file), "is_held", lambda _: False)
+    with pytest.raises(ClosedError, match=r"os\.closerange"):
+        _rings(tier).take()
+
+
 def test_what_the_device_refuses(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a bad sector (EIO): the ring reads the first pages of this process's memory, where nothing is."""
     guard = tier._file.map.rows.guard

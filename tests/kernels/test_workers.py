@@ -101,3 +101,27 @@ def test_ranges_of_about_equal_work() -> None:
     assert shared(starts[:3]) == [(0, 2)], "too little to share"
     assert shared(starts[:1]) == []
     workers.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_thread_that_cannot_start_leaves_no_range_behind(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The others do its part; it is not done again when a later call starts the thread."""
+    monkeypatch.setattr(threads, "_torch_team", lambda: None)
+    workers, calls, start = Workers(2), [0], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise error
+        start(thread)
+
+    done: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        workers.run(lambda begin, end: done.append((begin, end)), BOUNDS)
+        assert sorted(done) == RANGES
+        for _ in range(20):
+            check_that_each_range_is_done_once(workers)
+    workers.close()
+    assert calls[0] == 2
+    assert sorted(done) == RANGES

@@ -178,6 +178,25 @@ def test_where_rows_are_not_brought_in_ahead_batches_are_read_between_steps(
     assert waits_for_use or len(set(read_behind[6:])) == 5  # 14 batches
 
 
+def test_times_of_batches_that_are_read_together_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for the reading of three batches is no outlier: bringing rows in ahead is 4 % faster here."""
+    now, ways = 0.0, []
+    monkeypatch.setattr(choices.time, "perf_counter", lambda: now)
+    choice = choices.Choice()
+    for step in range(6_000):
+        now += 1.92 if choice.is_ahead else 0.5 + (4.5 if step % 3 == 0 else 0.0)
+        ways.append(choice.is_ahead)
+        choice.note_step()
+    assert np.mean(ways) > 0.9
+
+
+def test_with_lookahead_rows_are_always_brought_in(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is only read ahead would be retired before it is used."""
+    monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "Choice", None)
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        assert len(list(tierstore.prefetch([batch(1), batch(2)], make_collection(store), lookahead=2))) == 2
+
+
 def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)

@@ -16,6 +16,7 @@ from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError
 from tierstore.pool import writeback
 from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
+from tierstore.system.flag import Flag
 
 ROWS, DIM = 20_000, 4
 ALL = torch.arange(ROWS)
@@ -188,22 +189,46 @@ def test_training_and_commits_side_by_side(store_dir: Path) -> None:
         assert torch.equal(shown(store_dir, version), state), f"version {version}"
 
 
+@pytest.mark.parametrize("where", ["freeze", "submit"])
+def test_a_commit_that_cannot_begin_holds_nothing_up(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Training goes on, and the next commit has all."""
+    with open_store(store_dir) as store:
+        put(store, ALL[:4000], 1.0)
+        owner = store["t"].pool.writeback if where == "freeze" else store._commits.thread
+        with monkeypatch.context() as patch:
+            original = getattr(owner, where)
+
+            def refuse(*given: Any) -> None:
+                if where == "freeze":
+                    original(*given)
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(owner, where, refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                store.commit_async()
+        put(store, ALL[:4000], 2.0)
+        assert store.commit() == store.version > 0
+        put(store, ALL[:10], 3.0)
+    assert shown(store_dir).tolist() == [2.0] * 4000 + [-1.0] * (ROWS - 4000)
+
+
 # The writer's pace
 
 
-class _Rests(threading.Event):
-    """An event that nobody sets, and that keeps no writer."""
+class _Rests(Flag):
+    """A flag that nobody sets, and that keeps no writer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds: list[float | None] = []
+        self.seconds: list[float] = []
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout)
-        return False
+    def wait(self, seconds: float) -> None:
+        self.seconds.append(seconds)
 
 
-def test_a_commit_rests_after_each_write(store_dir: Path) -> None:
+def test_a_commit_rests_before_each_write_but_the_first(store_dir: Path) -> None:
     with open_store(store_dir) as store:
         put(store, ALL[:4000], 1.0)
         pool, rests = store["t"].pool, _Rests()
@@ -211,8 +236,8 @@ def test_a_commit_rests_after_each_write(store_dir: Path) -> None:
         with pool.writeback.gate, pool.arena.lock:
             pool.writeback.freeze(2, rests)
         pool.writeback.write_frozen()
-        assert len(rests.seconds) == -(-num_frozen // size) > 1
-        assert all(rests.seconds)
+        assert len(rests.seconds) == -(-num_frozen // size) > 2
+        assert rests.seconds[0] == 0 < min(rests.seconds[1:])
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ class Ahead:
             them; released at the end.
     """
 
+    is_collective = True
+
     def __init__(self, module: "ShardedModule", ranks: Ranks) -> None:
         self._module = module
         self._ranks = ranks

@@ -64,7 +64,7 @@ def read_cold(
     if result[0] == FAILED:
         rings.close()
     elif ring:
-        rings.idle.append(ring)
+        rings.put_back(ring)
     target.present[order] = True
     result[1] = order[result[1]] if result[0] else 0
     return bool(is_cold)

@@ -33,6 +33,9 @@ _READ_FIXED: Final = 4 | 1 << 8  # IORING_OP_READ_FIXED, IOSQE_FIXED_FILE
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = [ctypes.c_long] * 7
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Queues(NamedTuple):
@@ -118,9 +121,10 @@ class Ring:
         self._descriptor = ring = _call(_SETUP, DEPTH, given.ctypes.data)
         disown_in_forks(self)
         numbers, *places = (given[[16, 10, 11, 20, 21, 25]] // 4).tolist()
-        shared = np.frombuffer(mmap.mmap(ring, 4 * max(numbers + DEPTH, places[-1] + 8 * DEPTH)), np.uint32)
+        self._maps: list[tuple[int, int]] = []
+        shared = self._map(max(numbers + DEPTH, places[-1] + 8 * DEPTH), np.uint32, 0)
         shared[numbers : numbers + DEPTH] = np.arange(DEPTH)
-        requests = np.frombuffer(mmap.mmap(ring, 8 * _REQUEST_WORDS * DEPTH, offset=_REQUESTS_AT), np.uint64)
+        requests = self._map(_REQUEST_WORDS * DEPTH, np.uint64, _REQUESTS_AT)
         requests[::_REQUEST_WORDS] = _READ_FIXED
         # Shared memory: a fork while it is read into leaves it to this process.
         buffers = np.frombuffer(mmap.mmap(-1, 8 * BUFFER_WORDS), np.uint64)
@@ -133,10 +137,21 @@ class Ring:
         room = np.empty((DEPTH, 4), np.int64), np.empty(DEPTH, np.int64)
         self.queues: Queues | None = Queues(ring, buffers, *room, requests, shared, tuple(places))
 
+    def _map(self, length: int, dtype: Any, offset: int) -> NDArray[Any]:
+        """A part of the ring. ``mmap.mmap`` would keep a copy of the descriptor, and close whatever has its number."""
+        size = length * np.dtype(dtype).itemsize
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self._descriptor, offset)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._maps.append((address, size))
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
+
     def __del__(self) -> None:
         """Unmap it, and close it unless somebody did (``os.closerange``)."""
         self.queues = None
         with contextlib.suppress(OSError, AttributeError):
+            while self._maps:
+                _libc.munmap(*self._maps.pop())
             if os.readlink(f"/proc/self/fd/{self._descriptor}") == "anon_inode:[io_uring]":
                 os.close(self._descriptor)
         self._descriptor = -1
@@ -154,14 +169,24 @@ class Rings:
         self._is_refused = False
 
     def take(self) -> Ring | None:
-        """A ring for the caller, to be put back with the idle ones; None if the system refuses one."""
+        """A ring for the caller, to be put back; None if the system refuses one. ClosedError: somebody closed the
+        file's descriptor."""
         with self._lock:
             if not self.idle and not self._is_refused:
                 try:
-                    return Ring(self._file.number)
+                    ring = Ring(self._file.number)
                 except OSError:
                     self._is_refused = True
+                else:
+                    if not self._file.is_held():  # it may be of another file
+                        raise self._file.lost()
+                    return ring
             return self.idle.pop() if self.idle else None
+
+    def put_back(self, ring: Ring) -> None:
+        with self._lock:
+            if not self._is_refused:
+                self.idle.append(ring)
 
     def close(self) -> None:
         """Close the idle ones; no more are made."""

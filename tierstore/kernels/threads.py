@@ -6,19 +6,21 @@ for each of two threads took 1.35 ms in threads of our own and 0.70 ms in torch'
 pipeline's, use a pool of our own, and so does everybody where torch's OpenMP is not GNU's.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from ..system.signals import shielded
 from ..system.sizes import cpu_limit
 from .arrays import Int64s
 
@@ -35,17 +37,37 @@ Range = tuple[int, int]
 _BODY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _nothing(_begin: int, _end: int) -> None:
-    """No work."""
+class _Shared:
+    """Ranges that threads take while there are any, however many threads come, and when: one that comes late, as
+    its start had failed at first, finds none."""
 
+    def __init__(self, work: Callable[[int, int], Any], ranges: Sequence[Range]) -> None:
+        self._work = work
+        self._left = iter(ranges)
+        self._errors: list[BaseException] = []
+        self._active = 0
+        self._idle = threading.Condition()
 
-def _settled(futures: Sequence[Future[Any]]) -> list[BaseException | None]:
-    """Wait until all are done, even where an exception interrupts that; the error of each."""
-    try:
-        return [future.exception() for future in futures]
-    except BaseException:
-        _settled(futures)
-        raise
+    def work_off(self) -> None:
+        with self._idle:
+            self._active += 1
+        try:
+            for begin, end in self._left:
+                self._work(begin, end)
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            with self._idle:
+                self._active -= 1
+                self._idle.notify_all()
+
+    def end(self) -> None:
+        """Do what nobody took, and wait until all are done. Raises what a thread did."""
+        self.work_off()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._active)
+        if self._errors:
+            raise self._errors[0]
 
 
 class _TorchTeam:
@@ -58,33 +80,23 @@ class _TorchTeam:
         self._parallel.restype = None
         self.address = ctypes.cast(self._parallel, ctypes.c_void_p).value or 0
         self._body = _BODY(self._work_off)
-        self._ranges: Iterator[Range] = iter(())
-        self._work: Callable[[int, int], Any] = _nothing
-        self._errors: list[BaseException] = []
-        self._is_busy = False
+        self._shared: _Shared | None = None
 
-    def run(self, work: Callable[[int, int], Any], ranges: Sequence[Range]) -> bool:
-        """As ``Workers.run``; False, and nothing done, if it is at work already or this is not the main thread."""
-        if self._is_busy or threading.current_thread() is not threading.main_thread():
+    def run(self, shared: _Shared, threads: int) -> bool:
+        """Have so many threads work it off; False, and nothing done, if they are at work already or this is not the
+        main thread."""
+        if self._shared is not None or threading.current_thread() is not threading.main_thread():
             return False
         try:
-            self._is_busy = True
-            self._ranges, self._work, self._errors = iter(ranges), work, []
-            self._parallel(self._body, None, len(ranges), 0)
-            self._work_off(None)  # what is left where a thread could not begin, as for want of memory
-            if self._errors:
-                raise self._errors[0]
+            self._shared = shared
+            self._parallel(self._body, None, threads, 0)
         finally:
-            self._work, self._errors, self._is_busy = _nothing, [], False
+            self._shared = None
         return True
 
     def _work_off(self, _: int | None) -> None:
-        """In each thread: take ranges while there are any, however many threads there turn out to be."""
-        try:
-            for begin, end in self._ranges:
-                self._work(begin, end)
-        except BaseException as error:
-            self._errors.append(error)
+        if self._shared is not None:
+            self._shared.work_off()
 
 
 class _Fork:
@@ -128,18 +140,16 @@ class Workers:
             for begin, end in pairs:
                 work(begin, end)
             return
+        self._run_shared(self._executor, _Shared(work, pairs), len(pairs))
+
+    @shielded
+    def _run_shared(self, executor: ThreadPoolExecutor, shared: _Shared, threads: int) -> None:
         team = _torch_team()
-        if team is not None and team.run(work, pairs):
-            return
-        futures: list[Future[Any]] = []
-        try:
-            futures.extend(map(self._executor.submit, itertools.repeat(work), *zip(*pairs[1:], strict=True)))
-            work(*pairs[0])
-        finally:
-            errors = _settled(futures)
-        for error in errors:
-            if error is not None:
-                raise error
+        if team is None or not team.run(shared, threads):
+            with contextlib.suppress(RuntimeError, MemoryError):  # a thread cannot start: the others do its part
+                for _ in range(threads - 1):
+                    executor.submit(shared.work_off)
+        shared.end()
 
     def share(self, work: Callable[[int, int], Any], starts: Int64s) -> None:
         """Call ``work(begin, end)`` for ranges of items of about equal work, as many as are worth it. ``starts``, int64

@@ -5,7 +5,8 @@ import time
 from typing import Final
 
 AUTO_DEPTH: Final = 2
-_RUN_STEPS: Final = 16
+_GROUP: Final = AUTO_DEPTH + 1  # batches that are read together between steps
+_RUN_STEPS: Final = 6 * _GROUP
 _MOST_RUNS: Final = 64
 _CLEARLY: Final = 0.98
 
@@ -36,7 +37,8 @@ class Choice:
             return
         self._run.append(now - began)
         if len(self._run) == _RUN_STEPS:
-            self._end_run(statistics.mean(sorted(self._run)[:-1]))
+            groups = sorted(sum(self._run[first : first + _GROUP]) for first in range(0, _RUN_STEPS, _GROUP))
+            self._end_run(statistics.mean(groups[:-1]))
             self._run.clear()
 
     def _end_run(self, seconds: float) -> None:

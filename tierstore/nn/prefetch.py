@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ..system.dropped import finish, hand_over
+from ..system.flag import Flag
 from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
 from .choice import AUTO_DEPTH, Choice
@@ -25,7 +26,7 @@ _Item = tuple[()] | tuple[Any, Any] | BaseException
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 _READ_SECONDS: Final = 0.005
-"""A batch that takes longer to be read is read while others are used."""
+"""What takes longer to be read is read while other batches are used."""
 _LEFT: Final[dict[int, threading.Event]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
 
@@ -217,7 +218,7 @@ def prefetch(
             very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
-            ms. Both ways are tried, ever more rarely. Where ranks must agree: 2.
+            ms. Both ways are tried, ever more rarely. Where ranks must agree, and with ``lookahead``: 2.
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
@@ -229,7 +230,7 @@ def prefetch(
             it are yielded first, and the store stays usable.
     """
     get_features, one = default_features if features is None else features, _as_one(module)
-    choice = Choice() if depth == "auto" and not one.is_collective else None
+    choice = Choice() if depth == "auto" and not one.is_collective and not lookahead else None
     depth = AUTO_DEPTH if depth == "auto" else depth
     for name, value in (("depth", depth), ("lookahead", lookahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -350,6 +351,8 @@ class _Reader:
         try:
             if self._iterator is None:
                 self._iterator = _begun(self._batches)
+                if self.is_closed:
+                    return False
             batch = next(self._iterator)
             item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
         finally:
@@ -392,11 +395,18 @@ def _retire(item: _Ahead) -> None:
 def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
     """Do it with each item, first to last; another thread may do the same, and each item is met once."""
     for _ in range(limit):
-        try:
-            item = items.popleft()
-        except IndexError:
+        if not _pop(items, work):
             return
-        work(item)
+
+
+@shielded
+def _pop(items: deque[Any], work: Callable[[Any], None]) -> bool:
+    try:
+        item = items.popleft()
+    except IndexError:
+        return False
+    work(item)
+    return True
 
 
 def _pipeline(
@@ -453,8 +463,10 @@ class _Worker:
         self._borrowed = 0  # places that were taken while it waited
         self._vacant = 0  # places that batches have left, and the thread was not told of
         self._is_in = True  # the last batch that was handed over
+        # Of a sharded module: where the thread is in the source when this is stopped, it tells the other ranks later.
+        self._collective = reader.module if reader.module is not None and reader.module.is_collective else None
         self._has_ended = False
-        self._rests = threading.Event()  # the thread did what it had to
+        self._rests = Flag()  # the thread did what it had to
         self._consumer: weakref.ref[_Consumer] | None = None
         known = weakref.ref(self, self._places.put)
         self._thread = threading.Thread(
@@ -483,7 +495,7 @@ class _Worker:
     def _end(self) -> None:
         self._has_ended = True
         self._rests.set()
-        module = self._reader.module
+        module, self._collective = self._reader.module or self._collective, None
         try:
             if module is not None:
                 module.end()
@@ -500,6 +512,7 @@ class _Worker:
                 return False
             if not self.is_ahead:
                 self._tickets.append(None)
+                self._is_in = False
                 self._ready.put((item.batch, item.position))
                 return not self._reader.is_closed
             self._next = (item.batch, item.position), module.prepare(item.features)

@@ -185,8 +185,8 @@ def _load(
         live = _live_in_victims(min(both / num_rows, _MOST_CACHED))
         most = _BY_COUNT.get(resolve_policy(setup.policy).removeprefix(REFERENCE_PREFIX))
         if most is not None:
-            together = max(misses, min(ddr_rows / MOVED_SHARE, most))
-            written, transactions = min(misses, unique), misses / min(together, transaction_rows)
+            written = min(misses, unique)
+            transactions = written / min(max(misses, min(ddr_rows / MOVED_SHARE, most)), transaction_rows)
         else:
             # The next victims are written together, half a transaction before they leave on average: some change once
             # more meanwhile. A row that is fetched twice has changed once.

@@ -9,7 +9,8 @@ Callers may change ids and offsets meanwhile: each is read once, and what was re
 """
 
 import functools
-from typing import Any, Final, NamedTuple
+import sys
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,35 +38,14 @@ _FILLED: Final = int(Tally.FILLED)
 _NUM_WORDS: Final = _ARGUMENTS + _NUM_ARGUMENTS
 
 
-class Split(NamedTuple):
-    """How threads share a lookup.
-
-    Attributes:
-        body: the address of what each thread runs.
-        team: the address of ``GOMP_parallel``, or 0: the calling thread is alone.
-        threads: how many.
-    """
-
-    body: int
-    team: int
-    threads: int
-
-
-def few(dim: int) -> int:
+def few(workers: Workers, dim: int) -> int:
     """Of so many ids and more, in rows of ``dim`` columns, a lookup is worth two threads."""
-    return -(-2 * _PART_WORK // (_FINDING + dim))
+    return sys.maxsize if workers.threads == 1 else -(-2 * _PART_WORK // (_FINDING + dim))
 
 
 def body_address(id_type: Any, weight_type: Any) -> int:
     """Of what each thread runs."""
     return int(_body(id_type, weight_type).address)
-
-
-def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split | None:
-    """The best split of a lookup of so many ids in rows of ``dim`` columns; None to use ``Workers.run`` instead."""
-    is_alone = num_ids < few(dim) or workers.threads == 1
-    team = 0 if is_alone else workers.native_team()
-    return Split(body_address(id_type, weight_type), team, workers.threads) if team or is_alone else None
 
 
 def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) -> list[int]:
@@ -74,10 +54,12 @@ def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) ->
     ``slots``."""
     *before, bag_starts = plan
     num_ids, id_type = int(bag_starts[-1]), ids.dtype.type
-    how = split(workers, num_ids, dim, id_type, arguments[_WEIGHTS].dtype.type) if JIT_ENABLED else None
-    said: list[int] = []
-    if how is not None:
-        said.append(look_up_at(ids.ctypes.data, num_ids, bag_starts, *how, *before, *arguments))
+    is_alone, said = num_ids < few(workers, dim), list[int]()
+    team = 0 if is_alone else workers.native_team()
+    if JIT_ENABLED and (is_alone or team):
+        body = body_address(id_type, arguments[_WEIGHTS].dtype.type)
+        found = look_up_at(ids.ctypes.data, num_ids, bag_starts, body, team, workers.threads, *before, *arguments)
+        said.append(found)
     else:
         run: Any = kernels.look_up
 
@@ -214,7 +196,8 @@ if JIT_ENABLED:
         Args:
             ids: address of ids of the type that ``body`` is for; num_ids: how many.
             bag_starts: right ones, which nobody changes.
-            body, team, threads: a ``Split``.
+            body: address of what each thread runs; team: that of ``GOMP_parallel``, or 0: the calling thread is alone;
+                threads: how many.
             starts: and the arguments behind it, as for ``kernels.look_up``.
         """
         place = _stack_words()
@@ -254,7 +237,7 @@ if JIT_ENABLED:
             arguments: of ``laid_out``.
             offsets: address of int64 [num_offsets]: bags + 1, or all but the last.
             out: address of float32 [bags, dim].
-            team: of a ``Split``.
+            team: as for ``look_up_at``.
 
         Returns:
             ``NOT_OFFSETS`` too, if they are none.

@@ -4,7 +4,6 @@ For small lookups, arguments are prepared once and not per call (``InPlace``): a
 ``Lookup`` it takes 20, nearly all of it Python's.
 """
 
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -34,19 +33,18 @@ class InPlace(OneTable):
 
     def __init__(self, arena: Arena, cache: FullCache, table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
-        self._few = direct.few(self._dim) if arena.workers.threads > 1 else sys.maxsize
+        self._few = direct.few(arena.workers, self._dim)
         self._first = int(cache.numbering.first_slots(np.array([table_index], np.int64))[0])
-        self._kept = (  # by their addresses in the arguments
-            np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64),
-            cache.tallies, cache.flags,
-        )  # fmt: skip
+        # By their addresses in the arguments; others are the arena's, which whoever looks up keeps.
+        self._kept = np.zeros(1, np.int64), np.array([self._first], np.int64), np.array([num_rows], np.int64)
         self._arguments: dict[torch.dtype, Int64s] = {}
 
     def _lay_out(self, arena: Arena, id_type: torch.dtype) -> Int64s:
-        body = direct.body_address(_NUMPY_TYPES[id_type], arena.weights.dtype.type)
+        cache, body = arena.cache, direct.body_address(_NUMPY_TYPES[id_type], arena.weights.dtype.type)
+        assert isinstance(cache, FullCache)
         arguments: Int64s = direct.laid_out(
-            *self._kept, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim, arena.dtype_code, COLUMN,
-            NO_ARG_MAX, NO_INTS, body, arena.workers.threads,
+            *self._kept, cache.tallies, cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, arena.weights, self._dim,
+            arena.dtype_code, COLUMN, NO_ARG_MAX, NO_INTS, body, arena.workers.threads,
         )  # fmt: skip
         self._arguments[id_type] = arguments
         return arguments

@@ -1,7 +1,7 @@
 """Small lookups of one table, by as few calls of compiled code as can be: most of their time is Python's.
 
-They give None where a ``Lookup`` must do it: rows cannot be held in memory, or an argument is wrong or not a plain
-tensor there. Rows that may be evicted are brought in to be pooled, and only copied if they are in.
+They give None where a ``Lookup`` must do it: a row is not in, or, of those that may be evicted and are brought in to be
+pooled, there is no room for all; or an argument is wrong or not a plain tensor there.
 """
 
 import weakref
@@ -98,7 +98,7 @@ class InCache(OneTable):
     def __init__(self, arena: Arena, leases: "Leases", table_index: int, num_rows: int) -> None:
         super().__init__(arena, num_rows)
         self._leases = weakref.ref(leases)
-        self._few = direct.few(self._dim)
+        self._few = direct.few(arena.workers, self._dim)
         self._table_key = table_index << KEY_ROW_BITS
 
     def _keys(self, ids: Int64s) -> Int64s | None:
@@ -115,9 +115,11 @@ class InCache(OneTable):
     def _pool(self, arena: Arena, ids: Tensor, offsets: Tensor, mode: int, is_last_given: bool) -> Tensor | None:
         num_ids, bags = ids.numel(), offsets.numel() - is_last_given
         keys = self._keys(ids.numpy()) if num_ids < self._few and offsets.data_ptr() else None
+        if keys is None:
+            return None
         starts = np.full(bags + 1, num_ids, np.int64)
         starts[: offsets.numel()] = offsets.numpy()
-        if keys is None or not kernels.copy_offsets(starts, num_ids, starts):
+        if not kernels.copy_offsets(starts, num_ids, starts):
             return None
         pooled = np.empty((bags, self._dim), np.float32)
 

@@ -26,6 +26,7 @@ from ..cache import Pinned, RowCache
 from ..io import ColdTier
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..layout import RowLayout
+from ..system.flag import Flag
 from ..system.killpoints import reach
 from .arena import Arena
 from .pins import Pins
@@ -37,6 +38,8 @@ _PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
 _REST: Final = 4
 """Seconds that a commit rests for each second of processor time, unless somebody waits for it."""
+_MOST_REST_SECONDS: Final = 0.25
+"""A first turn compiles kernels."""
 _KEY_AND_PLACE_BYTES: Final = 12
 
 
@@ -104,7 +107,8 @@ class WriteBack:
         self._epoch = epoch
         self._outbox = _Outbox(arena.layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
-        self._wanted = threading.Event()
+        self._wanted = Flag()
+        self._computed = 0.0  # seconds of processor time that a commit's last turn took
         self._is_busy = False
         self.waited_seconds = 0.0
 
@@ -196,11 +200,11 @@ class WriteBack:
 
     # Commits
 
-    def freeze(self, epoch: int, wanted: threading.Event) -> None:
+    def freeze(self, epoch: int, wanted: Flag) -> None:
         """Freeze the dirty rows for the version before ``epoch``, for which rows are written from now on. The caller
         holds gate and lock, and the version before was written or given up. ``wanted``: set once somebody waits."""
         self.abandon()
-        self._error, self._wanted = None, wanted
+        self._error, self._wanted, self._computed = None, wanted, 0.0
         self._epoch = epoch
         self._cache.freeze()
 
@@ -219,11 +223,12 @@ class WriteBack:
             raise self._error
 
     def _take_turn(self, write: Callable[[], None]) -> None:
+        self._wanted.wait(min(_REST * self._computed, _MOST_REST_SECONDS))
         started = time.thread_time()
         with self.gate, self._giving_up():
             write()
+        self._computed = time.thread_time() - started
         time.sleep(_PAUSE_SECONDS)
-        self._wanted.wait(_REST * (time.thread_time() - started))
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -260,7 +265,7 @@ class WriteBack:
         """
         with self.gate, self._lock:
             self._cache.unfreeze()
-            self._outbox.drop(self._outbox.places)
+            self._outbox.count = 0
             self._changed.notify_all()
 
     @property

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..errors import TableError
 from ..io import ColdTier
+from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.killpoints import reach
 from .catalog import Catalog, ShownVersion
@@ -31,7 +31,7 @@ class PendingCommit(Future[int]):
     def __init__(self, version: int) -> None:
         super().__init__()
         self.version = version
-        self.wanted: Final = threading.Event()
+        self.wanted: Final = Flag()
         self._was_seen = False
         self._process_id = os.getpid()
 
@@ -120,6 +120,7 @@ class Commits:
         except BaseException:
             if pending.drop():
                 self._pending = None
+                _abandon([*(pool.writeback for pool in self._pools), *self._catalog.ids])
             raise
         return pending
 
@@ -209,7 +210,13 @@ def _end(pending: PendingCommit, frozen: Sequence[Frozen], work: Future[None]) -
 
 def _give_up(pending: PendingCommit, frozen: Sequence[Frozen], error: BaseException | None) -> None:
     try:
-        for each in frozen:
-            each.abandon()
+        _abandon(frozen)
     finally:
         pending.set_exception(error)
+
+
+def _abandon(frozen: Sequence[Frozen]) -> None:
+    """Each, even if that of another fails."""
+    with contextlib.ExitStack() as stack:
+        for each in frozen:
+            stack.callback(each.abandon)

@@ -19,6 +19,7 @@ from ..layout import RowLayout
 from ..pool import Pool
 from ..pool.stats import IdStats, Stats, TierStats, of_counters
 from ..system.device import memory_bytes
+from ..system.flag import Flag
 from ..system.sizes import file_memory_bytes, parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
@@ -83,7 +84,7 @@ class Pools:
         if not all(pool.becomes_unused() for pool in self) or any(ids.in_use for ids in self._catalog.ids):
             raise TableError(f"rows are in use by {IN_USE}; {action} before it")
 
-    def freeze(self, wanted: threading.Event) -> Sequence[Pool]:
+    def freeze(self, wanted: Flag) -> Sequence[Pool]:
         """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch.
         ``wanted``: see ``WriteBack.freeze``."""
         with contextlib.ExitStack() as stack:

@@ -533,7 +533,12 @@ class Table(Unpicklable):
         arguments, shown = (ids, offsets, MODES[mode], is_last_given), store.shown
         before = shown.changes
         try:
-            pooled = None if known is None else known.pooled(*arguments)
+            try:
+                pooled = None if known is None else known.pooled(*arguments)
+            except Exception:
+                if shown.changes == before:
+                    raise
+                pooled = None
             if pooled is None or before & 1 or shown.changes != before:
                 failed = known if pooled is None else None
                 pooled = shown.at_one(lambda: self._pooled_at_one(failed, *arguments))
