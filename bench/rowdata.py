@@ -111,6 +111,11 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
     return build_once(parent, "store" if tables == 1 else f"store{tables}", rows, build)
 
 
+def take_as_large(tier: LmdbColdTier, *, is_large: bool = True) -> None:
+    """As if memory had no room for its file, or had it: cold pages are read past the page cache, or not."""
+    tier.reader.is_large, tier.reader.asked_at = is_large, math.inf
+
+
 class TierReader:
     """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with. With
     ``direct`` memory is taken to have no room for the file, or to have it."""
@@ -121,7 +126,7 @@ class TierReader:
         self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True)
         if not verify:
             self.tier.reader = self.tier.reader.unverified()
-        self.tier.reader.is_large, self.tier.reader.asked_at = direct, math.inf
+        take_as_large(self.tier, is_large=direct)
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)
         self._tables = tables

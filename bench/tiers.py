@@ -19,13 +19,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import tierstore
+from tierstore.io.lmdb import LmdbColdTier
 from tierstore.plan.measure import page_cache
 
 from . import device
 from .common import Goal, Part, Report, Run, Table, Told, program, run_parts
 from .data import CRITEO_NAME, find_criteo
+from .rowdata import take_as_large
 from .steps import StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
-from .workload import read_every_row, read_past_page_cache
+from .workload import read_every_row
 
 __all__ = ["run"]
 
@@ -107,7 +109,8 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
             pass
         if not case.is_cached:  # as a file that is larger than memory
             page_cache.drop(path / ROWS_FILE)
-            read_past_page_cache(store)
+            assert isinstance(store._cold, LmdbColdTier)
+            take_as_large(store._cold)
         before, cpu = store.stats(), time.process_time()
         seconds = list(timed(module, step, workload.batches[-steps:], config["depth"]))
         after, cpu = store.stats(), time.process_time() - cpu

@@ -1,6 +1,5 @@
 """Ids and stores that several benchmarks share."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,18 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import tierstore
-from tierstore.io.lmdb import LmdbColdTier
 
-__all__ = [
-    "CHUNK",
-    "Batches",
-    "distance",
-    "ids_of",
-    "make_store",
-    "read_every_row",
-    "read_past_page_cache",
-    "write_every_row",
-]
+__all__ = ["CHUNK", "Batches", "distance", "ids_of", "make_store", "read_every_row", "write_every_row"]
 
 CHUNK: Final = 200_000
 """Rows read or written at a time."""
@@ -110,13 +99,6 @@ def read_every_row(table: tierstore.Table) -> None:
     """So that all are in memory, as far as they fit."""
     for ids in torch.split(torch.arange(table.config.num_embeddings), CHUNK):
         table.read(ids)
-
-
-def read_past_page_cache(store: tierstore.Store) -> None:
-    """As if memory had no room for its row file."""
-    cold = store._cold
-    assert isinstance(cold, LmdbColdTier)
-    cold.reader.is_large, cold.reader.asked_at = True, math.inf
 
 
 def write_every_row(table: tierstore.Table, value: float = 1.0) -> None:

@@ -18,10 +18,10 @@ from tierstore.io import opened, places
 from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.mapped import _libc
 from tierstore.io.pins import Pins
 from tierstore.io.segments import Geometry, geometry
 from tierstore.layout import BLOCK_HEADER_WORDS
+from tierstore.system.maps import _libc
 
 STORE_ID = bytes(range(16))
 _CASTAGNOLI = 0x82F63B78  # the polynomial, its lowest coefficient the highest bit

@@ -86,6 +86,19 @@ def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch
         ids, offsets = _bags(np.random.default_rng(1), 900, 40)
         expected = table.pooled(ids, offsets)
         assert len(ids) >= direct.few(table.pool.arena.workers, 20)
+        used: list[tuple[int, int]] = []
+        look_up_at = direct.look_up_at
+
+        def note(*given: Any) -> Any:
+            used.append(given[4:6])
+            return look_up_at(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(direct, "look_up_at", note)
+            assert torch.equal(_by_lookup(table, ids, offsets, "sum"), expected)
+        ((team, num_threads),) = used
+        assert team
+        assert num_threads == 2
         assert torch.equal(table.pooled(ids, offsets), expected)
         monkeypatch.setattr(threads.Workers, "native_team", lambda _: 0)
         assert torch.equal(table.pooled(ids, offsets), expected)

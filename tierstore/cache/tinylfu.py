@@ -16,8 +16,9 @@ residence in a sketch (sketch.py).
 The oldest rows leave the window together, once it is over its limit by so many as ``MOVED_SHARE`` says: as the next
 victims they are then also written together, if they are dirty.
 
-A pinned row, and those behind it, stay in a full window until an admission begins after they are unpinned. Moved to
-main before, the rows of in-flight batches would head the list, and each search for a victim would walk past them.
+A pinned row, and those behind it, stay in the window until an admission begins after they are unpinned that finds the
+window so far over its limit. Moved to main before, the rows of in-flight batches would head the list, and each search
+for a victim would walk past them.
 
 Sources: G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (ACM TOS 2017),
 W-TinyLFU; the place in one list replaces its comparison of candidate and victim. D. Lee et al., LRFU: a spectrum of

@@ -17,13 +17,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED, inline, kernel
+from ..system.maps import map_shared, unmap
 from ..system.oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
 
-_PROT_READ: Final = 1
-_MAP_SHARED: Final = 1
-_MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
@@ -34,9 +32,6 @@ _MADV_COLLAPSE: Final = 25
 _LEAST_BYTES: Final = 1 << 30  # of a map of a file that grows; a multiple of all page sizes
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -161,16 +156,9 @@ def use_huge_pages(array: NDArray[Any], start: int, stop: int) -> None:
 def _map(descriptor: int, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
     """Map a part of an open file in this process and not in forked ones: a map keeps its file open, with its locks.
 
-    Returns the address: ``at``, where something may be mapped already, or one that the kernel chooses.
-
-    Raises:
-        OSError: the kernel refuses.
+    Result and errors as of ``map_shared``.
     """
-    how = _MAP_SHARED if at is None else _MAP_SHARED | _MAP_FIXED
-    address: int | None = _libc.mmap(at, length_bytes, _PROT_READ, how, descriptor, offset)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, f"cannot map {length_bytes} bytes of address space: {os.strerror(error)}")
+    address = map_shared(descriptor, length_bytes, mmap.PROT_READ, offset=offset, at=at)
     _libc.madvise(address, length_bytes, mmap.MADV_DONTFORK)
     return address
 
@@ -207,7 +195,7 @@ class FileMap:
             if self._owns_pins:
                 stack.callback(self.pins.close)
             self.address = address = self._map(self.length_bytes)
-            stack.callback(_libc.munmap, address, self.length_bytes)
+            stack.callback(unmap, address, self.length_bytes)
             buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
             self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
             self.words.flags.writeable = False
@@ -287,6 +275,6 @@ class FileMap:
                 if other is not None:
                     other.close()
             self.guard.close()
-            _libc.munmap(self.address, self.length_bytes)
+            unmap(self.address, self.length_bytes)
             if self._owns_pins:
                 self.pins.close()

@@ -19,6 +19,7 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import JIT_ENABLED
 from ..kernels.jit import uncounted_helper as inline
 from ..system.forks import OwnDescriptor, disown_in_forks
+from ..system.maps import map_shared, unmap
 
 DEPTH: Final = 128  # reads in flight
 BUFFER_WORDS: Final = DEPTH * 512
@@ -33,9 +34,6 @@ _READ_FIXED: Final = 4 | 1 << 8  # IORING_OP_READ_FIXED, IOSQE_FIXED_FILE
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = [ctypes.c_long] * 7
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Queues(NamedTuple):
@@ -138,11 +136,9 @@ class Ring:
         self.queues: Queues | None = Queues(ring, buffers, *room, requests, shared, tuple(places))
 
     def _map(self, length: int, dtype: Any, offset: int) -> NDArray[Any]:
-        """A part of the ring. ``mmap.mmap`` would keep a copy of the descriptor, and close whatever has its number."""
+        """A part of the ring."""
         size = length * np.dtype(dtype).itemsize
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self._descriptor, offset)
-        if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        address = map_shared(self._descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         self._maps.append((address, size))
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype)
 
@@ -151,7 +147,7 @@ class Ring:
         self.queues = None
         with contextlib.suppress(OSError, AttributeError):
             while self._maps:
-                _libc.munmap(*self._maps.pop())
+                unmap(*self._maps.pop())
             if os.readlink(f"/proc/self/fd/{self._descriptor}") == "anon_inode:[io_uring]":
                 os.close(self._descriptor)
         self._descriptor = -1
