@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tierstore
 from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
-from tierstore.dist.ranks import Precision, decoded, encoded
+from tierstore.dist.ranks import Precision, Ranks, decoded, encoded
 
 from .ranks import run
 
@@ -56,3 +56,12 @@ def test_fewer_bits_are_fewer_bytes_and_nearly_the_same_training(tmp_path: Path)
     assert saved["bf16"] == saved["fp16"] > most / 3, "two bytes of each value; the rest are ids"
     assert saved["int8"] / saved["bf16"] == (4 - (DIM + 4) / DIM) / 2
     assert all(0 < (found[each][0] - exact).abs().max() < 0.01 for each in ("fp16", "bf16", "int8"))
+
+
+def carried() -> dict[str, bool]:
+    ranks = Ranks()
+    return {device: ranks._carries(device) for device in ("cpu", "cuda", "mps")}
+
+
+def test_gloo_is_given_what_is_on_the_host(tmp_path: Path) -> None:
+    assert run(carried, 1, tmp_path) == [{"cpu": True, "cuda": False, "mps": False}]

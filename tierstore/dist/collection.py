@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Pooling
-from ..lookup.joined import AnyLookup, Joined, Unjoined
+from ..lookup.joined import AnyLookup, Jagged, Joined, Unjoined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.function import Prepared
 from ..nn.module import TieredModule, arguments_of
 from ..pool.bags import Features
 from ..store import Table
+from .device import DeviceRowsLookup
 from .ids import DynamicLookupOverRanks
 from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
@@ -127,6 +128,11 @@ class ShardedCollection(ShardedModule, Collection):
         as_one: Any = store  # it has what a module asks of a store
         super().__init__(as_one, tables=tables, **options)
 
+    def _checked(self, *arguments: Any) -> tuple[Jagged, dict[str, int]]:
+        """Ids go to their owners from the host."""
+        jagged, place = super()._checked(*arguments)
+        return jagged.on_host, place
+
     def _make_lookup(self, joined: Joined | Unjoined, mode: str) -> AnyLookup:
         tables: list[Any] = joined.features.tables
         return _lookup(self._kind_of(tables[0]), joined, mode=mode, owners=self._owners)
@@ -148,7 +154,9 @@ def _kind_of(table: ShardedTable, *, of_rows: bool = False) -> type[ShardedLooku
     """The lookup in a table's rows: pooled by owners, if they may (``of_rows``: no)."""
     if table.sharding.sharding_type == "data_parallel":
         return ReplicatedLookup
-    return PooledLookup if table.sharding.exchange == "pooled" and not of_rows else RowsLookup
+    if table.sharding.exchange == "pooled" and not of_rows:
+        return PooledLookup
+    return DeviceRowsLookup if table.pool.tier.on_device else RowsLookup
 
 
 class _OneTable:
@@ -163,7 +171,7 @@ class _OneTable:
         self._kind = _kind_of(self._table, of_rows=of_rows)
 
     def lookup(self, jagged: Any, *, mode: str) -> AnyLookup:
-        joined = jagged.join(Features.of([self._table], [0]), [0])
+        joined = jagged.on_host.join(Features.of([self._table], [0]), [0])
         return _lookup(self._kind, joined, mode=mode, owners=self.store.owners)
 
     def __repr__(self) -> str:

@@ -242,6 +242,11 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def _width(self) -> int:
         return self.tables[0].config.embedding_dim
 
+    @property
+    def _device(self) -> torch.device:
+        """Where values are, unless they are on the way between ranks."""
+        return self.tables[0].store.device
+
     def release(self) -> None:
         if "own" in self.__dict__:
             self.own.release()
@@ -249,7 +254,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def _from_owners(self, given: Sequence[int], asked: Sequence[int], *, keep: bool) -> Tensor:
         """float32 [sum of asked, width]: results of the owners' lookups, in order of the owners."""
         with self._ranks.together(f"lookup of {self._names}, {self._batch}", then=1):
-            out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device="cpu")
+            out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device=self._device)
             self.own.forward(out, keep=keep)
         return self._ranks.exchange_rows(out.view(-1, self._width), given, asked, self._owners.wire.forward)
 
@@ -288,8 +293,8 @@ class RowsLookup(RoutedLookup[_Route]):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
-        self._arg_max = NO_ARG_MAX
-        self._rows: RowArrays | None = None
+        self._arg_max: Any = self._no_arg_max()
+        self._rows: Tensor | None = None
         self._num_parts = self._sharded[0].num_parts
 
     @classmethod
@@ -297,7 +302,7 @@ class RowsLookup(RoutedLookup[_Route]):
         joined = Joined.merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
         if made._mode == kernels.MAX and joined.parts is not None:
-            made._arg_max = np.concatenate(joined.parts.winners([lookup._arg_max for lookup in lookups]))
+            made._arg_max = made._end_to_end(joined.parts.winners([lookup._arg_max for lookup in lookups]))
         return made
 
     @cached_property
@@ -332,40 +337,64 @@ class RowsLookup(RoutedLookup[_Route]):
         super().release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        joined, route = self.joined, self._route
-        rows = RowArrays.plain(self._side_by_side(self._from_owners(route.given, route.asked, keep=keep)).numpy())
-        if self._mode == kernels.MAX:
-            self._arg_max = np.empty((len(joined.bags.starts) - 1, self._dim), np.int32)
-        workers = joined.tables[0].store.workers
-        pool_part(rows, workers, joined.bags, Pooling(self._mode, out.numpy(), self._arg_max), 0, self._slots)
-        self._rows = rows if keep and len(joined.bags.scale) else None
+        route = self._route
+        rows = self._side_by_side(self._from_owners(route.given, route.asked, keep=keep))
+        self._pool(rows, out)
+        self._rows = rows if keep and len(self.joined.bags.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         if not len(self.joined):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
+        self.joined.scatter(self._dot(self._rows, grad_out), grad_scale)
+
+    def _no_arg_max(self) -> Any:
+        return NO_ARG_MAX
+
+    def _end_to_end(self, arg_max: Sequence[Any]) -> Any:
+        return np.concatenate(arg_max)
+
+    def _pool(self, rows: Tensor, out: Tensor) -> None:
+        """Pool every bag of the rows, float32 [U, dim], into ``out``."""
+        joined = self.joined
+        if self._mode == kernels.MAX:
+            self._arg_max = np.empty((joined.num_bags, self._dim), np.int32)
+        pooling, workers = Pooling(self._mode, out.numpy(), self._arg_max), joined.tables[0].store.workers
+        pool_part(RowArrays.plain(rows.numpy()), workers, joined.bags, pooling, 0, self._slots)
+
+    def _dot(self, rows: Tensor, grad_out: Tensor) -> Floats:
+        """float32 [N]: the gradient of the weight of each position."""
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(self._rows, self.joined.bags, grad_out.numpy(), 0, self._slots, own)
-        self.joined.scatter(own, grad_scale)
+        dot_part(RowArrays.plain(rows.numpy()), self.joined.bags, grad_out.numpy(), 0, self._slots, own)
+        return own
+
+    def _merged(self, grad_out: Tensor) -> Tensor:
+        """float32 [U, dim]: the gradient of each row, where ``_Route.places`` has it."""
+        joined, route = self.joined, self._route
+        groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
+        found = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
+        return torch.from_numpy(found)
 
     def _side_by_side(self, parts: Tensor) -> Tensor:
         """float32 [U, dim] of the parts as their owners gave them."""
         if self._num_parts == 1:
             return parts
         by_row = torch.empty_like(parts)
-        by_row[torch.from_numpy(self._route.order)] = parts
+        by_row[self._order] = parts
         return by_row.view(-1, self._dim)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
-        return rows if self._num_parts == 1 else rows.view(-1, self._width)[torch.from_numpy(self._route.order)]
+        return rows if self._num_parts == 1 else rows.view(-1, self._width)[self._order]
+
+    @property
+    def _order(self) -> Tensor:
+        return torch.from_numpy(self._route.order).to(self._device)
 
     def sent(self, grad_out: Tensor) -> Sent:
-        joined, route = self.joined, self._route
+        route = self._route
         needs_squares = self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns)
         with self._sending(then=2 if needs_squares else 1):
-            groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
-            merged = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
-            sent = self._in_parts(torch.from_numpy(merged)).div_(self._ranks.size)
+            sent = self._in_parts(self._merged(grad_out)).div_(self._ranks.size)
         taken = self._to_owners(sent, route.given, route.asked)
         if needs_squares:
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
@@ -400,10 +429,9 @@ class ReplicatedLookup(ShardedLookup):
         ranks = self._ranks
         with ranks.telling():
             found = self.own.gradients(grad_out)
-            keys = (
-                torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu().repeat(ranks.size)
-            )
-            values = (torch.cat([each.values for each in found]).cpu() / ranks.size).repeat(ranks.size, 1)
+            own = torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu()
+            keys = own.repeat(ranks.size)
+            values = (torch.cat([each.values for each in found]) / ranks.size).repeat(ranks.size, 1)
             given = [len(keys) // ranks.size] * ranks.size
         taken = ranks.counts(given, f"backward of {self._names}, {self._rates}", then=2)
         all_keys = ranks.exchange(keys, given, taken)

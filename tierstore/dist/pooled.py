@@ -185,7 +185,7 @@ class PooledLookup(RoutedLookup[_Route]):
         )
         dim = self._sharded[0].layout.dim
         for column, own in zip(self.joined.bags.columns.tolist(), sizes, strict=True):
-            yield slice(column, column + dim), torch.from_numpy(own)[:, None]
+            yield slice(column, column + dim), torch.from_numpy(own)[:, None].to(self._device)
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         route, joined = self._route, self.joined

@@ -135,6 +135,7 @@ class Ranks:
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
+        self._carried = {"cpu": True}
         self._owed = self._depth = 0
         self._twins: list[Ranks] = [] if self._is_world else _TWINS.setdefault(self._backend, [])
         self._is_idle = False
@@ -284,6 +285,8 @@ class Ranks:
         self._owed += 1
 
     def _exchange(self, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        device = values.device
+        values = values if self._carries(device.type) else values.cpu()
         out = values.new_empty((sum(taken), *values.shape[1:]))
         begun = time.perf_counter()
         with naming_gone(self.group, self.rank, self.size):
@@ -294,7 +297,15 @@ class Ranks:
         self.traffic = Traffic(
             known.bytes_sent + sent * row_bytes, known.bytes_received + received * row_bytes, known.seconds + seconds
         )
-        return out
+        return out.to(device)
+
+    def _carries(self, device_type: str) -> bool:
+        """Whether the group exchanges tensors of such devices as they are; gloo does those on the CPU only."""
+        if device_type not in self._carried:
+            backends = dist.get_backend_config(self.group)
+            name = self._backend._get_backend(torch.device(device_type)).name() if device_type in backends else "gloo"
+            self._carried[device_type] = name != "gloo"
+        return self._carried[device_type]
 
     def exchange_rows(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
         """``exchange`` of rows of float32 [n, dim], in so few bits on the way."""

@@ -115,8 +115,9 @@ def open_sharded(
         keep: commits that stay, at least 2.
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
             on it (torchrun's LOCAL_WORLD_SIZE).
-        threads: of each rank; default: the CPUs this process may use, divided likewise. device: "cpu".
-        cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
+        threads: of each rank; default: the CPUs this process may use, divided likewise.
+        cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``. If the group has a backend for such
+            devices, as "cpu:gloo,cuda:nccl" has, rows and gradients go from device to device.
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, or have no commit in common; parts were exchanged.
@@ -133,7 +134,7 @@ def open_sharded(
             wire = _checked_wire(forward_precision, backward_precision)
             require_choice(mode, ("r", "w"), "mode")
             planned = _planned(plan, ranks)
-            _require_supported(keep, device)
+            _require_enough(keep)
         require_alike(ranks, mode=mode, plan=planned, precision=wire)
         options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
@@ -167,11 +168,9 @@ def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> di
     return others
 
 
-def _require_supported(keep: int, device: str) -> None:
+def _require_enough(keep: int) -> None:
     if keep < 2:
         raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
-    if str(device) != "cpu":
-        raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
 
 
 def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:

@@ -22,7 +22,7 @@ from ..cache import CacheCounters
 from ..errors import ClosedError, TableError
 from ..kernels.arrays import Int64s
 from ..layout import KEY_ROW_BITS
-from ..optim.configs import NUM_HYPER, Hyper
+from ..optim.configs import NUM_HYPER, Hyper, adding
 from ..pool import PIN_POLL_SECONDS, Pool
 from ..pool import bags as host
 from ..pool.bags import Features, Numbering
@@ -364,6 +364,22 @@ class DeviceRows(Tier, ABC):
             self._rules[tables] = known
         self.lane.follow(known.ready)
         return known.rules
+
+    def merged(
+        self, bags: Bags, groups: Groups, count: int, *, num_tables: int, dim: int, grad_out: Tensor,
+        arg_max: Tensor | None, is_mean: bool,
+    ) -> Tensor:  # fmt: skip
+        """float32 [count, dim]: the gradient of each of so many distinct rows, in the order of the groups."""
+        values = torch.zeros((count, dim), dtype=torch.float32, device=self.device)
+        codes, hyper = adding(num_tables)
+        self.kernels.update_rows(
+            bags, groups, torch.arange(count, dtype=torch.int32, device=self.device), 0, grad_out=grad_out,
+            arg_max=arg_max, mean=is_mean, codes=tuple(codes.tolist()),
+            code_of=torch.from_numpy(codes.astype(np.int32)).to(self.device),
+            hyper=torch.from_numpy(hyper).to(self.device), weights=values, state=values.new_zeros((count, 1)), dim=dim,
+            dirty=None,
+        )  # fmt: skip
+        return values
 
     # As a ``pool.transfers.Tier``
 

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from ..hbm.base import DeviceBatch, DeviceLease, DeviceRows, Rules, rows_of
 from ..hbm.lanes import refused_in_graph
 from ..kernels import slots as kernels
 from ..kernels.arrays import Floats
-from ..optim.configs import Hyper, adding
+from ..optim.configs import Hyper
 from ..pool import Pool
 from ..system.signals import shielded
 from .joined import AnyLookup, Joined
@@ -223,14 +222,9 @@ class HbmLookup(AnyLookup):
             rows.require_right(batch)
             groups = rows.groups(batch)
             keys = rows.keys(batch)
-            values = torch.zeros((len(keys), dim), dtype=torch.float32, device=rows.device)
-            codes, hyper = adding(len(tables))
-            rows.kernels.update_rows(
-                batch.bags, groups, torch.arange(len(keys), dtype=torch.int32, device=rows.device), 0,
-                grad_out=grad_out, arg_max=self._arg_max, mean=self._mode == kernels.MEAN, codes=tuple(codes.tolist()),
-                code_of=torch.from_numpy(codes.astype(np.int32)).to(rows.device),
-                hyper=torch.from_numpy(hyper).to(rows.device), weights=values, state=values.new_zeros((len(keys), 1)),
-                dim=dim, dirty=None,
+            values = rows.merged(
+                batch.bags, groups, len(keys), num_tables=len(tables), dim=dim, grad_out=grad_out,
+                arg_max=self._arg_max, is_mean=self._mode == kernels.MEAN,
             )  # fmt: skip
             self.release()
         return by_table(tables, keys, values)
