@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
@@ -65,3 +66,13 @@ def carried() -> dict[str, bool]:
 
 def test_gloo_is_given_what_is_on_the_host(tmp_path: Path) -> None:
     assert run(carried, 1, tmp_path) == [{"cpu": True, "cuda": False, "mps": False}]
+
+
+def refused_without_a_backend_for_the_host() -> str:
+    with pytest.raises(ValueError, match="cpu:gloo,cuda:nccl") as told:
+        open_sharded(None, group=dist.new_group(backend="cuda:gloo"), cold="memory", ddr="1MiB")
+    return str(told.value)
+
+
+def test_a_group_that_cannot_carry_ids_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    assert "no backend for tensors on the CPU" in run(refused_without_a_backend_for_the_host, 1, tmp_path)[0]

@@ -121,7 +121,7 @@ class Ranks:
         run: the identity of what is trained, once it is known: calls of different runs differ.
 
     Raises:
-        ValueError: this process is not in the group.
+        ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -129,6 +129,11 @@ class Ranks:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("this process is not in the group: only its ranks may call this")
+        if "cpu" not in dist.get_backend_config(group):
+            raise ValueError(
+                f"the group has no backend for tensors on the CPU, where ids are: {dist.get_backend_config(group)}; "
+                'make it by init_process_group("cpu:gloo,cuda:nccl"), or give a group of these backends'
+            )
         self.size = dist.get_world_size(group)
         self.traffic = Traffic()
         self.run = ""

@@ -126,7 +126,7 @@ def open_sharded(
         StoreLockedError: it is open for writing, by as many ranks or by another number of them.
         DiskFullError: too little free space for new parts. Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ. RuntimeError: another rank failed.
-        ValueError: a wrong argument, ranks give different ones, or this process is not in the group.
+        ValueError: a wrong argument, ranks give different ones, or a group as ``Ranks`` refuses.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
