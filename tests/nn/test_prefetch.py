@@ -190,6 +190,20 @@ def test_times_of_batches_that_are_read_together_count_together(monkeypatch: pyt
     assert np.mean(ways) > 0.9
 
 
+def test_once_all_rows_are_in_memory_to_stay_nothing_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its steps were timed, and from the first on; rows that may leave again are brought in."""
+    monkeypatch.setattr(choices.Choice, "is_ahead", property(lambda _: True, lambda *_: None), raising=False)
+    for ddr, is_read, expected in (("64MiB", True, 0), ("64MiB", False, 8), ("1MiB", True, 8)):
+        with tierstore.open(cold="memory", ddr=ddr) as store:
+            collection, brought_in = make_collection(store, MANY), []
+            for table in store.tables.values() if is_read else ():
+                table.read(torch.arange(table.config.num_embeddings))
+            monkeypatch.setattr(collection, "bring_in", lambda ticket, brought_in=brought_in: brought_in.append(ticket))
+            for item in tierstore.prefetch([batch(number) for number in range(8)], collection):
+                collection(item)
+            assert len(brought_in) == expected
+
+
 def test_with_lookahead_rows_are_always_brought_in(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is only read ahead would be retired before it is used."""
     monkeypatch.setattr(importlib.import_module("tierstore.nn.prefetch"), "Choice", None)

@@ -94,6 +94,12 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         """What ``tierstore.prefetch`` drives, for one pass over batches."""
         return self
 
+    def has_all_rows(self) -> bool:
+        """Whether all rows of its tables are in memory to stay: there is nothing to bring in ahead."""
+        return all(
+            table.in_pool(lambda pool: pool.rows.are_all_in and not pool.tier.on_device) for table in self._tables
+        )
+
     def end(self) -> None: ...
 
     def prepare(self, features: Any) -> Prepared:

@@ -7,9 +7,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..system.forks import disown_in_forks, require_own
 from ..system.signals import shielded
 from .choice import AUTO_DEPTH, Choice
 from .function import Announced
+from .preparable import Preparable, as_one
 
 Batch = TypeVar("Batch")
 _Item = tuple[()] | tuple[Any, Any] | BaseException
@@ -29,102 +30,6 @@ _READ_SECONDS: Final = 0.005
 """What takes longer to be read is read while other batches are used."""
 _LEFT: Final[dict[int, threading.Event]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
-
-
-class Preparable(Protocol):
-    """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``.
-
-    Attributes:
-        is_collective: other ranks must bring theirs in at the same time.
-    """
-
-    is_collective: bool
-
-    def ahead(self) -> "Preparable":
-        """What brings the rows of one pass in."""
-
-    def end(self) -> None:
-        """The pass brings no more in; called once by whom ``prepare`` is called by."""
-
-    def prepare(self, features: Any) -> Any:
-        """Read ids for the forward call that will be given ``features``; returns a ticket."""
-
-    def has_room(self, ticket: Any) -> bool:
-        """Whether the rows would stay until that call."""
-
-    def bring_in(self, ticket: Any) -> bool:
-        """Bring in the rows that stay until that call; returns whether all do. Called once."""
-
-    def forget(self, ticket: Any) -> None:
-        """Release what that ticket stands for, if no forward took it."""
-
-    def announce(self, features: Any) -> Announced | None:
-        """Tell the caches that the rows of ``features`` will be used, after those announced before; None if there is
-        no room for that yet."""
-
-
-class _Several:
-    def __init__(self, modules: Sequence[Preparable]) -> None:
-        self._modules = modules
-        self.is_collective = any(module.is_collective for module in modules)
-
-    def ahead(self) -> "_Several":
-        return _Several([module.ahead() for module in self._modules])
-
-    def end(self) -> None:
-        for module in self._modules:
-            module.end()
-
-    def prepare(self, features: Any) -> list[Any]:
-        tickets: list[Any] = []
-        try:
-            for module, own in self._pairs(features):
-                tickets.append(module.prepare(own))
-        except BaseException:
-            self.forget(tickets)
-            raise
-        return tickets
-
-    def has_room(self, ticket: list[Any]) -> bool:
-        return all(module.has_room(own) for module, own in zip(self._modules, ticket, strict=True))
-
-    def bring_in(self, ticket: list[Any]) -> bool:
-        are_in = [module.bring_in(own) for module, own in zip(self._modules, ticket, strict=True)]
-        return all(are_in)
-
-    def forget(self, ticket: list[Any]) -> None:
-        for module, own in zip(self._modules, ticket, strict=False):
-            module.forget(own)
-
-    def announce(self, features: Any) -> Announced | None:
-        announced = Announced([])
-        with announced.whole():
-            for module, own in self._pairs(features):
-                one = module.announce(own)
-                if one is None:
-                    announced.retire()
-                    return None
-                announced.batches.extend(one.batches)
-        return announced
-
-    def _pairs(self, features: Any) -> list[tuple[Preparable, Any]]:
-        """Each module with its own features, of a list, or with those that all share."""
-        own = features if isinstance(features, list) else [features] * len(self._modules)
-        if len(own) != len(self._modules):
-            raise ValueError(f"features= gave a list of {len(own)}, but there are {len(self._modules)} modules")
-        return list(zip(self._modules, own, strict=True))
-
-
-def _as_one(module: Any) -> Preparable:
-    """The modules over tables of a model, of several modules, or the one that is given."""
-    if hasattr(module, "prepare"):
-        one: Preparable = module
-        return one
-    given = [module] if hasattr(module, "modules") else list(module)
-    found = list(dict.fromkeys(each for model in given for each in model.modules() if hasattr(each, "prepare")))
-    if not found:
-        raise TypeError(f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for")
-    return found[0] if len(found) == 1 else _Several(found)
 
 
 def default_features(batch: Any) -> Any:
@@ -218,7 +123,8 @@ def prefetch(
             very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread. "auto": a thread reads 2 batches ahead;
             where steps are faster so it brings their rows in, elsewhere it reads between steps what is read within 5
-            ms. Both ways are tried, ever more rarely. Where ranks must agree, and with ``lookahead``: 2.
+            ms. Both ways are tried, ever more rarely, until all rows are in memory to stay. Where ranks must agree, and
+            with ``lookahead``: 2.
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
@@ -229,7 +135,7 @@ def prefetch(
             ``features`` or the reading of rows raised, when the batch that it happened to is asked for; batches before
             it are yielded first, and the store stays usable.
     """
-    get_features, one = default_features if features is None else features, _as_one(module)
+    get_features, one = default_features if features is None else features, as_one(module)
     choice = Choice() if depth == "auto" and not one.is_collective and not lookahead else None
     depth = AUTO_DEPTH if depth == "auto" else depth
     for name, value in (("depth", depth), ("lookahead", lookahead)):
@@ -415,6 +321,7 @@ def _pipeline(
 ) -> Generator[Any, None, None]:  # fmt: skip
     worker, consumer = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth), _Consumer()
     try:
+        worker.is_ahead = choice is None or not module.has_all_rows()
         worker.start(consumer)
         while True:
             item = worker.take()
@@ -425,7 +332,7 @@ def _pipeline(
             yield item
             if choice is not None:
                 choice.note_step()
-                worker.is_ahead = choice.is_ahead
+                worker.is_ahead = choice.is_ahead and not module.has_all_rows()
             worker.forget(1)
     finally:
         finish(worker.stop)

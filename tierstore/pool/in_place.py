@@ -85,6 +85,10 @@ class InPlaceRows(ResidentRows):
         self.numbering = cache.numbering
         self.takes_ids = not arena.layout.is_quantized
 
+    @property
+    def are_all_in(self) -> bool:
+        return self._cache.is_complete
+
     def has_room(self, batch: Batch) -> bool:  # noqa: ARG002 - each row has its slot
         return True
 

@@ -228,6 +228,11 @@ class ResidentRows(ABC):
         self._leases = leases
         self._writeback = writeback
 
+    @property
+    def are_all_in(self) -> bool:
+        """Whether every row is in, to stay."""
+        return False
+
     @abstractmethod
     def has_room(self, batch: Batch) -> bool:
         """Whether the rows could be held, beside those that are."""
