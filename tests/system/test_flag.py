@@ -13,14 +13,26 @@ def test_a_wait_ends_when_it_is_set_and_not_by_what_was_set_before() -> None:
         flag.set()
     flag.clear()
     started = time.monotonic()
-    flag.wait(0.05)
+    assert not flag.wait(0.05)
     assert time.monotonic() - started >= 0.05
     thread = threading.Thread(target=flag.wait, args=(60.0,))
     thread.start()
     flag.set()
     thread.join(30)
     assert not thread.is_alive()
-    flag.wait(60.0)
+    assert flag.wait(60.0)
+
+
+def test_all_who_wait_are_woken() -> None:
+    flag, woken = Flag(), list[bool]()
+    threads = [threading.Thread(target=lambda: woken.append(flag.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    flag.set()
+    for thread in threads:
+        thread.join(30)
+    assert woken == [True] * 4
 
 
 def test_a_handler_may_set_it() -> None:

@@ -28,7 +28,7 @@ _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 _READ_SECONDS: Final = 0.005
 """What takes longer to be read is read while other batches are used."""
-_LEFT: Final[dict[int, threading.Event]] = {}
+_LEFT: Final[dict[int, Flag]] = {}
 """Set once nobody reads a source, by its ``id``, that a pipeline was reading from when it was closed."""
 
 
@@ -197,7 +197,7 @@ class _Reader:
         self._ended = False
         self._gate = threading.Lock()
         self._is_outside = False
-        self._left: threading.Event | None = None  # set when it is no more outside
+        self._left: Flag | None = None  # set when it is no more outside
         self._process_id = os.getpid()
         disown_in_forks(self)
 
@@ -277,7 +277,7 @@ class _Reader:
         with self._gate:
             self.is_closed = True
             if self._is_outside and self._left is None:
-                self._left = _LEFT[id(self._batches)] = threading.Event()
+                self._left = _LEFT[id(self._batches)] = Flag()
             return self._is_outside
 
     def end(self) -> None:

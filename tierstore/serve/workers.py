@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from ..errors import TierstoreError
+from ..system.flag import Flag
 from ..system.signals import handlers_restored
 from .config import ServeConfig
 from .logs import configure
@@ -53,7 +54,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
     part = replace(config, ddr=share_of(config.ddr, config.workers))
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
-    stopping = threading.Event()
+    stopping = Flag()
     processes: list[BaseProcess] = []
     waited_for = [context.Event() for _ in range(config.workers)]
     ended = 0
@@ -107,7 +108,7 @@ def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _signals(stopping: threading.Event, processes: Sequence[BaseProcess]) -> Iterator[None]:
+def _signals(stopping: Flag, processes: Sequence[BaseProcess]) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
         for process in processes:
             if process.pid is not None and process.is_alive():

@@ -22,6 +22,7 @@ from ..kernels.slots import copy_offsets
 from ..layout import KEY_ROW_BITS
 from ..lookup.joined import Joined
 from ..pool.bags import IdsOfBags
+from ..system.flag import Flag
 from ..system.forks import require_own
 from ..system.oserrors import translate_os_error
 from ..system.output import require_parent, require_room
@@ -88,7 +89,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
         self._process_id = os.getpid()
-        self._over = threading.Event()
+        self._over = Flag()
         _compile()
         self._write(force=False)
         self._thread = threading.Thread(target=self._write_now_and_then, name="tierstore-record", daemon=True)

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from .flag import Flag
+
 _LOG: Final = logging.getLogger("tierstore")
 
 Work = Callable[[], object]
@@ -29,7 +31,7 @@ class _Closing:
     def __init__(self, work: Work) -> None:
         self._work = [work]
         self.is_begun = False
-        self.is_done = threading.Event()
+        self.is_done = Flag()
 
     def begin(self) -> None:
         """Start a thread for it. In a thread that holds no lock: ``Thread.start`` takes some, and waits."""
