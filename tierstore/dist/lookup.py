@@ -142,7 +142,8 @@ class SendsGradients(ABC):
         sent.lookup.release()
         counts = [len(keys) for keys in sent.keys]
         values = torch.split(sent.gradient.view(-1, self.tables[0].layout.dim), counts)
-        return [each for part in zip(sent.keys, values, strict=True) for each in by_table(self.tables, *part)]
+        pairs = zip(sent.keys, values, strict=True)
+        return [each for keys, part in pairs for each in by_table(self.tables, keys.to(part.device), part)]
 
 
 class ShardedLookup(SendsGradients):
