@@ -79,6 +79,12 @@ CASES = [
     Case("row_wise", optim.SGD(lr=0.3), "sum", is_pooled=False),
     Case("row_wise", optim.SGD(lr=0.3), "sum", dtype="bfloat16", rounding="stochastic"),
 ]
+GRID = [
+    Case("grid_shard", optim.RowWiseAdagrad(lr=0.3), "mean"),
+    Case("grid_shard", optim.Adam(lr=0.1), "max", calls=2),
+    Case("grid_shard", optim.SGD(lr=0.3), "sum", exchange="pooled", is_weighted=True),
+]
+"""Over four ranks: two ranges of columns, each of two of rows."""
 
 
 def config(case: Case, name: str) -> tierstore.TableConfig:
@@ -121,7 +127,10 @@ def train_rank(case: Case, tiers: dict[str, Any]) -> tuple[dict[str, Any], list[
     rank = dist.get_rank()
     with open_memory(tiers) as store:
         for name in "ab":
-            store.create_table(config(case, name), sharding_type=case.sharding_type, exchange=case.exchange)
+            ranges = 2 if case in GRID else None
+            store.create_table(
+                config(case, name), sharding_type=case.sharding_type, exchange=case.exchange, column_ranges=ranges
+            )
         kind = ShardedTieredEmbeddingBagCollection if case.is_pooled else ShardedTieredEmbeddingCollection
         module = kind(store)
         results = [train_step(case, module, rank, step) for step in range(STEPS)]
@@ -144,7 +153,7 @@ def owned(store: ShardedStore, table: ShardedTable) -> list[tuple[Shard, Tensor]
 def cases(tiers: dict[str, Any], ranks: int) -> list[Case]:
     if "device" in tiers:
         return [case for case in CASES if case.rounding == "nearest" and not is_rowwise_by_columns(case)]
-    return CASES if (ranks, tiers) == (2, TIERS["evicting"]) else CASES[ranks % 3 :: 3]
+    return CASES if (ranks, tiers) == (2, TIERS["evicting"]) else CASES[ranks % 3 :: 3] + GRID * (ranks == 4)
 
 
 def is_rowwise_by_columns(case: Case) -> bool:
@@ -226,7 +235,7 @@ def test_training_gives_the_bits_of_one_process(ranks: int, tiers: str, tmp_path
             for (out, of_weights), (wanted_out, wanted_of_weights) in zip(
                 found[rank][number][1], results[rank], strict=True
             ):
-                if case.exchange == "pooled" and case.sharding_type == "row_wise":
+                if case.exchange == "pooled" and case.sharding_type in ("row_wise", "grid_shard"):
                     assert torch.allclose(out, wanted_out, atol=1e-6), case  # sums of the owners' sums
                 else:
                     assert torch.equal(out, wanted_out), case

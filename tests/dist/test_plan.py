@@ -25,7 +25,9 @@ def shardings(draw: st.DrawFn) -> tuple[int, Sharding]:
     if kind == "data_parallel":
         ranks = list(range(size))
     exchange = "rows" if kind == "data_parallel" else draw(st.sampled_from(["rows", "pooled"]))
-    return size, Sharding.checked(kind, ranks[:1] if kind == "table_wise" else ranks, exchange, size)
+    divisors = [count for count in range(1, len(ranks) + 1) if len(ranks) % count == 0]
+    ranges = draw(st.sampled_from(divisors)) if kind == "grid_shard" else 1
+    return size, Sharding.checked(kind, ranks[:1] if kind == "table_wise" else ranks, exchange, size, ranges)
 
 
 @given(sharding=shardings(), num_rows=st.integers(1, 40), width=st.integers(1, 4))
@@ -58,17 +60,23 @@ def of_torchrec(**tables: tuple[str, list[int]]) -> dict[str, Any]:
 
 def test_plans_of_torchrec_come_in() -> None:
     one = of_torchrec(a=("row_wise", [0, 1]), b=("data_parallel", [0]))
-    other = of_torchrec(c=("column_wise", [1, 0]))
+    other = of_torchrec(c=("column_wise", [1, 0]), d=("table_column_wise", [0, 1]), e=("grid_shard", [0, 1]))
+    offsets = [(0, 0), (0, 8)]
+    other["e"].sharding_spec = SimpleNamespace(shards=[SimpleNamespace(shard_offsets=each) for each in offsets])
     plan = Plan.from_torchrec(SimpleNamespace(plan={"model.one": one, "model.other": other}), 2)
     assert plan.tables == {
         "a": Sharding("row_wise", (0, 1), "pooled"),
         "b": Sharding("data_parallel", (0, 1)),
         "c": Sharding("column_wise", (1, 0), "rows"),
+        "d": Sharding("table_column_wise", (0, 1), "rows"),
+        "e": Sharding("grid_shard", (0, 1), "rows", 2),
     }
     with pytest.raises(ValueError, match="two modules"):
         Plan.from_torchrec(SimpleNamespace(plan={"one": one, "two": one}), 2)
-    with pytest.raises(ValueError, match=r"table 'a'.*grid_shard"):
+    with pytest.raises(ValueError, match=r"table 'a'.*grid_shard.*sharding_spec"):
         Plan.from_torchrec(of_torchrec(a=("grid_shard", [0])), 2)
+    with pytest.raises(ValueError, match=r"table 'a'.*table_height_wise"):
+        Plan.from_torchrec(of_torchrec(a=("table_height_wise", [0])), 2)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,10 @@ def test_plans_of_torchrec_come_in() -> None:
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "table_wise", "ranks": [0, 1]}}}', "one rank"),
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "row_wise", "ranks": [1, 1]}}}', "distinct"),
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "data_parallel", "ranks": [1]}}}', "on all 2 ranks"),
+        (
+            '{"world_size": 2, "tables": {"t": {"sharding_type": "row_wise", "ranks": [0, 1], "column_ranges": 2}}}',
+            "column_ranges=2: it is of grid_shard",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist.parts import open_parts
+from tierstore.dist.reshard import resized
 from tierstore.exchange.rows import read_rows
 
 from .ranks import run
@@ -60,6 +61,7 @@ def whole(folder: Path) -> Whole:
 def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, plain, other, plan = (tmp_path / name for name in ("store", "plain", "other", "plan.json"))
     run(train, 2, tmp_path, folder, 3)
+    grid, joined = tmp_path / "grid", tmp_path / "joined"
     before = whole(folder)
     assert cli.main(["reshard", str(folder), str(plain), "--plain"]) == 0
     assert "not sharded" in capsys.readouterr().out
@@ -72,6 +74,15 @@ def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with open_parts(other) as parts:
         assert parts.shardings["a"] == Sharding("table_wise", (2,))
         assert parts.shardings["b"] == Sharding("row_wise", (0, 1, 2))  # of no plan
+    places = Sharding("grid_shard", (0, 3, 2, 1), "rows", 2)
+    Plan(4, dict.fromkeys("abc", places)).save(plan)
+    for source, target, words in ((other, grid, ["--ranks", "4", "--plan", str(plan)]), (grid, joined, ["--plain"])):
+        assert cli.main(["reshard", str(source), str(target), *words]) == 0
+        assert whole(target) == before
+    with open_parts(grid) as parts:
+        assert parts.shardings["a"] == places
+        assert resized(parts, 2, {}).tables["a"] == places._replace(ranks=(0, 1))
+        assert resized(parts, 3, {}).tables["a"] == Sharding("row_wise", (0, 1, 2))
     assert cli.main(["reshard", str(plain), str(other), "--ranks", "3"]) == 1
     assert "is not empty" in capsys.readouterr().err
     for command in ("inspect", "verify"):

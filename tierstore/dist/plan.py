@@ -16,7 +16,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from ..system.checks import require_choice, require_int
 from ..system.excerpt import excerpt
 
-ShardingType = Literal["data_parallel", "table_wise", "row_wise", "table_row_wise", "column_wise"]
+ShardingType = Literal[
+    "data_parallel", "table_wise", "row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard"
+]
 Exchange = Literal["rows", "pooled"]
 MAX_RANKS: Final = 2**16
 
@@ -37,18 +39,23 @@ class Sharding(NamedTuple):
     Attributes:
         sharding_type: "table_wise": one rank has all rows. "row_wise": each rank has a range of rows, of one size but
             for the last ones, as TorchRec divides them; "table_row_wise": the same, over ranks of one host.
-            "column_wise": each rank has an equal range of the columns of all rows. "data_parallel": all ranks have all
-            rows.
-        ranks: who has rows, in order of the ranges.
+            "column_wise": each rank has an equal range of the columns of all rows; "table_column_wise": the same, over
+            ranks of one host. "grid_shard": each host has an equal range of the columns, and its ranks ranges of rows.
+            "data_parallel": all ranks have all rows.
+        ranks: who has rows, in order of the ranges; of columns first.
         exchange: "rows": each distinct row of a rank's batch crosses once, the requester pools. "pooled": owners pool.
+        column_ranges: how many, of "grid_shard"; as many ranks have each.
     """
 
     sharding_type: ShardingType
     ranks: tuple[int, ...]
     exchange: Exchange = "rows"
+    column_ranges: int = 1
 
     @classmethod
-    def checked(cls, sharding_type: Any, ranks: Any, exchange: Any, world_size: int) -> "Sharding":
+    def checked(
+        cls, sharding_type: Any, ranks: Any, exchange: Any, world_size: int, column_ranges: Any = 1
+    ) -> "Sharding":
         """ValueError, TypeError unless it is a sharding over so many ranks."""
         require_choice(sharding_type, get_args(ShardingType), "sharding_type")
         require_choice(exchange, get_args(Exchange), "exchange")
@@ -60,36 +67,51 @@ class Sharding(NamedTuple):
             raise ValueError(f"ranks={list(found)}: a data_parallel table is on all {world_size} ranks")
         if sharding_type == "data_parallel" and exchange == "pooled":
             raise ValueError('exchange="pooled": every rank has the rows of a data_parallel table; leave it "rows"')
-        return cls(sharding_type, found, exchange)
+        require_int(column_ranges, "column_ranges", 1, len(found))
+        if column_ranges > 1 and (sharding_type != "grid_shard" or len(found) % column_ranges):
+            raise ValueError(
+                f"column_ranges={column_ranges}: it is of grid_shard, and divides its number of ranks; not of "
+                f"{sharding_type} over {len(found)} ranks"
+            )
+        return cls(sharding_type, found, exchange, column_ranges)
+
+    @property
+    def parts(self) -> int:
+        """Ranges of columns that each row is divided into."""
+        is_by_columns = self.sharding_type in ("column_wise", "table_column_wise")
+        return len(self.ranks) if is_by_columns else self.column_ranges
 
     def shards(self, num_rows: int, dim: int) -> list[Shard]:
         """Those that are not empty, in order; ValueError if the columns cannot be divided equally."""
-        count = len(self.ranks)
         if self.sharding_type == "data_parallel":
             return [Shard(rank, 0, num_rows, 0, dim) for rank in self.ranks]
-        if self.sharding_type == "column_wise":
-            if dim % count:
-                raise ValueError(f"ranks={list(self.ranks)}: {dim} columns cannot be divided equally among {count}")
-            width = dim // count
-            return [Shard(rank, 0, num_rows, place * width, width) for place, rank in enumerate(self.ranks)]
-        size = -(-num_rows // count)
+        if dim % self.parts:
+            raise ValueError(f"ranks={list(self.ranks)}: {dim} columns cannot be divided equally among {self.parts}")
+        width, owners = dim // self.parts, len(self.ranks) // self.parts
+        size = -(-num_rows // owners)
+        places = (divmod(place, owners) for place in range(len(self.ranks)))
         return [
-            Shard(rank, place * size, min(size, num_rows - place * size), 0, dim)
-            for place, rank in enumerate(self.ranks)
-            if place * size < num_rows
+            Shard(rank, row * size, min(size, num_rows - row * size), part * width, width)
+            for rank, (part, row) in zip(self.ranks, places, strict=True)
+            if row * size < num_rows
         ]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form; ``from_json`` reads it back."""
-        return {"sharding_type": self.sharding_type, "ranks": list(self.ranks), "exchange": self.exchange}
+        told = self._asdict() | {"ranks": list(self.ranks)}
+        if self.column_ranges == 1:
+            del told["column_ranges"]  # releases that do not know it read all other tables
+        return told
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], world_size: int) -> "Sharding":
         """Inverse of ``to_json``; errors as of ``checked``."""
-        unknown = set(fields) - {"sharding_type", "ranks", "exchange"}
+        unknown = set(fields) - set(cls._fields)
         if unknown or "sharding_type" not in fields or "ranks" not in fields:
-            raise ValueError(f"{excerpt(dict(fields))}: a sharding has sharding_type, ranks and perhaps exchange")
-        return cls.checked(fields["sharding_type"], fields["ranks"], fields.get("exchange", "rows"), world_size)
+            raise ValueError(
+                f"{excerpt(dict(fields))}: a sharding has sharding_type, ranks and perhaps exchange and column_ranges"
+            )
+        return cls.checked(**{"exchange": "rows"} | dict(fields), world_size=world_size)
 
 
 class Plan(NamedTuple):
@@ -148,9 +170,18 @@ class Plan(NamedTuple):
                 kind = str(each.sharding_type)
                 replicated = kind == "data_parallel"
                 ranks = range(world_size) if replicated else each.ranks
-                own = "rows" if kind in ("data_parallel", "column_wise") else exchange
+                own = exchange if kind in ("table_wise", "row_wise", "table_row_wise") else "rows"
+                columns = _column_ranges(name, each) if kind == "grid_shard" else 1
                 try:
-                    found[name] = Sharding.checked(kind, ranks, own, world_size)
+                    found[name] = Sharding.checked(kind, ranks, own, world_size, columns)
                 except (ValueError, TypeError) as error:
                     raise type(error)(f"table {name!r}: {error}") from None
         return cls(world_size, found)
+
+
+def _column_ranges(name: str, planned: Any) -> int:
+    """Of TorchRec's plan for a table; ValueError if it does not say where its shards begin."""
+    spec = getattr(planned, "sharding_spec", None)
+    if spec is None:
+        raise ValueError(f"table {name!r}: grid_shard, without the sharding_spec that says where its shards begin")
+    return len({shard.shard_offsets[1] for shard in spec.shards})

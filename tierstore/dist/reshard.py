@@ -47,9 +47,10 @@ def _resized(parts: Parts, name: str, size: int) -> Sharding:
     sharding, everybody = parts.shardings[name], tuple(range(size))
     if sharding.sharding_type == "table_wise":
         return sharding._replace(ranks=(sharding.ranks[0] % size,))
-    if sharding.sharding_type == "column_wise" and parts.store[name].config.embedding_dim % size:
-        return sharding._replace(sharding_type="row_wise", ranks=everybody)
-    return sharding._replace(ranks=everybody)
+    resized = sharding._replace(ranks=everybody)
+    if size % sharding.column_ranges or parts.store[name].config.embedding_dim % resized.parts:
+        return resized._replace(sharding_type="row_wise", column_ranges=1)
+    return resized
 
 
 class _Piece(NamedTuple):
@@ -108,8 +109,8 @@ def stored_rows(parts: Parts, paths: Sequence[Path]) -> Counter[str]:
             if config.is_hidden:
                 continue
             sharding = parts.shardings[config.name]
-            is_of_all = sharding.sharding_type in ("column_wise", "data_parallel")
-            found[config.name] += -(-count // len(sharding.ranks)) if is_of_all else count
+            is_copied = sharding.sharding_type == "data_parallel"
+            found[config.name] += -(-count // (len(sharding.ranks) if is_copied else sharding.parts))
     return found
 
 

@@ -182,6 +182,11 @@ def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mappin
     return found.tables
 
 
+def _on_host(size: int) -> int:
+    """How many of so many ranks each host has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
 def _require_same(own: Mapping[str, float], others: Mapping[str, float], rank: int, what: str, way: str) -> None:
     """TableError if rank 0 and another trained a table differently."""
     for name, value in own.items():
@@ -278,12 +283,14 @@ class ShardedStore:
         sharding_type: ShardingType | None = None,
         ranks: Sequence[int] | None = None,
         exchange: Exchange | None = None,
+        column_ranges: int | None = None,
     ) -> ShardedTable:
         """Add a table, or find it; collective, with the same arguments on all ranks.
 
         Args:
-            sharding_type, ranks, exchange: see ``Sharding``. Default: as the plan has them, else "row_wise" over all
-                ranks; a "table_wise" table is on the rank whose tables have the fewest bytes.
+            sharding_type, ranks, exchange, column_ranges: see ``Sharding``. Default: as the plan has them, else
+                "row_wise" over all ranks; a "table_wise" table is on the rank whose tables have the fewest bytes, and
+                "grid_shard" is over all ranks, with a range of columns for each host.
 
         Raises:
             TableError: as ``Store.create_table``, or ranks differ in the arguments or the table's number; then nothing
@@ -292,7 +299,7 @@ class ShardedStore:
         """
         call = "create_table"
         with self.ranks.together(call):
-            sharding = self._sharding_of(config.name, sharding_type, ranks, exchange)
+            sharding = self._sharding_of(config.name, sharding_type, ranks, exchange, column_ranges)
             own = local_config(config, sharding, self.ranks.rank)
             index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
         self._require_alike([(index, config, sharding)], call)
@@ -302,15 +309,18 @@ class ShardedStore:
             self._take([self._table(config.name, sharding)])
         return self.tables[config.name]
 
-    def _sharding_of(self, name: str, sharding_type: Any, ranks: Any, exchange: Any) -> Sharding:
+    def _sharding_of(self, name: str, sharding_type: Any, ranks: Any, exchange: Any, column_ranges: Any) -> Sharding:
         known = self.tables[name].sharding if name in self.tables else None
         default = known or self._planned.get(name)
         if default is not None and sharding_type in (None, default.sharding_type):
             sharding_type, ranks = default.sharding_type, default.ranks if ranks is None else ranks
             exchange = default.exchange if exchange is None else exchange
+            column_ranges = default.column_ranges if column_ranges is None else column_ranges
         kind = sharding_type or "row_wise"
         places = self._default(kind) if ranks is None else ranks
-        sharding = Sharding.checked(kind, places, exchange or "rows", self.ranks.size)
+        if column_ranges is None:
+            column_ranges = -(-len(places) // _on_host(self.ranks.size)) if kind == "grid_shard" else 1
+        sharding = Sharding.checked(kind, places, exchange or "rows", self.ranks.size, column_ranges)
         if known is not None and known != sharding:
             raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {list(known.ranks)}")
         return sharding
@@ -323,8 +333,8 @@ class ShardedStore:
                 used[rank] += table.config.size_bytes(table.layout.page_bytes) / len(table.shards)
         if sharding_type == "table_wise":
             return [used.index(min(used))]
-        if sharding_type == "table_row_wise":
-            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        if sharding_type in ("table_row_wise", "table_column_wise"):
+            on_host = _on_host(size)
             hosts = [range(first, min(first + on_host, size)) for first in range(0, size, on_host)]
             return min(hosts, key=lambda host: sum(used[rank] for rank in host))
         return range(size)

@@ -109,29 +109,30 @@ class ShardedTable:
 
 
 def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:
-    """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns.
+    """Of the table that a rank's store has: all rows in number, and the columns of its part.
     ValueError, TableError: the table cannot be sharded so."""
     shards = sharding.shards(config.num_embeddings, config.embedding_dim)
     if sharding.exchange == "pooled" and config.pooling == "max":
         raise ValueError(f'table {config.name!r} has pooling="max", which owners cannot pool; use exchange="rows"')
     if config.ids is not None:
-        if sharding.sharding_type in ("column_wise", "data_parallel"):
+        if sharding.sharding_type == "data_parallel" or sharding.parts > 1:
             raise ValueError(
                 f"table {config.name!r} has dynamic ids, which have one owner each: {sharding.sharding_type} does not "
                 "serve it; shard it by rows, or table_wise"
             )
         place = sharding.ranks.index(rank) if rank in sharding.ranks else len(sharding.ranks)
         return _of_owners(config, len(sharding.ranks), (place, min(place + 1, len(sharding.ranks))))
-    if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
+    if sharding.parts == 1:
         return config
+    kind = sharding.sharding_type
     if config.rounding == "stochastic":
-        raise ValueError(f'table {config.name!r}: rounding="stochastic" does not serve column_wise; shard it by rows')
+        raise ValueError(f'table {config.name!r}: rounding="stochastic" does not serve {kind}; shard it by rows')
     own = next((shard for shard in shards if shard.rank == rank), shards[0])
     rule, first_values = config.optimizer, config.init.from_column(own.first_column)
     if type(rule) is RowWiseAdagrad:
         if sharding.exchange == "pooled":
             raise ValueError(
-                f'table {config.name!r}: exchange="pooled" does not serve column_wise with row-wise Adagrad: then no '
+                f'table {config.name!r}: exchange="pooled" does not serve {kind} with row-wise Adagrad: then no '
                 'rank has the gradient of a whole row; use exchange="rows"'
             )
         rule = RowWiseAdagradOfColumns(**asdict(rule))
@@ -142,12 +143,12 @@ def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
     """Inverse of ``local_config``; of dynamic ids it has those of all owners."""
     if local.ids is not None:
         return _of_owners(local, len(sharding.ranks), (0, len(sharding.ranks)))
-    if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
+    if sharding.parts == 1:
         return local
     rule = local.optimizer
     if isinstance(rule, RowWiseAdagradOfColumns):
         rule = RowWiseAdagrad(**asdict(rule))
-    dim = local.embedding_dim * len(sharding.ranks)
+    dim = local.embedding_dim * sharding.parts
     return replace(local, embedding_dim=dim, optimizer=rule, init=local.init.from_column(0))
 
 

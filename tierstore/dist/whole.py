@@ -57,9 +57,9 @@ class WholeTable:
         """``ColdTier.read`` by each rank's; returns ``present``."""
         if self._pieces[0].layout.dim < self.layout.dim:
             return self._read_columns(reads, keys, slots, weights, state)
-        present, rows = np.zeros(len(keys), np.bool_), keys & ROW_MASK
+        present = np.zeros(len(keys), np.bool_)
         for shard, *_ in self._pieces:
-            own = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
+            own = _rows_in(shard, keys)
             here = np.zeros(len(own), np.bool_)
             reads[shard.rank](keys[own], slots[own], weights, state, here)
             present[own] = here
@@ -68,18 +68,30 @@ class WholeTable:
     def _read_columns(
         self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words
     ) -> Bools:
-        found = [_read_part(reads[piece.shard.rank], piece, keys) for piece in self._pieces]
-        present: Bools = np.logical_or.reduce([each.present for each in found])
-        whole = Found.empty(self.layout, len(keys))
-        for piece, part in zip(self._pieces, found, strict=True):
-            part.fill_first_values(piece, keys, np.flatnonzero(present & ~part.present))
+        rows = [_rows_in(piece.shard, keys) for piece in self._pieces]
+        found = [
+            _read_part(reads[piece.shard.rank], piece, keys[own]) for piece, own in zip(self._pieces, rows, strict=True)
+        ]
+        whole, present = Found.empty(self.layout, len(keys)), np.zeros(len(keys), np.bool_)
+        for own, part in zip(rows, found, strict=True):
+            present[own] |= part.present
+        for piece, own, part in zip(self._pieces, rows, found, strict=True):
+            part.fill_first_values(piece, keys[own], np.flatnonzero(present[own] & ~part.present))
             shard, layout = piece.shard, piece.layout
-            columns = slice(shard.first_column, shard.first_column + shard.num_columns)
+            columns = np.arange(shard.first_column, shard.first_column + shard.num_columns)
             values = part.weights.view(layout.numpy_dtype)[:, : layout.dim]
-            whole.weights.view(layout.numpy_dtype)[:, columns] = values
-            whole.state.view(np.float32)[:, piece.state_columns] = part.state.view(np.float32)[:, : layout.state_dim]
+            whole.weights.view(layout.numpy_dtype)[np.ix_(own, columns)] = values
+            of_part = part.state.view(np.float32)[:, : layout.state_dim]
+            whole.state.view(np.float32)[np.ix_(own, piece.state_columns)] = of_part
         weights[slots[present]], state[slots[present]] = whole.weights[present], whole.state[present]
         return present
+
+
+def _rows_in(shard: Shard, keys: Int64s) -> Int64s:
+    """int64 [n]: places of the keys whose rows a shard has."""
+    rows = keys & ROW_MASK
+    found: Int64s = np.flatnonzero((rows >= shard.first_row) & (rows < shard.first_row + shard.num_rows))
+    return found
 
 
 class Found(NamedTuple):

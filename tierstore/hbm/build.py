@@ -75,7 +75,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
         )
     if isinstance(config.optimizer, RowWiseAdagradOfColumns):
         raise TableError(
-            f"table {config.name!r} is sharded column_wise with row-wise Adagrad, which is not supported with hbm: "
+            f"table {config.name!r} is sharded by columns with row-wise Adagrad, which is not supported with hbm: "
             'shard it "row_wise", or open the store with hbm=0'
         )
 

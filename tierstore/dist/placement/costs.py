@@ -174,7 +174,7 @@ class Group(NamedTuple):
 def group_of(sharding: Sharding, dim: int) -> Group:
     """Of a table with so many columns."""
     kind: Kind = "data_parallel" if sharding.sharding_type == "data_parallel" else sharding.exchange
-    return Group(kind, dim, len(sharding.ranks) if sharding.sharding_type == "column_wise" else 1)
+    return Group(kind, dim, sharding.parts)
 
 
 def amounts_of(
@@ -189,9 +189,9 @@ def amounts_of(
         float64 [ranks, 12], in the order of ``AMOUNTS``.
     """
     (kind, _, parts), owners = group_of(sharding, dim), list(sharding.ranks)
-    width, is_by_rows = dim // parts, sharding.sharding_type in ("row_wise", "table_row_wise")
+    width, ranges = dim // parts, 1 if kind == "data_parallel" else len(owners) // parts
     of_ids, of_rows = (
-        shares_of(hot, len(owners)) if is_by_rows else np.ones(len(owners)) for hot in (demand.hot_ids, demand.hot_rows)
+        np.tile(shares_of(hot, ranges), len(owners) // ranges) for hot in (demand.hot_ids, demand.hot_rows)
     )
     found = dict.fromkeys(AMOUNTS, np.zeros(ranks))
 
