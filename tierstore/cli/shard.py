@@ -108,7 +108,7 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
         of_ranks.append((f"  {rank}", f"{served:,.0f} rows", format_size(size)))
     of_tables = [("  table", "rows", "columns", "sharding", "exchange", "ranks")]
     for table in tables[:_TABLES_SHOWN]:
-        sharding_type, ranks, exchange = found.plan.tables[table.name]
+        sharding_type, ranks, exchange, _ = found.plan.tables[table.name]
         where = "all" if len(ranks) == found.plan.world_size else ", ".join(map(str, ranks))
         shape = (f"{table.num_embeddings:,}", f"{table.embedding_dim}")
         of_tables.append((f"  {_shown(table.name)}", *shape, sharding_type, exchange, where))

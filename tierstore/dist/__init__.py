@@ -8,6 +8,7 @@ from .collection import (
     average,
     data_parallel,
 )
+from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
 
@@ -22,4 +23,5 @@ __all__ = [
     "average",
     "data_parallel",
     "open_sharded",
+    "shard",
 ]

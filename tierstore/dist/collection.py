@@ -168,6 +168,7 @@ class _OneTable:
         self.store: Any = store
         self._table: Any = store[name]
         self.name, self.config, self.layout = name, self._table.config, self._table.layout
+        self.ids = self._table.local.ids
         self._kind = _kind_of(self._table, of_rows=of_rows)
 
     def lookup(self, jagged: Any, *, mode: str) -> AnyLookup:
@@ -181,11 +182,9 @@ class _OneTable:
 class ShardedTieredEmbeddingBag(ShardedModule, TieredEmbeddingBag):
     """``TieredEmbeddingBag`` over a table, by name, of a sharded store; as ``ShardedTieredEmbeddingBagCollection``."""
 
-    def __init__(
-        self, store: ShardedStore, table: str, *, mode: Pooling | None = None, include_last_offset: bool = False
-    ) -> None:
+    def __init__(self, store: ShardedStore, table: str, *, mode: Pooling | None = None, **options: Any) -> None:
         one: Any = _OneTable(store, table, of_rows=False)
-        super().__init__(one, mode=mode, include_last_offset=include_last_offset)
+        super().__init__(one, mode=mode, **options)
 
 
 class ShardedTieredEmbedding(ShardedModule, TieredEmbedding):
@@ -219,7 +218,7 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     Args:
         options: of ``DistributedDataParallel``.
     """
-    owned = [f"{name}.rows" for name, each in model.named_modules() if isinstance(each, ShardedCollection)]
+    owned = [f"{name}.rows".lstrip(".") for name, each in model.named_modules() if isinstance(each, ShardedModule)]
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *owned}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(model, **options)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -166,17 +166,22 @@ def _copy(parts: Parts, store: Store, pieces: Sequence[_Piece], progress: Progre
     """Rows with optimizer state, and what the optimizers of all tables need besides."""
     done, total = 0, sum(shard.num_rows for _, shard in pieces)
     for table, shard in pieces:
-        whole = parts.store[table.name]
-        keys = None if table.ids is None or whole.ids is None else table.ids.take_over(whole.ids)
-        for start, stop in chunks(table):
-            if keys is None:
-                write_rows(table, start, *of_columns(read_rows(whole, start, stop), whole.config, shard))
-            elif len(own := keys[start - table.rows.start : stop - table.rows.start]):
-                write_rows(table, start, *read_keys(whole, own))
-            done += stop - start
+        for count in copied(parts.store[table.name], table, shard):
+            done += count
             progress(done, total)
     for name, table in store.tables.items():
         table.restore(parts.store[name].state)
+
+
+def copied(whole: Table, table: Table, shard: Shard) -> Iterator[int]:
+    """Copy what a rank has of a table, with optimizer state; yields numbers of rows that are done."""
+    keys = None if table.ids is None or whole.ids is None else table.ids.take_over(whole.ids)
+    for start, stop in chunks(table):
+        if keys is None:
+            write_rows(table, start, *of_columns(read_rows(whole, start, stop), whole.config, shard))
+        elif len(own := keys[start - table.rows.start : stop - table.rows.start]):
+            write_rows(table, start, *read_keys(whole, own))
+        yield stop - start
 
 
 def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, progress: Progress) -> str:

@@ -133,7 +133,7 @@ def open_sharded(
         with ranks.together():
             wire = _checked_wire(forward_precision, backward_precision)
             require_choice(mode, ("r", "w"), "mode")
-            planned = _planned(plan, ranks)
+            planned = planned_tables(plan, ranks)
             _require_enough(keep)
         require_alike(ranks, mode=mode, plan=planned, precision=wire)
         options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
@@ -173,7 +173,8 @@ def _require_enough(keep: int) -> None:
         raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
 
 
-def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
+def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
+    """Of a plan or its file. ValueError: it is of another number of ranks. Others as of ``Plan.load``."""
     if plan is None:
         return {}
     found = plan if isinstance(plan, Plan) else Plan.load(plan)

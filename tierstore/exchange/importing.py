@@ -145,7 +145,7 @@ def _import(match: Match, table: Table, add: Callable[[int], None], created: boo
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
         ids = [each[start:stop] for each in match.ids]
         keys = table.give_rows(*ids) if ids else numbered(table, start, stop)
-        changed += write_keys(table, keys, raw_weights(weights), _state(match, table, start, stop))
+        changed += write_keys(table, keys, raw_weights(weights), state_rows(match, start, stop))
         add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
     notes = notes_of(match, created, count)
     return TableImport(
@@ -153,11 +153,12 @@ def _import(match: Match, table: Table, add: Callable[[int], None], created: boo
     )
 
 
-def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:
+def state_rows(match: Match, start: int, stop: int) -> Floats | None:
     """float32 [stop - start, state_dim], or None if there is none in the files."""
     if not match.states:
         return None
-    state = np.empty((stop - start, table.layout.state_dim), np.float32)
+    config = match.config
+    state = np.empty((stop - start, config.optimizer.state_dim(config.embedding_dim)), np.float32)
     for part in match.states:
         values = part.source.read(part.key, start, stop).reshape(stop - start, -1)
         state[:, part.state.first : part.state.last] = values.numpy()

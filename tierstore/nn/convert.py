@@ -1,7 +1,7 @@
 """A whole model over a store: tiered modules in the place of its ``nn.Embedding`` and ``nn.EmbeddingBag``, and back."""
 
 import copy as copying
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -76,7 +76,7 @@ _ROOT: Final = "embedding"
 
 
 @dataclass(kw_only=True)
-class _Weight:
+class Weight:
     """A weight that becomes a table, and the modules that look it up: several if they share it."""
 
     name: str
@@ -92,7 +92,7 @@ class _Weight:
 class _Move(NamedTuple):
     """A weight, the table that it becomes, and the state of the optimizer that trained it."""
 
-    of: _Weight
+    of: Weight
     config: TableConfig
     state: Mapping[str, Any]
 
@@ -136,7 +136,8 @@ def convert(
     if not isinstance(store, Store):
         raise TypeError(f"store must be a Store, as tierstore.open gives, not {type(store).__name__}")
     require_int(min_rows, "min_rows", 0, MAX_ROWS)
-    weights = _weights(model, _chosen(model, min_rows, names))
+    weights, refused = weights_of(model, _chosen(model, min_rows, names))
+    _require_none(refused)
     moves = _moves(weights, store, optimizer, init or Normal(std=1.0), copy=copy)
     made: dict[int, nn.Module] = {}
     for move in moves:
@@ -145,8 +146,8 @@ def convert(
             _copy_rows(table, move)
         made |= {id(module): _tiered(module, table) for module in move.of.modules}
     if isinstance(optimizer, torch.optim.Optimizer):
-        _leave(optimizer, weights)
-    return _replaced(model, made)
+        leave(optimizer, weights)
+    return replaced(model, made)
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -175,7 +176,7 @@ def plain_model(model: nn.Module) -> nn.Module:
             if module.table not in weights:
                 weights[module.table] = nn.Parameter(_rows_of(module.table))
             made[id(module)] = _of_torch(module, weights[module.table])
-    return _replaced(plain, made)
+    return replaced(plain, made)
 
 
 def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> Iterator[tuple[str, Embedding]]:
@@ -193,11 +194,12 @@ def _chosen(model: nn.Module, min_rows: int, names: Collection[str] | None) -> I
             yield name, module
 
 
-def _weights(model: nn.Module, chosen: Iterator[tuple[str, Embedding]]) -> list[_Weight]:
-    found: dict[int, _Weight] = {}
+def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tuple[list[Weight], dict[str, str]]:
+    """Those of the modules given by name; and by the name of a module, why its weight cannot be a table."""
+    found: dict[int, Weight] = {}
     refused: dict[str, str] = {}
     for name, module in chosen:
-        own = found.setdefault(id(module.weight), _Weight(name=name or _ROOT, weight=module.weight))
+        own = found.setdefault(id(module.weight), Weight(name=name or _ROOT, weight=module.weight))
         if module not in own.modules:
             own.modules.append(module)
             if reason := _reason(module):
@@ -216,8 +218,7 @@ def _weights(model: nn.Module, chosen: Iterator[tuple[str, Embedding]]) -> list[
     for own in found.values():
         if len(own.modes) > 1:
             refused[own.name] = f"bags that share its weight pool by {' and '.join(own.modes)}; a table has one mode"
-    _require_none(refused)
-    return list(found.values())
+    return list(found.values()), refused
 
 
 def _require_none(refused: Mapping[str, str]) -> None:
@@ -248,7 +249,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _moves(
-    weights: list[_Weight], store: Store, optimizer: "Rules | None", init: Initializer, *, copy: bool
+    weights: list[Weight], store: Store, optimizer: "Rules | None", init: Initializer, *, copy: bool
 ) -> list[_Move]:
     """The table of each weight. ValueError, TableError if one cannot be; nothing was changed."""
     refused: dict[str, str] = {}
@@ -285,17 +286,17 @@ def _copy_rows(table: Table, move: _Move) -> None:
     has_state = bool(parts) and all(part.name in move.state for part in parts)
     for start, stop in chunks(table):
         weights = raw_weights(move.of.weight.detach()[start:stop].cpu().contiguous())
-        write_rows(table, start, weights, _state(move.state, parts, start, stop) if has_state else None)
+        write_rows(table, start, weights, state_rows(move.state, parts, start, stop) if has_state else None)
     if "step" in move.state:
         table.restore(TableState(int(move.state["step"]), table.learning_rate))
 
 
-def _state(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int, stop: int) -> Any:
+def state_rows(state: Mapping[str, Any], parts: tuple[StateTensor, ...], start: int, stop: int) -> Any:
     columns = [state[part.name][start:stop].detach().cpu().float().reshape(stop - start, -1) for part in parts]
     return torch.cat(columns, dim=1).contiguous().numpy()
 
 
-def _leave(optimizer: torch.optim.Optimizer, weights: list[_Weight]) -> None:
+def leave(optimizer: torch.optim.Optimizer, weights: list[Weight]) -> None:
     gone = {id(each.weight) for each in weights}
     for group in optimizer.param_groups:
         group["params"] = [each for each in group["params"] if id(each) not in gone]
@@ -340,7 +341,7 @@ def _rows_of(table: Table) -> Tensor:
     return out
 
 
-def _replaced(model: nn.Module, made: Mapping[int, nn.Module]) -> nn.Module:
+def replaced(model: nn.Module, made: Mapping[int, nn.Module]) -> nn.Module:
     """The model with modules made by the id of those that they replace."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

@@ -1,0 +1,372 @@
+"""A model sharded as it stands: modules over a sharded store in the place of its own, each row loaded by its owners."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import optim
+from ..config import TableConfig
+from ..errors import TableError
+from ..exchange.importing import state_rows as state_of_file
+from ..exchange.keys import state_tensors, table_of
+from ..exchange.matching import Match, Settings, match_tables
+from ..exchange.rows import RowValues, chunks, write_rows
+from ..exchange.sources import open_source
+from ..init import Initializer, Normal, Uniform
+from ..kernels.arrays import Floats
+from ..nn.anchor import Anchor
+from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
+from ..nn.convert import Embedding, Rules, Weight, leave, replaced, rules_of, state_rows, weights_of
+from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
+from ..nn.module import TieredModule
+from ..pool.transfers import raw_weights
+from ..store import Store, Table, open_store
+from ..store.version import TableState
+from .collection import (
+    ShardedModule,
+    ShardedTieredEmbedding,
+    ShardedTieredEmbeddingBag,
+    ShardedTieredEmbeddingBagCollection,
+    ShardedTieredEmbeddingCollection,
+    data_parallel,
+)
+from .parts import of_columns
+from .placement import Demand, RankCosts
+from .placement.auto import found_plan
+from .plan import Plan, Sharding
+from .reshard import copied
+from .store import ShardedStore, planned_tables
+from .table import ShardedTable
+
+PathLike = str | os.PathLike[str]
+_ROOT: Final = "embedding"
+"""The table's name where the model itself is the embedding, as ``convert`` has it."""
+_TIERED: Final = (TieredEmbeddingBag, TieredEmbedding, TieredEmbeddingBagCollection, TieredEmbeddingCollection)
+_TORCHREC: Final = {"EmbeddingBagCollection": "embedding_bags", "EmbeddingCollection": "embeddings"}
+"""TorchRec's collections by class, and where each has a module for each table. TorchRec itself need not be there."""
+_DTYPES: Final[dict[str, Any]] = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
+_PADDING: Final = (
+    "padding_idx is not supported over ranks for single rows: leave it out, and multiply the result by (ids != "
+    "padding_idx), or take an EmbeddingBag with one id a bag"
+)
+
+
+class _Rows(NamedTuple):
+    """What a table begins with: reads whole rows of a range, of so many; and what all rows share."""
+
+    stop: int
+    read: Callable[[int, int], RowValues]
+    state: TableState | None
+
+
+class _Found(NamedTuple):
+    """A table of the model: the module's path, the key of its weights in ``state_dict``, and its rows, whose tensor or
+    table is ``content``; None for first values."""
+
+    config: TableConfig
+    path: str
+    key: str = ""
+    rows: _Rows | Table | None = None
+    content: Any = None
+
+
+def shard(
+    model: nn.Module,
+    store: ShardedStore,
+    plan: Plan | PathLike | Literal["auto"] | None = None,
+    *,
+    tables: Mapping[str, str | TableConfig] | None = None,
+    optimizer: Rules | None = None,
+    init: Initializer | None = None,
+    source: PathLike | Store | None = None,
+    demand: Demand | Any = None,
+    costs: RankCosts | PathLike | None = None,
+    rank_bytes: float = float("inf"),
+    **options: Any,
+) -> nn.Module:
+    """Shard a model as it stands over a store's ranks, and make the rest data-parallel; collective.
+
+    Replaced are modules over a plain store, TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``,
+    ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. The result is bit-identical
+    to sharded modules written by hand. A rank reads only rows that it owns, 8 MiB at a time; weights may be on "meta".
+
+    Tables that the store has stay as they are: a resumed run goes on. New ones get the rows of ``source``; else those
+    of the model with their optimizer state; else (on "meta", or a plain store's without rows) first values. Nothing is
+    committed.
+
+    Args:
+        model: changed in place, alike on all ranks; other modules must not be on "meta", and get rank 0's weights.
+        plan: of new tables: a plan, its file, or "auto", which finds one for ``demand`` and ``costs``. Tables that it
+            lacks, and with None all: as the store's plan has them, else "row_wise".
+        tables: of torch's modules by path: the table's name, or config; others stay. Default: all, named by their path.
+        optimizer: of tables made of torch's and TorchRec's modules, see ``convert``; a dict is by table name.
+            Default: what ``apply_optimizer_in_backward`` gave a weight, else ``SGD()``.
+        init: first values where weights are on "meta". Default: normal with std 1; TorchRec's: as its configs say.
+        source: a store or its folder, sharded or not, with tables of these names; or a safetensors file or torch
+            checkpoint with keys of the model's ``state_dict()``, or keys that ``tierstore import`` takes.
+        demand: of "auto": a ``Trace`` of all ranks' batches, or its file; a list of this rank's batches, each a
+            ``KeyedJaggedTensor``; or a ``Demand``. Default: 1,024 samples a rank, an id a feature, all rows alike.
+        costs: of "auto": of these ranks, or their file. Default: measured now, in about half a minute; then another run
+            may find another plan.
+        rank_bytes: of "auto": limit of a rank's rows with optimizer state.
+        options: of ``DistributedDataParallel``.
+
+    Returns:
+        ``DistributedDataParallel`` of the model, or the model if it has no other parameters that are trained.
+
+    Raises:
+        ValueError: modules that cannot be replaced, each with its reason; or a wrong argument. TypeError: ``store`` is
+            none. TableError: ranks' models differ, or the source has another table. RankError: another rank failed.
+            The model was not changed; tables may have been made, and are dropped unless committed.
+    """
+    if not isinstance(store, ShardedStore):
+        raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
+    with contextlib.ExitStack() as opened:
+        with store.ranks.together("shard"):
+            found = _Model(model, tables, optimizer, init)
+            new = {name: each for name, each in found.tables.items() if name not in store.tables}
+            rows = {name: each.rows for name, each in new.items()} if source is None else _rows_of(source, new, opened)
+            planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
+        if plan == "auto" and new:
+            configs = [each.config for each in new.values()]
+            planned = found_plan(store, configs, demand=demand, costs=costs, rank_bytes=rank_bytes)
+        for name, each in found.tables.items():
+            store.create_table(each.config, **planned[name]._asdict() if name in planned else {})
+        with store.ranks.together("shard"):
+            for name, own in rows.items():
+                _load(own, store[name], store.ranks.rank)
+            made = {place: make(store) for place, make in found.made.items()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        leave(optimizer, found.weights)
+    model = replaced(model, made)
+    is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
+    return data_parallel(model, **options) if is_trained else model
+
+
+class _Model:
+    """What a model has of modules to be replaced.
+
+    Attributes:
+        tables: by name. made: makes a module over the store, by the ``id`` of the one that it replaces.
+        weights: of torch's modules.
+
+    Raises:
+        ValueError: see ``shard``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Mapping[str, str | TableConfig] | None,
+        rules: Rules | None,
+        init: Initializer | None,
+    ) -> None:
+        self.tables: dict[str, _Found] = {}
+        self.made: dict[int, Callable[[ShardedStore], nn.Module]] = {}
+        self._rules, self._init, self._refused = rules, init, dict[str, str]()
+        torchs, inner = dict[str, Embedding](), set[int]()
+        for path, module in model.named_modules(remove_duplicate=False):
+            if id(module) in inner or id(module) in self.made or isinstance(module, ShardedModule):
+                continue
+            if isinstance(module, DistributedDataParallel):
+                self._refused[path] = "is a DistributedDataParallel: shard its module before it is wrapped"
+            elif isinstance(module, TieredModule):
+                self._add_tiered(path, module)
+            elif hasattr(module, _TORCHREC.get(type(module).__name__, "")):
+                inner |= {id(each) for each in module.modules()}
+                self._add_torchrec(path, module, _TORCHREC[type(module).__name__])
+            elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                torchs[path] = module
+            elif meta := [name for name, each in module.named_parameters(recurse=False) if each.is_meta]:
+                self._refused[path] = f'its {meta[0]} is on "meta": to_empty(device="cpu"), and initialize it, before'
+        if unknown := [path for path in tables or () if path not in torchs]:
+            raise ValueError(f"tables: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag, as are {list(torchs)}")
+        by_weight = {id(torchs[path].weight): wanted for path, wanted in (tables or {}).items()}
+        chosen = [each for each in torchs.items() if tables is None or id(each[1].weight) in by_weight]
+        self.weights, refused = weights_of(model, chosen)
+        self._refused |= refused
+        for weight in self.weights:
+            self._add_torchs(weight, by_weight.get(id(weight.weight), weight.name), is_root=not chosen[0][0])
+        if self._refused:
+            told = "".join(f"\n  {path or _ROOT!r}: {reason}" for path, reason in self._refused.items())
+            raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{told}")
+
+    def _add(self, found: _Found) -> None:
+        known = self.tables.setdefault(found.config.name, found)
+        if known.config != found.config or known.content is not found.content:
+            self._refused[found.path] = f"table {found.config.name!r} is another one of {known.path!r}: rename one"
+
+    def _put(self, module: Any, kind: Any, *, is_trained: bool, **options: Any) -> None:
+        def made(store: ShardedStore) -> nn.Module:
+            found: nn.Module = kind(store, **options)
+            return found.requires_grad_(is_trained and not store.readonly).train(module.training)
+
+        self.made[id(module)] = made
+
+    def _put_one(self, path: str, module: Any, name: str, *, is_trained: bool) -> None:
+        """In the place of a module of one table, ours or torch's."""
+        if hasattr(module, "include_last_offset"):
+            options = {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
+            self._put(module, ShardedTieredEmbeddingBag, is_trained=is_trained, table=name, **options)
+        elif module.padding_idx is None:
+            self._put(module, ShardedTieredEmbedding, is_trained=is_trained, table=name)
+        else:
+            self._refused[path] = _PADDING
+
+    def _put_collection(self, module: Any, *, is_trained: bool) -> list[Any]:
+        """In the place of a collection, ours or TorchRec's; returns its configs."""
+        if hasattr(module, "embedding_bag_configs"):
+            kind: Any = ShardedTieredEmbeddingBagCollection
+            configs, options = module.embedding_bag_configs(), {"is_weighted": module.is_weighted()}
+        else:
+            kind, configs, options = ShardedTieredEmbeddingCollection, module.embedding_configs(), {}
+        self._put(module, kind, is_trained=is_trained, tables=[each.name for each in configs], **options)
+        return list(configs)
+
+    def _add_tiered(self, path: str, module: Any) -> None:
+        if type(module) not in _TIERED:
+            self._refused[path] = f"is a {type(module).__name__}, which may compute something else than its base"
+            return
+        tables, is_trained = [*getattr(module, "tables", [])], module.rows.requires_grad
+        if isinstance(module, Collection):
+            self._put_collection(module, is_trained=is_trained)
+        else:
+            tables = [module.table]
+            self._put_one(path, module, module.table.name, is_trained=is_trained)
+        for table in tables:
+            config = table.config
+            if table.ids is None:  # first values of dynamic ids do not go by the place in a store
+                config = replace(config, init=config.init.of_place(table.index))
+            rows = table if table.store.has_rows_of(table.name) else None
+            self._add(_Found(config, path, rows=rows, content=table))
+
+    def _add_torchrec(self, path: str, module: Any, inner: str) -> None:
+        for each in self._put_collection(module, is_trained=True):
+            weight, dtype = getattr(module, inner)[each.name].weight, _DTYPES.get(each.data_type.name)
+            if dtype is None or getattr(each, "use_virtual_table", False):
+                self._refused[path] = (
+                    f"table {each.name!r}: {each.data_type} and virtual tables have no counterpart; its data_type is "
+                    "FP32, FP16 or BF16, or make a table with TableConfig(ids=tierstore.DynamicIds())"
+                )
+                continue
+            if weight.is_meta and not self._init and getattr(each.init_fn, "func", None) is not nn.init.uniform_:
+                self._refused[path] = f'table {each.name!r}: its init_fn cannot set rows on "meta": give init='
+            config = TableConfig(
+                name=each.name, num_embeddings=each.num_embeddings, embedding_dim=each.embedding_dim, dtype=dtype,
+                pooling=each.pooling.name.lower() if hasattr(each, "pooling") else "sum",
+                feature_names=tuple(each.feature_names),
+                init=self._init or Uniform(each.get_weight_init_min(), each.get_weight_init_max()),
+            )  # fmt: skip
+            self._add_weight(path, weight, config, f"{path}.{inner}.{each.name}.weight".lstrip("."))
+
+    def _add_torchs(self, weight: Weight, wanted: str | TableConfig, *, is_root: bool) -> None:
+        (rows, dim), path = weight.weight.shape, weight.name
+        config = wanted if isinstance(wanted, TableConfig) else TableConfig(
+            name=wanted, num_embeddings=rows, embedding_dim=dim, pooling=(*weight.modes, "sum")[0],
+            init=self._init or Normal(std=1.0),
+        )  # fmt: skip
+        if (config.num_embeddings, config.embedding_dim, config.pooling) != (
+            *weight.weight.shape,
+            (*weight.modes, config.pooling)[0],
+        ):
+            self._refused[path] = f"it is {rows} x {dim}, {weight.modes}, and its table {config}"
+        for module in weight.modules:
+            self._put_one(path, module, config.name, is_trained=weight.weight.requires_grad)
+        self._add_weight(path, weight.weight, config, "weight" if is_root else f"{path}.weight", given=wanted)
+
+    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str, given: Any = "") -> None:
+        """A weight that becomes a table; ``given``: the config that stands, if it is one."""
+        rules = self._rules
+        if rules is None:  # by torch.distributed.optim._apply_optimizer_in_backward
+            rules = next(iter(getattr(weight, "_in_backward_optimizers", [])), None)
+        try:
+            rule, state = rules_of(rules, config.name, weight)
+        except ValueError as error:
+            self._refused[path] = str(error)
+            return
+        if rule is not None or not isinstance(given, TableConfig):
+            config = replace(config, optimizer=rule or optim.SGD())
+        rows = None if weight.is_meta else _rows_of_weight(weight, config, state)
+        self._add(_Found(config, path, key, rows, None if rows is None else weight))
+
+
+def _rows_of_weight(weight: Tensor, config: TableConfig, state: Mapping[str, Any]) -> _Rows:
+    parts = state_tensors(config.optimizer, config.embedding_dim)
+    has_state = bool(parts) and all(part.name in state for part in parts)
+
+    def read(start: int, stop: int) -> RowValues:
+        own = state_rows(state, parts, start, stop) if has_state else None
+        return _values(config, weight.detach()[start:stop].cpu(), own)
+
+    return _Rows(len(weight), read, TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None)
+
+
+def _values(config: TableConfig, weights: Tensor, state: Floats | None) -> RowValues:
+    """As the table has them; ``state``: None for that of new rows."""
+    if state is None:
+        shape = len(weights), config.optimizer.state_dim(config.embedding_dim)
+        state = np.full(shape, config.optimizer.initial_state, np.float32)
+    return RowValues(raw_weights(weights.to(getattr(torch, config.dtype)).contiguous()), state)
+
+
+def _rows_of(
+    source: PathLike | Store, tables: Mapping[str, _Found], opened: contextlib.ExitStack
+) -> Mapping[str, _Rows | Table]:
+    """Rows of the tables; TableError, ValueError: the source has others, or lacks one."""
+    if not isinstance(source, Store):
+        if not Path(source).is_dir():
+            return _rows_of_file(Path(source), tables)
+        source = opened.enter_context(open_store(source, mode="r", ddr="64MiB"))
+    for name, each in tables.items():
+        is_like = [
+            (one.num_embeddings, one.embedding_dim, one.dtype, one.optimizer.kind, one.ids is None)
+            for one in (source[name].config, each.config)
+        ]
+        if is_like[0] != is_like[1]:
+            raise TableError(f"{source.directory} has {source[name].config}, not {each.config}: give an export of it")
+    return {name: source[name] for name in tables}
+
+
+def _rows_of_file(path: Path, tables: Mapping[str, _Found]) -> dict[str, _Rows]:
+    file = open_source(path)
+    known = {each.key: each.config.name for each in file.metadata.tables} if file.metadata else {}
+    known |= {each.key: name for name, each in tables.items() if each.key}
+    taken = {key: name for key in file.tensors if (name := table_of(key, known)) in tables and name is not None}
+    if missing := tables.keys() - taken.values():
+        raise ValueError(f"{path} has no rows of table {min(missing)!r}, but {list(file.tensors)[:20]}")
+    configs = {name: each.config for name, each in tables.items()}
+    return {match.config.name: _rows_of_match(match) for match in match_tables([file], taken, Settings(), configs)}
+
+
+def _rows_of_match(match: Match) -> _Rows:
+    if match.ids:
+        raise ValueError(f"{match.place} has dynamic ids: import it into a store, and give that as source")
+    state = (match.kept or TableState(match.updates or 0, match.config.optimizer.lr)) if match.states else None
+
+    def read(start: int, stop: int) -> RowValues:
+        return _values(match.config, match.source.read(match.key, start, stop), state_of_file(match, start, stop))
+
+    return _Rows(match.info.shape[0], read, state)
+
+
+def _load(rows: _Rows | Table | None, table: ShardedTable, rank: int) -> None:
+    """Write this rank's part of a table."""
+    if rows is None:
+        return
+    for own in [each for each in table.shards if each.rank == rank]:
+        if isinstance(rows, Table):
+            for _ in copied(rows, table.local, own):
+                pass
+        else:
+            for start, stop in chunks(table.local, rows.stop):
+                write_rows(table.local, start, *of_columns(rows.read(start, stop), table.config, own))
+    if rows.state is not None:
+        table.local.restore(rows.state)

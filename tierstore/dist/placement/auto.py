@@ -1,0 +1,105 @@
+"""A plan found where a model is sharded: by costs of the ranks that run now, and one rank's search for all."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...config import TableConfig
+from ...errors import TableError
+from ...trace import TableTrace, Trace, read_trace
+from ..plan import Sharding
+from ..ranks import Ranks
+from ..store import ShardedStore
+from ..table import local_config
+from .costs import Demand, RankCosts, TableDemand, demand_of
+from .search import Search
+
+_SECONDS: Final = 10.0
+"""Of measured steps."""
+_SAMPLES: Final = 1024
+"""Of a rank's batch, where nothing is known of batches."""
+
+
+def found_plan(
+    store: ShardedStore, tables: Sequence[TableConfig], *, demand: Any, costs: Any, rank_bytes: float
+) -> dict[str, Sharding]:
+    """The sharding of each table; collective. Arguments and errors as of ``shard``.
+
+    Tables with dynamic ids stay out of it, as do forms that a table cannot have. Tables of one optimizer are planned
+    together, as costs are of one.
+    """
+    ranks, counted = store.ranks, [table for table in tables if table.ids is None]
+    asked, found = _demand(ranks, counted, demand), dict[str, Sharding]()
+    for kind in dict.fromkeys(table.optimizer.kind for table in counted):
+        known = _measured(ranks, kind) if costs is None else costs
+        with ranks.telling():
+            if ranks.rank == 0:
+                known = known if isinstance(known, RankCosts) else RankCosts.load(known)
+                if known.world_size != ranks.size:
+                    raise ValueError(f"the costs are of {known.world_size} ranks, and there are {ranks.size}")
+                own = [table for table in counted if table.optimizer.kind == kind]
+                best = Search(own, asked, known, rank_bytes=rank_bytes).best()
+                found |= {table.name: _possible(store, table, best.plan.tables[table.name]) for table in own}
+                rank_bytes -= float(best.size_bytes.max())
+    return ranks.gather(found, "shard")[0]
+
+
+def _measured(ranks: Ranks, kind: Any) -> RankCosts:
+    from .measure import measure_ranks  # which has modules over stores
+
+    if ranks.size != dist.get_world_size():
+        raise ValueError('plan="auto" measures all ranks of torch.distributed, and the store has some: give costs=')
+    return measure_ranks(optimizer=kind, seconds=_SECONDS)
+
+
+def _possible(store: ShardedStore, table: TableConfig, sharding: Sharding) -> Sharding:
+    """It, or by rows where the table cannot be sharded so."""
+    try:
+        store.local.find_or_require(local_config(table, sharding, store.ranks.rank))
+    except (ValueError, TableError):
+        return Sharding("row_wise", tuple(range(store.ranks.size)))
+    return sharding
+
+
+def _demand(ranks: Ranks, tables: Sequence[TableConfig], given: Any) -> Demand:
+    if isinstance(given, Demand):
+        return given
+    if isinstance(given, str | os.PathLike):
+        given = read_trace(given)
+    if isinstance(given, Trace):
+        return demand_of(given, tables, ranks.size)
+    return _evenly(ranks, tables) if given is None else _of_batches(ranks, tables, list(given))
+
+
+def _evenly(ranks: Ranks, tables: Sequence[TableConfig]) -> Demand:
+    """One id a feature, all rows alike."""
+    found = {}
+    for table in tables:
+        rows, ids = table.num_embeddings, _SAMPLES * len(table.feature_names)
+        own, of_all = (rows * -np.expm1(count * np.log1p(-1 / (rows + 1))) for count in (ids, ids * ranks.size))
+        found[table.name] = TableDemand(ids, own, of_all)
+    return Demand(_SAMPLES, found)
+
+
+def _of_batches(ranks: Ranks, tables: Sequence[TableConfig], batches: Sequence[Any]) -> Demand:
+    """Of each rank's batches; collective."""
+    with ranks.telling():
+        if not batches:
+            raise ValueError("demand has no batch: give some, or leave it out")
+        samples = sum(batch.stride() for batch in batches) / len(batches)
+        own = [
+            [torch.cat([batch[name].values() for name in table.feature_names]).long().numpy() for table in tables]
+            for batch in batches
+        ]
+    every = ranks.gather((samples, own), "shard")
+    traces = {}
+    for place, table in enumerate(tables):  # an entry is what one rank's batch looks up
+        parts = [batch[place] for of_ranks in zip(*(each for _, each in every), strict=True) for batch in of_ranks]
+        offsets = np.append(0, np.cumsum([len(part) for part in parts]))
+        traces[table.name] = TableTrace(np.concatenate(parts), offsets)
+    demand = demand_of(Trace(tables=traces, batch_samples=ranks.size), tables, ranks.size)
+    return demand._replace(samples=float(np.mean([samples for samples, _ in every])))
