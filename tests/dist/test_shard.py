@@ -1,6 +1,7 @@
 """A model sharded as it stands trains as one whose sharded modules were written by hand, to the same bits."""
 
 import copy
+import re
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tierstore
-from tests.dist.placement.support import costs_of
+from tests.dist.placement.support import costs_of, table
 from tierstore import optim
+from tierstore.cli import entry as cli
 from tierstore.dist import (
     Plan,
     ShardedTieredEmbedding,
@@ -27,9 +30,12 @@ from tierstore.dist import (
     open_sharded,
     shard,
 )
+from tierstore.dist.placement import Demand, demand_of
+from tierstore.dist.placement.auto import _demand
 from tierstore.errors import RankError, TableError
 from tierstore.exchange.rows import read_rows
 from tierstore.models import DLRM
+from tierstore.trace import TableTrace, Trace
 
 from .ranks import run
 
@@ -145,3 +151,219 @@ def torchs_modules(folder: Path) -> None:
 
 def test_torchs_modules_are_sharded_as_by_hand(tmp_path: Path) -> None:
     run(torchs_modules, 2, tmp_path, tmp_path)
+
+
+def plain_model(store: Any) -> nn.Module:
+    """Modules over a plain store: fixed ids with rows and without, dynamic ids, all shared by two collections."""
+    rule = optim.RowWiseAdagrad(lr=0.1)
+    for name, more in (("a", {}), ("b", {"ids": tierstore.DynamicIds()}), ("c", {"dtype": "bfloat16"})):
+        config: Any = {"name": name, "num_embeddings": ROWS, "embedding_dim": DIM, "optimizer": rule, **more}
+        store.create_table(tierstore.TableConfig(**config))
+    torch.manual_seed(3)
+    bags = tierstore.TieredEmbeddingBagCollection(store, tables=list("abc"), is_weighted=False)
+    model = DLRM(bags, num_features=3, embedding_dim=DIM, num_dense=2)
+    model.rows = tierstore.TieredEmbeddingCollection(store, tables=["a"])
+    return model
+
+
+def jagged(seed: int) -> tuple[Tensor, tierstore.KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (3 * SAMPLES,), generator=generator)
+    found = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return torch.rand(SAMPLES, 2, generator=generator), tierstore.KeyedJaggedTensor(list("abc"), found, lengths=lengths)
+
+
+def over_a_plain_store(folder: Path, plan: str) -> None:
+    """A trained model goes on over ranks: as by the command, and a second run from the last commit."""
+    with tierstore.open(folder / "plain", mode="r") as plain:
+        model: Any = shard(plain_model(plain), store := open_sharded(folder / "ours", ddr="2MiB", threads=1), plan)
+        found = train(store, model, jagged)
+    assert store["a"].sharding == Sharding("column_wise", (1, 0))
+    assert not model.module.embeddings.is_weighted()
+    assert isinstance(model.module.rows, tierstore.TieredEmbeddingCollection)
+    store.commit()
+    store.close()
+    with tierstore.open(folder / "plain", mode="r") as plain, open_sharded(folder / "theirs", ddr="2MiB") as store:
+        model = plain_model(plain)
+        model.embeddings = ShardedTieredEmbeddingBagCollection(store, is_weighted=False)
+        assert train(store, data_parallel(model), jagged) == found
+    with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(folder / "ours", ddr="2MiB") as store:
+        shard(plain_model(plain), store, source=folder / "is not there")
+        rows = {name: read_rows(each.local, each.rows.start, each.rows.stop) for name, each in store.tables.items()}
+        assert {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()} == found[2]
+
+
+def test_a_model_over_a_plain_store_goes_on_over_ranks(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "plain", ddr="2MiB") as store:
+        store.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
+        store.drop_table("before")
+        model = plain_model(store)
+        for step in range(STEPS):
+            model.embeddings(jagged(step)[1])["a"].sum().backward()
+            (-model.embeddings(jagged(step)[1]).values()).square().sum().backward()
+        store.commit()
+    plan = tmp_path / "plan.json"
+    Plan(2, {"a": Sharding("column_wise", (1, 0)), "c": Sharding("table_wise", (1,))}).save(plan)
+    words = ["reshard", str(tmp_path / "plain"), str(tmp_path / "theirs"), "--ranks", "2", "--plan", str(plan)]
+    assert cli.main(words) == 0
+    run(over_a_plain_store, 2, tmp_path, tmp_path, str(plan))
+
+
+def half_trained(folder: Path) -> None:
+    """Weights with the state of torch's optimizer, as ``convert`` takes them."""
+    model = words()
+    model.row.weight = model.bag.weight
+    adam = torch.optim.Adam([model.bag.weight, model.other["mean"].weight], lr=0.1)
+    for seed in range(2):
+        model(*ids(seed)).square().mean().backward()
+        adam.step()
+    twin, twins_adam = copy.deepcopy((model, adam))
+    with open_sharded(folder / "ours", ddr="2MiB", threads=1) as store:
+        shard(model, store, Plan(2, {"bag": Sharding("column_wise", (0, 1))}), optimizer=adam)
+        assert not any(group["params"] for group in adam.param_groups)
+        assert store["bag"].local.state.step == 2
+        store.commit()
+    if dist.get_rank() == 0:
+        with tierstore.open(folder / "theirs", ddr="2MiB") as plain:
+            tierstore.convert(twin, plain, optimizer=twins_adam)
+            plain.commit()
+
+
+def test_optimizer_state_of_torch_comes_along(tmp_path: Path) -> None:
+    run(half_trained, 2, tmp_path, tmp_path)
+    found = []
+    for name in ("ours", "theirs"):
+        with tierstore.open(tmp_path / name, mode="r") as store:
+            rows = {each.name: (read_rows(each, 0, ROWS), each.state) for each in store.tables.values()}
+            found.append({name: (*map(bytes, map(memoryview, each)), at) for name, (each, at) in rows.items()})
+    assert found[0] == found[1]
+    assert list(found[0]) == ["bag", "other.mean"]
+
+
+class EmbeddingBagCollection(nn.Module):
+    """As TorchRec's, as far as it is looked at."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict(
+            {name: nn.EmbeddingBag(ROWS, DIM, mode="mean", device=device) for name in "ab"}
+        )
+
+    def embedding_bag_configs(self) -> list[Any]:
+        init = partial(nn.init.uniform_, a=-0.5, b=0.5)
+        shape: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": DIM, "init_fn": init}
+        kinds = {"data_type": Enum("DataType", "FP32").FP32, "pooling": Enum("PoolingType", "MEAN").MEAN}
+        bounds = {"get_weight_init_min": lambda: -0.5, "get_weight_init_max": lambda: 0.5}
+        features = {"a": ["a"], "b": ["b", "c"]}
+        return [SimpleNamespace(name=n, feature_names=features[n], **shape, **kinds, **bounds) for n in "ab"]
+
+    def is_weighted(self) -> bool:
+        return False
+
+
+def torchrecs(device: str) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns of what torch itself deprecates
+
+    torch.manual_seed(0)
+    bags = EmbeddingBagCollection(device)
+    model = DLRM(bags, num_features=3, embedding_dim=DIM, num_dense=2)
+    given = {name: each.weight for name, each in bags.embedding_bags.items()}
+    _apply_optimizer_in_backward(torch.optim.Adagrad, bags.parameters(), {"lr": 0.1})
+    twin = DLRM(nn.Identity(), num_features=3, embedding_dim=DIM, num_dense=2)
+    twin.load_state_dict(model.state_dict(), strict=False)
+    with open_sharded(**SMALL) as store:
+        found = train(store, shard(model, store), jagged)
+        assert store["b"].config.init == tierstore.init.Uniform(-0.5, 0.5)
+    with open_sharded(**SMALL) as store:
+        for name, features in (("a", ["a"]), ("b", ["b", "c"])):
+            config: Any = {"name": name, "num_embeddings": ROWS, "embedding_dim": DIM, "feature_names": features}
+            more: Any = {"pooling": "mean", "optimizer": optim.Adagrad(lr=0.1, eps=1e-10)}
+            store.create_table(tierstore.TableConfig(**config, **more, init=tierstore.init.Uniform(-0.5, 0.5)))
+        twin.embeddings = ShardedTieredEmbeddingBagCollection(store, is_weighted=False)
+        if device == "cpu":
+            write(store, given)
+        assert train(store, data_parallel(twin), jagged) == found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_collections_of_torchrec_are_sharded_with_their_optimizers(device: str, tmp_path: Path) -> None:
+    run(torchrecs, 2, tmp_path, device)
+
+
+def planned() -> tuple[dict[str, Sharding], Demand]:
+    """The plan found for a table that is looked up, another one and one with dynamic ids; and the demand of batches."""
+    batches = [jagged(10 * step + dist.get_rank())[1] for step in range(4)]
+    costs = costs_of(2, other={"data_parallel": {"rows": 9.0}}, optimizer="rowwise_adagrad")
+    with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
+        train(store, shard(plain_model(plain), store, "auto", costs=costs), jagged)
+        demand = _demand(store.ranks, [plain[name].config for name in "ac"], batches)
+        return {name: table.sharding for name, table in store.tables.items()}, demand
+
+
+def test_plans_are_found_by_one_rank_for_all(tmp_path: Path) -> None:
+    (first, demand), (second, others) = run(planned, 2, tmp_path)
+    assert first == second
+    assert {first["a"].sharding_type, first["c"].sharding_type} == {"table_wise"}
+    assert first["a"].ranks != first["c"].ranks, "each rank has one"
+    assert first["b"] == Sharding("row_wise", (0, 1)), "dynamic ids stay out of it"
+    batches = [jagged(10 * step + rank)[1] for step in range(4) for rank in range(2)]
+    for name in "ac":
+        own = [batch[name].values().numpy() for batch in batches]
+        lengths = np.concatenate([batch[name].lengths() for batch in batches])
+        traced = {name: TableTrace(np.concatenate(own), np.append(0, lengths.cumsum()))}
+        wanted = demand_of(Trace(tables=traced, batch_samples=2 * SAMPLES), [table(name, ROWS)], 2)
+        assert demand.samples == wanted.samples == SAMPLES
+        for found in (demand.tables[name], others.tables[name]):
+            assert found[:3] == wanted.tables[name][:3]
+            assert all(map(np.array_equal, found[3:], wanted.tables[name][3:]))
+
+
+def refusals() -> list[str]:
+    """What is said of models that cannot be sharded."""
+    told: list[str] = []
+
+    def refuse(model: nn.Module, **options: Any) -> None:
+        before = dict(model.named_modules())
+        with pytest.raises((ValueError, OSError, TableError, RankError)) as raised:
+            shard(model, store, **options)
+        told.append(str(raised.value))
+        assert dict(model.named_modules()) == before
+        assert not store.tables
+
+    with open_sharded(**SMALL) as store:
+        model: Any = words()
+        model.other["max"] = nn.EmbeddingBag(9, 4, max_norm=1.0)
+        model.other["freq"] = nn.Embedding(9, 4, scale_grad_by_freq=True)
+        model.other["pad"] = nn.Embedding(9, 4, padding_idx=0)
+        model.dense = nn.Linear(3, 1, device="meta")
+        refuse(model)
+        refuse(words(), tables={"dense": "item"})
+        refuse(words(), tables={"bag": tierstore.TableConfig(name="item", num_embeddings=9, embedding_dim=DIM)})
+        refuse(words(), tables={"bag": "item", "other.mean": "item"})
+        refuse(words(), plan=Plan(3, {}))
+        refuse(words(), source="nowhere.safetensors")
+        refuse(nn.Sequential(data_parallel(words())))
+        if dist.get_rank():  # one rank alone
+            refuse(words(), tables={"dense": "item"})
+        else:
+            refuse(words())
+    return told
+
+
+def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
+    said = [
+        "'dense': its weight is on.*'other.max': max_norm.*'other.freq': scale_grad_by_freq.*'other.pad': padding_idx",
+        "tables: 'dense' is no nn.Embedding",
+        "'bag': it is 60 x 8",
+        "'other.mean': table 'item' is another one of 'bag'",
+        "the plan is for 3 ranks",
+        "no such file",
+        "DistributedDataParallel: give its module before",
+    ]
+    first, second = run(refusals, 2, tmp_path)
+    for found, expected in zip(first[:-1], said, strict=True):
+        assert re.search(expected, found, re.DOTALL), found
+    assert first[:-1] == second[:-1]
+    assert "rank 1 cannot take part" in first[-1]
+    with pytest.raises(TypeError, match="store must be a ShardedStore"):
+        shard(nn.Linear(1, 1), object())  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import optim
 from ..config import TableConfig
@@ -176,9 +175,7 @@ class _Model:
         for path, module in model.named_modules(remove_duplicate=False):
             if id(module) in inner or id(module) in self.made or isinstance(module, ShardedModule):
                 continue
-            if isinstance(module, DistributedDataParallel):
-                self._refused[path] = "is a DistributedDataParallel: shard its module before it is wrapped"
-            elif isinstance(module, TieredModule):
+            if isinstance(module, TieredModule):
                 self._add_tiered(path, module)
             elif hasattr(module, _TORCHREC.get(type(module).__name__, "")):
                 inner |= {id(each) for each in module.modules()}
@@ -235,7 +232,7 @@ class _Model:
         if type(module) not in _TIERED:
             self._refused[path] = f"is a {type(module).__name__}, which may compute something else than its base"
             return
-        tables, is_trained = [*getattr(module, "tables", [])], module.rows.requires_grad
+        tables, is_trained = [*getattr(module, "tables", [])], module.rows.requires_grad or module._store.readonly
         if isinstance(module, Collection):
             self._put_collection(module, is_trained=is_trained)
         else:

@@ -208,7 +208,7 @@ def weights_of(model: nn.Module, chosen: Iterable[tuple[str, Embedding]]) -> tup
     names = {_memory(own.weight): own.name for own in found.values()}
     for owner_name, owner in model.named_modules():
         if isinstance(owner, DistributedDataParallel):
-            refused[owner_name] = "is a DistributedDataParallel: convert its module before it is wrapped"
+            refused[owner_name] = "is a DistributedDataParallel: give its module before it is wrapped"
         for part, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             if _memory(tensor) in names and id(owner) not in ours:
                 there = f"{owner_name}.{part}".lstrip(".")
