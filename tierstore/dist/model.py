@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -38,7 +38,7 @@ from .collection import (
     data_parallel,
 )
 from .parts import of_columns
-from .placement import Demand, RankCosts
+from .placement import RankCosts
 from .placement.auto import found_plan
 from .plan import Plan, Sharding
 from .reshard import copied
@@ -46,20 +46,13 @@ from .store import ShardedStore, planned_tables
 from .table import ShardedTable
 
 PathLike = str | os.PathLike[str]
-_ROOT: Final = "embedding"
-"""The table's name where the model itself is the embedding, as ``convert`` has it."""
 _TIERED: Final = (TieredEmbeddingBag, TieredEmbedding, TieredEmbeddingBagCollection, TieredEmbeddingCollection)
 _TORCHREC: Final = {"EmbeddingBagCollection": "embedding_bags", "EmbeddingCollection": "embeddings"}
 """TorchRec's collections by class, and where each has a module for each table. TorchRec itself need not be there."""
-_DTYPES: Final[dict[str, Any]] = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
-_PADDING: Final = (
-    "padding_idx is not supported over ranks for single rows: leave it out, and multiply the result by (ids != "
-    "padding_idx), or take an EmbeddingBag with one id a bag"
-)
 
 
 class _Rows(NamedTuple):
-    """What a table begins with: reads whole rows of a range, of so many; and what all rows share."""
+    """What a table begins with: how many rows, what reads a range of them, and what all rows share."""
 
     stop: int
     read: Callable[[int, int], RowValues]
@@ -67,14 +60,12 @@ class _Rows(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A table of the model: the module's path, the key of its weights in ``state_dict``, and its rows, whose tensor or
-    table is ``content``; None for first values."""
+    """A table of the model: the module's path, its rows, None for first values, and their key in ``state_dict``."""
 
     config: TableConfig
     path: str
+    rows: _Rows | Table | None
     key: str = ""
-    rows: _Rows | Table | None = None
-    content: Any = None
 
 
 def shard(
@@ -82,11 +73,11 @@ def shard(
     store: ShardedStore,
     plan: Plan | PathLike | Literal["auto"] | None = None,
     *,
-    tables: Mapping[str, str | TableConfig] | None = None,
+    tables: Mapping[str, str] | None = None,
     optimizer: Rules | None = None,
     init: Initializer | None = None,
     source: PathLike | Store | None = None,
-    demand: Demand | Any = None,
+    demand: Any = None,
     costs: RankCosts | PathLike | None = None,
     rank_bytes: float = float("inf"),
     **options: Any,
@@ -105,14 +96,14 @@ def shard(
         model: changed in place, alike on all ranks; other modules must not be on "meta", and get rank 0's weights.
         plan: of new tables: a plan, its file, or "auto", which finds one for ``demand`` and ``costs``. Tables that it
             lacks, and with None all: as the store's plan has them, else "row_wise".
-        tables: of torch's modules by path: the table's name, or config; others stay. Default: all, named by their path.
+        tables: the table's name of torch's modules by path; others stay. Default: all, named by their path.
         optimizer: of tables made of torch's and TorchRec's modules, see ``convert``; a dict is by table name.
             Default: what ``apply_optimizer_in_backward`` gave a weight, else ``SGD()``.
         init: first values where weights are on "meta". Default: normal with std 1; TorchRec's: as its configs say.
         source: a store or its folder, sharded or not, with tables of these names; or a safetensors file or torch
             checkpoint with keys of the model's ``state_dict()``, or keys that ``tierstore import`` takes.
-        demand: of "auto": a ``Trace`` of all ranks' batches, or its file; a list of this rank's batches, each a
-            ``KeyedJaggedTensor``; or a ``Demand``. Default: 1,024 samples a rank, an id a feature, all rows alike.
+        demand: of "auto": a ``Trace`` of all ranks' batches, or a list of this rank's, each a ``KeyedJaggedTensor``.
+            Default: 1,024 samples a rank, an id a feature, all rows alike.
         costs: of "auto": of these ranks, or their file. Default: measured now, in about half a minute; then another run
             may find another plan.
         rank_bytes: of "auto": limit of a rank's rows with optimizer state.
@@ -123,8 +114,8 @@ def shard(
 
     Raises:
         ValueError: modules that cannot be replaced, each with its reason; or a wrong argument. TypeError: ``store`` is
-            none. TableError: ranks' models differ, or the source has another table. RankError: another rank failed.
-            The model was not changed; tables may have been made, and are dropped unless committed.
+            none. TableError: ranks' models differ, or the source has another table. OSError: no file. RankError:
+            another rank failed. The model was not changed; tables may have been made, but not committed.
     """
     if not isinstance(store, ShardedStore):
         raise TypeError(f"store must be a ShardedStore, as open_sharded gives, not {type(store).__name__}")
@@ -132,11 +123,11 @@ def shard(
         with store.ranks.together("shard"):
             found = _Model(model, tables, optimizer, init)
             new = {name: each for name, each in found.tables.items() if name not in store.tables}
-            rows = {name: each.rows for name, each in new.items()} if source is None else _rows_of(source, new, opened)
+            given = {name: each.rows for name, each in new.items()}
+            rows = _rows_of(source, new, opened) if source is not None and new else given
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         if plan == "auto" and new:
-            configs = [each.config for each in new.values()]
-            planned = found_plan(store, configs, demand=demand, costs=costs, rank_bytes=rank_bytes)
+            planned = found_plan(store, [each.config for each in new.values()], demand, costs, rank_bytes)
         for name, each in found.tables.items():
             store.create_table(each.config, **planned[name]._asdict() if name in planned else {})
         with store.ranks.together("shard"):
@@ -151,29 +142,22 @@ def shard(
 
 
 class _Model:
-    """What a model has of modules to be replaced.
+    """What a model has of modules to be replaced. Arguments, and ValueError: see ``shard``.
 
     Attributes:
         tables: by name. made: makes a module over the store, by the ``id`` of the one that it replaces.
         weights: of torch's modules.
-
-    Raises:
-        ValueError: see ``shard``.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tables: Mapping[str, str | TableConfig] | None,
-        rules: Rules | None,
-        init: Initializer | None,
+        self, model: nn.Module, tables: Mapping[str, str] | None, rules: Any, init: Initializer | None
     ) -> None:
         self.tables: dict[str, _Found] = {}
         self.made: dict[int, Callable[[ShardedStore], nn.Module]] = {}
         self._rules, self._init, self._refused = rules, init, dict[str, str]()
         torchs, inner = dict[str, Embedding](), set[int]()
         for path, module in model.named_modules(remove_duplicate=False):
-            if id(module) in inner or id(module) in self.made or isinstance(module, ShardedModule):
+            if isinstance(module, ShardedModule) or id(module) in self.made.keys() | inner:
                 continue
             if isinstance(module, TieredModule):
                 self._add_tiered(path, module)
@@ -182,80 +166,76 @@ class _Model:
                 self._add_torchrec(path, module, _TORCHREC[type(module).__name__])
             elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 torchs[path] = module
-            elif meta := [name for name, each in module.named_parameters(recurse=False) if each.is_meta]:
-                self._refused[path] = f'its {meta[0]} is on "meta": to_empty(device="cpu"), and initialize it, before'
         if unknown := [path for path in tables or () if path not in torchs]:
             raise ValueError(f"tables: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag, as are {list(torchs)}")
-        by_weight = {id(torchs[path].weight): wanted for path, wanted in (tables or {}).items()}
-        chosen = [each for each in torchs.items() if tables is None or id(each[1].weight) in by_weight]
+        names = {id(torchs[path].weight): name for path, name in (tables or {}).items()}
+        chosen = [each for each in torchs.items() if tables is None or id(each[1].weight) in names]
         self.weights, refused = weights_of(model, chosen)
         self._refused |= refused
-        for weight in self.weights:
-            self._add_torchs(weight, by_weight.get(id(weight.weight), weight.name), is_root=not chosen[0][0])
+        for each in self.weights:
+            self._add_torchs(each, names.get(id(each.weight), each.name), "" if not chosen[0][0] else f"{each.name}.")
+        gone = {id(each) for module in model.modules() if id(module) in self.made for each in module.parameters()}
+        for name, weight in model.named_parameters():
+            if weight.is_meta and id(weight) not in gone:
+                self._refused[name] = 'is on "meta": to_empty(device="cpu") of its module, and initialize it, before'
         if self._refused:
-            told = "".join(f"\n  {path or _ROOT!r}: {reason}" for path, reason in self._refused.items())
+            told = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
             raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{told}")
 
     def _add(self, found: _Found) -> None:
         known = self.tables.setdefault(found.config.name, found)
-        if known.config != found.config or known.content is not found.content:
+        if known.config != found.config or known.rows is not found.rows:
             self._refused[found.path] = f"table {found.config.name!r} is another one of {known.path!r}: rename one"
 
-    def _put(self, module: Any, kind: Any, *, is_trained: bool, **options: Any) -> None:
+    def _put(self, path: str, module: Any, names: Sequence[str], *, is_trained: bool = True) -> None:
+        """A module over the tables in the place of one of ours, torch's or TorchRec's."""
+        kind: Any = ShardedTieredEmbedding
+        options: dict[str, Any] = {"table": names[0]}
+        if hasattr(module, "embedding_bag_configs"):
+            kind, options = ShardedTieredEmbeddingBagCollection, {"tables": names, "is_weighted": module.is_weighted()}
+        elif hasattr(module, "embedding_configs"):
+            kind, options = ShardedTieredEmbeddingCollection, {"tables": names}
+        elif hasattr(module, "include_last_offset"):
+            kind = ShardedTieredEmbeddingBag
+            options |= {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
+        elif module.padding_idx is not None:
+            self._refused[path] = (
+                "padding_idx is not supported over ranks for single rows: leave it out, and multiply the result by "
+                "(ids != padding_idx), or take an EmbeddingBag with one id a bag"
+            )
+
         def made(store: ShardedStore) -> nn.Module:
             found: nn.Module = kind(store, **options)
             return found.requires_grad_(is_trained and not store.readonly).train(module.training)
 
         self.made[id(module)] = made
 
-    def _put_one(self, path: str, module: Any, name: str, *, is_trained: bool) -> None:
-        """In the place of a module of one table, ours or torch's."""
-        if hasattr(module, "include_last_offset"):
-            options = {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
-            self._put(module, ShardedTieredEmbeddingBag, is_trained=is_trained, table=name, **options)
-        elif module.padding_idx is None:
-            self._put(module, ShardedTieredEmbedding, is_trained=is_trained, table=name)
-        else:
-            self._refused[path] = _PADDING
-
-    def _put_collection(self, module: Any, *, is_trained: bool) -> list[Any]:
-        """In the place of a collection, ours or TorchRec's; returns its configs."""
-        if hasattr(module, "embedding_bag_configs"):
-            kind: Any = ShardedTieredEmbeddingBagCollection
-            configs, options = module.embedding_bag_configs(), {"is_weighted": module.is_weighted()}
-        else:
-            kind, configs, options = ShardedTieredEmbeddingCollection, module.embedding_configs(), {}
-        self._put(module, kind, is_trained=is_trained, tables=[each.name for each in configs], **options)
-        return list(configs)
-
     def _add_tiered(self, path: str, module: Any) -> None:
         if type(module) not in _TIERED:
             self._refused[path] = f"is a {type(module).__name__}, which may compute something else than its base"
             return
-        tables, is_trained = [*getattr(module, "tables", [])], module.rows.requires_grad or module._store.readonly
-        if isinstance(module, Collection):
-            self._put_collection(module, is_trained=is_trained)
-        else:
-            tables = [module.table]
-            self._put_one(path, module, module.table.name, is_trained=is_trained)
+        tables = module.tables if isinstance(module, Collection) else [module.table]
+        is_trained = module.rows.requires_grad or module._store.readonly
+        self._put(path, module, [table.name for table in tables], is_trained=is_trained)
         for table in tables:
             config = table.config
             if table.ids is None:  # first values of dynamic ids do not go by the place in a store
                 config = replace(config, init=config.init.of_place(table.index))
-            rows = table if table.store.has_rows_of(table.name) else None
-            self._add(_Found(config, path, rows=rows, content=table))
+            self._add(_Found(config, path, table if table.store.has_rows_of(table.name) else None))
 
     def _add_torchrec(self, path: str, module: Any, inner: str) -> None:
-        for each in self._put_collection(module, is_trained=True):
-            weight, dtype = getattr(module, inner)[each.name].weight, _DTYPES.get(each.data_type.name)
-            if dtype is None or getattr(each, "use_virtual_table", False):
+        configs = module.embedding_bag_configs() if inner == "embedding_bags" else module.embedding_configs()
+        self._put(path, module, [each.name for each in configs])
+        for each in configs:
+            weight: Tensor = getattr(module, inner)[each.name].weight
+            is_set = self._init or not weight.is_meta or getattr(each.init_fn, "func", None) is nn.init.uniform_
+            if getattr(each, "use_virtual_table", False) or not is_set:
                 self._refused[path] = (
-                    f"table {each.name!r}: {each.data_type} and virtual tables have no counterpart; its data_type is "
-                    "FP32, FP16 or BF16, or make a table with TableConfig(ids=tierstore.DynamicIds())"
+                    f'table {each.name!r}: use_virtual_table, and an init_fn on "meta", have no counterpart: take a '
+                    "table with TableConfig(ids=tierstore.DynamicIds()), and init="
                 )
                 continue
-            if weight.is_meta and not self._init and getattr(each.init_fn, "func", None) is not nn.init.uniform_:
-                self._refused[path] = f'table {each.name!r}: its init_fn cannot set rows on "meta": give init='
+            dtype: Any = str(weight.dtype).removeprefix("torch.")
             config = TableConfig(
                 name=each.name, num_embeddings=each.num_embeddings, embedding_dim=each.embedding_dim, dtype=dtype,
                 pooling=each.pooling.name.lower() if hasattr(each, "pooling") else "sum",
@@ -264,35 +244,23 @@ class _Model:
             )  # fmt: skip
             self._add_weight(path, weight, config, f"{path}.{inner}.{each.name}.weight".lstrip("."))
 
-    def _add_torchs(self, weight: Weight, wanted: str | TableConfig, *, is_root: bool) -> None:
-        (rows, dim), path = weight.weight.shape, weight.name
-        config = wanted if isinstance(wanted, TableConfig) else TableConfig(
-            name=wanted, num_embeddings=rows, embedding_dim=dim, pooling=(*weight.modes, "sum")[0],
-            init=self._init or Normal(std=1.0),
-        )  # fmt: skip
-        if (config.num_embeddings, config.embedding_dim, config.pooling) != (
-            *weight.weight.shape,
-            (*weight.modes, config.pooling)[0],
-        ):
-            self._refused[path] = f"it is {rows} x {dim}, {weight.modes}, and its table {config}"
+    def _add_torchs(self, weight: Weight, name: str, prefix: str) -> None:
+        (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
         for module in weight.modules:
-            self._put_one(path, module, config.name, is_trained=weight.weight.requires_grad)
-        self._add_weight(path, weight.weight, config, "weight" if is_root else f"{path}.weight", given=wanted)
+            self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
+        pooling = (*weight.modes, "sum")[0]
+        config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
+        self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
 
-    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str, given: Any = "") -> None:
-        """A weight that becomes a table; ``given``: the config that stands, if it is one."""
-        rules = self._rules
-        if rules is None:  # by torch.distributed.optim._apply_optimizer_in_backward
-            rules = next(iter(getattr(weight, "_in_backward_optimizers", [])), None)
+    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
+        in_backward = next(iter(getattr(weight, "_in_backward_optimizers", [])), None)  # of torch.distributed.optim
         try:
-            rule, state = rules_of(rules, config.name, weight)
+            rule, state = rules_of(in_backward if self._rules is None else self._rules, config.name, weight)
         except ValueError as error:
             self._refused[path] = str(error)
-            return
-        if rule is not None or not isinstance(given, TableConfig):
+        else:
             config = replace(config, optimizer=rule or optim.SGD())
-        rows = None if weight.is_meta else _rows_of_weight(weight, config, state)
-        self._add(_Found(config, path, key, rows, None if rows is None else weight))
+            self._add(_Found(config, path, None if weight.is_meta else _rows_of_weight(weight, config, state), key))
 
 
 def _rows_of_weight(weight: Tensor, config: TableConfig, state: Mapping[str, Any]) -> _Rows:
@@ -323,11 +291,11 @@ def _rows_of(
             return _rows_of_file(Path(source), tables)
         source = opened.enter_context(open_store(source, mode="r", ddr="64MiB"))
     for name, each in tables.items():
-        is_like = [
+        own, given = (
             (one.num_embeddings, one.embedding_dim, one.dtype, one.optimizer.kind, one.ids is None)
-            for one in (source[name].config, each.config)
-        ]
-        if is_like[0] != is_like[1]:
+            for one in (each.config, source[name].config)
+        )
+        if own != given:
             raise TableError(f"{source.directory} has {source[name].config}, not {each.config}: give an export of it")
     return {name: source[name] for name in tables}
 

@@ -1,6 +1,5 @@
 """A plan found where a model is sharded: by costs of the ranks that run now, and one rank's search for all."""
 
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from ...config import TableConfig
 from ...errors import TableError
-from ...trace import TableTrace, Trace, read_trace
+from ...trace import TableTrace, Trace
 from ..plan import Sharding
 from ..ranks import Ranks
 from ..store import ShardedStore
@@ -25,15 +24,14 @@ _SAMPLES: Final = 1024
 
 
 def found_plan(
-    store: ShardedStore, tables: Sequence[TableConfig], *, demand: Any, costs: Any, rank_bytes: float
+    store: ShardedStore, tables: Sequence[TableConfig], demand: Any, costs: Any, rank_bytes: float
 ) -> dict[str, Sharding]:
-    """The sharding of each table; collective. Arguments and errors as of ``shard``.
+    """The sharding of each table without dynamic ids; collective. Arguments and errors as of ``shard``.
 
-    Tables with dynamic ids stay out of it, as do forms that a table cannot have. Tables of one optimizer are planned
-    together, as costs are of one.
+    Tables of one optimizer are planned together, as costs are of one.
     """
-    ranks, counted = store.ranks, [table for table in tables if table.ids is None]
-    asked, found = _demand(ranks, counted, demand), dict[str, Sharding]()
+    ranks, counted, found = store.ranks, [table for table in tables if table.ids is None], dict[str, Sharding]()
+    asked = _demand(ranks, counted, demand)
     for kind in dict.fromkeys(table.optimizer.kind for table in counted):
         known = _measured(ranks, kind) if costs is None else costs
         with ranks.telling():
@@ -66,10 +64,6 @@ def _possible(store: ShardedStore, table: TableConfig, sharding: Sharding) -> Sh
 
 
 def _demand(ranks: Ranks, tables: Sequence[TableConfig], given: Any) -> Demand:
-    if isinstance(given, Demand):
-        return given
-    if isinstance(given, str | os.PathLike):
-        given = read_trace(given)
     if isinstance(given, Trace):
         return demand_of(given, tables, ranks.size)
     return _evenly(ranks, tables) if given is None else _of_batches(ranks, tables, list(given))
