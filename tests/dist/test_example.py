@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tierstore
-from bench.data import examples
+from bench.data import ROOT, examples
 from tierstore.cli import main
 from tierstore.train import demo
 
@@ -24,7 +24,8 @@ from .ranks import run
 def follow(folder: Path, example: str) -> None:
     os.chdir(folder)
     dist.init_process_group = dist.destroy_process_group = lambda *_: None  # the group is there, and ends with the rank
-    exec(compile(example, "train.py", "exec"), {})
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(example, "train.py", "exec"), {})
 
 
 def test_example_trains_and_goes_on(tmp_path: Path) -> None:
@@ -39,6 +40,16 @@ def test_example_trains_and_goes_on(tmp_path: Path) -> None:
             assert all(int(each["step"]) == steps for each in dense["optimizers"][0]["state"].values())
             weights = weights or dense["model"]
             torch.testing.assert_close(dense["model"], weights, atol=0.01, rtol=0)  # of Adam's steps of 0.001
+
+
+def test_example_of_a_model_goes_on(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "sharded_model.py").read_text()
+    for steps in (60, 120):
+        run(follow, 2, tmp_path, tmp_path, example)
+        with tierstore.open(tmp_path / "sharded-store", mode="r") as store:
+            assert store.extra == {"step": steps}
+            assert list(store.tables) == ["user", "item"]
+            assert store["item"].state.step == steps
 
 
 def command(words: list[str]) -> None:

@@ -104,8 +104,8 @@ def shard(
             checkpoint with keys of the model's ``state_dict()``, or keys that ``tierstore import`` takes.
         demand: of "auto": a ``Trace`` of all ranks' batches, or a list of this rank's, each a ``KeyedJaggedTensor``.
             Default: 1,024 samples a rank, an id a feature, all rows alike.
-        costs: of "auto": of these ranks, or their file. Default: measured now, in about half a minute; then another run
-            may find another plan.
+        costs: of "auto": of these ranks, or their file. Default: measured now, in up to a minute; then another run may
+            find another plan.
         rank_bytes: of "auto": limit of a rank's rows with optimizer state.
         options: of ``DistributedDataParallel``.
 
@@ -123,8 +123,7 @@ def shard(
         with store.ranks.together("shard"):
             found = _Model(model, tables, optimizer, init)
             new = {name: each for name, each in found.tables.items() if name not in store.tables}
-            given = {name: each.rows for name, each in new.items()}
-            rows = _rows_of(source, new, opened) if source is not None and new else given
+            rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         if plan == "auto" and new:
             planned = found_plan(store, [each.config for each in new.values()], demand, costs, rank_bytes)
@@ -283,9 +282,11 @@ def _values(config: TableConfig, weights: Tensor, state: Floats | None) -> RowVa
 
 
 def _rows_of(
-    source: PathLike | Store, tables: Mapping[str, _Found], opened: contextlib.ExitStack
-) -> Mapping[str, _Rows | Table]:
+    source: PathLike | Store | None, tables: Mapping[str, _Found], opened: contextlib.ExitStack
+) -> Mapping[str, _Rows | Table | None]:
     """Rows of the tables; TableError, ValueError: the source has others, or lacks one."""
+    if source is None:
+        return {name: each.rows for name, each in tables.items()}
     if not isinstance(source, Store):
         if not Path(source).is_dir():
             return _rows_of_file(Path(source), tables)
