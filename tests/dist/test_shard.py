@@ -342,6 +342,7 @@ def refusals() -> list[str]:
         refuse(words(), plan=Plan(3, {}))
         refuse(words(), source="nowhere.safetensors")
         refuse(nn.Sequential(data_parallel(words())))
+        refuse(words(seed=dist.get_rank()))
         if dist.get_rank():  # one rank alone
             refuse(words(), tables={"dense": "item"})
         else:
@@ -357,6 +358,7 @@ def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
         "the plan is for 3 ranks",
         "no such file",
         "DistributedDataParallel: give its module before",
+        "weights of ranks 0 and 1 differs",
     ]
     first, second = run(refusals, 2, tmp_path)
     for found, expected in zip(first[:-1], said, strict=True):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from .collection import (
     ShardedTieredEmbeddingCollection,
     data_parallel,
 )
+from .opening import require_alike
 from .parts import of_columns
 from .placement import RankCosts
 from .placement.auto import found_plan
@@ -52,11 +54,12 @@ _TORCHREC: Final = {"EmbeddingBagCollection": "embedding_bags", "EmbeddingCollec
 
 
 class _Rows(NamedTuple):
-    """What a table begins with: how many rows, what reads a range of them, and what all rows share."""
+    """What a table begins with: how many rows, what reads a range of them, what all rows share, and their checksum."""
 
     stop: int
     read: Callable[[int, int], RowValues]
     state: TableState | None
+    checksum: int = 0
 
 
 class _Found(NamedTuple):
@@ -88,12 +91,11 @@ def shard(
     ``nn.EmbeddingBag`` and ``nn.Embedding``. Those that share a weight or a table still do. The result is bit-identical
     to sharded modules written by hand. A rank reads only rows that it owns, 8 MiB at a time; weights may be on "meta".
 
-    Tables that the store has stay as they are: a resumed run goes on. New ones get the rows of ``source``; else those
-    of the model with their optimizer state; else (on "meta", or a plain store's without rows) first values. Nothing is
-    committed.
+    Tables that the store has stay: a resumed run goes on. New ones get the rows of ``source``; else the model's, with
+    optimizer state; on "meta", or of a plain store without rows, first values. Nothing is committed.
 
     Args:
-        model: changed in place, alike on all ranks; other modules must not be on "meta", and get rank 0's weights.
+        model: changed in place; alike on all ranks. Modules that stay are not on "meta", and get rank 0's weights.
         plan: of new tables: a plan, its file, or "auto", which finds one for ``demand`` and ``costs``. Tables that it
             lacks, and with None all: as the store's plan has them, else "row_wise".
         tables: the table's name of torch's modules by path; others stay. Default: all, named by their path.
@@ -125,6 +127,7 @@ def shard(
             new = {name: each for name, each in found.tables.items() if name not in store.tables}
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
+        require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
         if plan == "auto" and new:
             planned = found_plan(store, [each.config for each in new.values()], demand, costs, rank_bytes)
         for name, each in found.tables.items():
@@ -156,7 +159,7 @@ class _Model:
         self._rules, self._init, self._refused = rules, init, dict[str, str]()
         torchs, inner = dict[str, Embedding](), set[int]()
         for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, ShardedModule) or id(module) in self.made.keys() | inner:
+            if isinstance(module, ShardedModule) or id(module) in self.made or id(module) in inner:
                 continue
             if isinstance(module, TieredModule):
                 self._add_tiered(path, module)
@@ -270,7 +273,9 @@ def _rows_of_weight(weight: Tensor, config: TableConfig, state: Mapping[str, Any
         own = state_rows(state, parts, start, stop) if has_state else None
         return _values(config, weight.detach()[start:stop].cpu(), own)
 
-    return _Rows(len(weight), read, TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None)
+    kept = TableState(int(state["step"]), config.optimizer.lr) if "step" in state else None
+    checksum = zlib.crc32(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return _Rows(len(weight), read, kept, checksum)
 
 
 def _values(config: TableConfig, weights: Tensor, state: Floats | None) -> RowValues:
