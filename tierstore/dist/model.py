@@ -28,7 +28,7 @@ from ..nn.convert import Embedding, Rules, Weight, leave, replaced, rules_of, st
 from ..nn.embedding import TieredEmbedding, TieredEmbeddingBag
 from ..nn.module import TieredModule
 from ..pool.transfers import raw_weights
-from ..store import Store, Table, open_store
+from ..store import Store, Table
 from ..store.version import TableState
 from .collection import (
     ShardedModule,
@@ -39,7 +39,7 @@ from .collection import (
     data_parallel,
 )
 from .opening import require_alike
-from .parts import of_columns
+from .parts import of_columns, open_parts
 from .placement import RankCosts
 from .placement.auto import found_plan
 from .plan import Plan, Sharding
@@ -148,7 +148,7 @@ class _Model:
 
     Attributes:
         tables: by name. made: makes a module over the store, by the ``id`` of the one that it replaces.
-        weights: of torch's modules.
+        weights: that become tables.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class _Model:
     ) -> None:
         self.tables: dict[str, _Found] = {}
         self.made: dict[int, Callable[[ShardedStore], nn.Module]] = {}
+        self.weights: list[Weight] = []
         self._rules, self._init, self._refused = rules, init, dict[str, str]()
         torchs, inner = dict[str, Embedding](), set[int]()
         for path, module in model.named_modules(remove_duplicate=False):
@@ -172,9 +173,9 @@ class _Model:
             raise ValueError(f"tables: {unknown[0]!r} is no nn.Embedding or nn.EmbeddingBag, as are {list(torchs)}")
         names = {id(torchs[path].weight): name for path, name in (tables or {}).items()}
         chosen = [each for each in torchs.items() if tables is None or id(each[1].weight) in names]
-        self.weights, refused = weights_of(model, chosen)
+        weights, refused = weights_of(model, chosen)
         self._refused |= refused
-        for each in self.weights:
+        for each in weights:
             self._add_torchs(each, names.get(id(each.weight), each.name), "" if not chosen[0][0] else f"{each.name}.")
         gone = {id(each) for module in model.modules() if id(module) in self.made for each in module.parameters()}
         for name, weight in model.named_parameters():
@@ -192,7 +193,7 @@ class _Model:
     def _put(self, path: str, module: Any, names: Sequence[str], *, is_trained: bool = True) -> None:
         """A module over the tables in the place of one of ours, torch's or TorchRec's."""
         kind: Any = ShardedTieredEmbedding
-        options: dict[str, Any] = {"table": names[0]}
+        options: dict[str, Any] = {"table": next(iter(names), None)}
         if hasattr(module, "embedding_bag_configs"):
             kind, options = ShardedTieredEmbeddingBagCollection, {"tables": names, "is_weighted": module.is_weighted()}
         elif hasattr(module, "embedding_configs"):
@@ -244,7 +245,9 @@ class _Model:
                 feature_names=tuple(each.feature_names),
                 init=self._init or Uniform(each.get_weight_init_min(), each.get_weight_init_max()),
             )  # fmt: skip
-            self._add_weight(path, weight, config, f"{path}.{inner}.{each.name}.weight".lstrip("."))
+            self._add_weight(
+                path, Weight(name=each.name, weight=weight), config, f"{path}.{inner}.{each.name}.weight".lstrip(".")
+            )
 
     def _add_torchs(self, weight: Weight, name: str, prefix: str) -> None:
         (rows, dim), init = weight.weight.shape, self._init or Normal(std=1.0)
@@ -252,9 +255,11 @@ class _Model:
             self._put(weight.name, module, [name], is_trained=weight.weight.requires_grad)
         pooling = (*weight.modes, "sum")[0]
         config = TableConfig(name=name, num_embeddings=rows, embedding_dim=dim, pooling=pooling, init=init)
-        self._add_weight(weight.name, weight.weight, config, f"{prefix}weight")
+        self._add_weight(weight.name, weight, config, f"{prefix}weight")
 
-    def _add_weight(self, path: str, weight: Tensor, config: TableConfig, key: str) -> None:
+    def _add_weight(self, path: str, of: Weight, config: TableConfig, key: str) -> None:
+        self.weights.append(of)
+        weight = of.weight
         in_backward = next(iter(getattr(weight, "_in_backward_optimizers", [])), None)  # of torch.distributed.optim
         try:
             rule, state = rules_of(in_backward if self._rules is None else self._rules, config.name, weight)
@@ -295,13 +300,13 @@ def _rows_of(
     if not isinstance(source, Store):
         if not Path(source).is_dir():
             return _rows_of_file(Path(source), tables)
-        source = opened.enter_context(open_store(source, mode="r", ddr="64MiB"))
+        source = opened.enter_context(open_parts(Path(source))).store
     for name, each in tables.items():
-        own, given = (
-            (one.num_embeddings, one.embedding_dim, one.dtype, one.optimizer.kind, one.ids is None)
+        wanted, known = (
+            (one.num_embeddings, one.layout(page_bytes=4096), one.optimizer.kind, one.ids is None)
             for one in (each.config, source[name].config)
         )
-        if own != given:
+        if wanted != known:
             raise TableError(f"{source.directory} has {source[name].config}, not {each.config}: give an export of it")
     return {name: source[name] for name in tables}
 
