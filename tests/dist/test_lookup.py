@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ GRID = [
     Case("grid_shard", optim.Adam(lr=0.1), "max", calls=2),
     Case("grid_shard", optim.SGD(lr=0.3), "sum", exchange="pooled", is_weighted=True),
 ]
-"""Over four ranks: two ranges of columns, each of two of rows."""
+"""Over four ranks of two hosts: two ranges of columns, each of two of rows."""
 
 
 def config(case: Case, name: str) -> tierstore.TableConfig:
@@ -127,10 +128,8 @@ def train_rank(case: Case, tiers: dict[str, Any]) -> tuple[dict[str, Any], list[
     rank = dist.get_rank()
     with open_memory(tiers) as store:
         for name in "ab":
-            ranges = 2 if case in GRID else None
-            store.create_table(
-                config(case, name), sharding_type=case.sharding_type, exchange=case.exchange, column_ranges=ranges
-            )
+            store.create_table(config(case, name), sharding_type=case.sharding_type, exchange=case.exchange)
+            assert store[name].num_parts == 2 or case not in GRID
         kind = ShardedTieredEmbeddingBagCollection if case.is_pooled else ShardedTieredEmbeddingCollection
         module = kind(store)
         results = [train_step(case, module, rank, step) for step in range(STEPS)]
@@ -161,6 +160,7 @@ def is_rowwise_by_columns(case: Case) -> bool:
 
 
 def train_all(tiers: dict[str, Any]) -> list[Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     return [train_rank(case, tiers) for case in cases(tiers, dist.get_world_size())]
 
 

@@ -295,7 +295,13 @@ def planned() -> tuple[dict[str, Sharding], Demand]:
     batches = [jagged(10 * step + dist.get_rank())[1] for step in range(4)]
     costs = costs_of(2, other={"data_parallel": {"rows": 9.0}}, optimizer="rowwise_adagrad")
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
-        train(store, shard(plain_model(plain), store, "auto", costs=costs), jagged)
+        plain.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
+        plain.drop_table("before")  # first values go by the place in a store
+        model, own = shard(plain_model(plain), store, "auto", costs=costs), torch.arange(ROWS)
+        for name in "ac":
+            first, local = plain[name].read(own), store[name].local
+            assert torch.equal(local.read(own[list(local.rows)]), first[list(local.rows)])
+        train(store, model, jagged)
         demand = _demand(store.ranks, [plain[name].config for name in "ac"], batches)
         return {name: table.sharding for name, table in store.tables.items()}, demand
 
