@@ -40,7 +40,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 with open_sharded("sharded-store", ddr="256MiB") as store:
     init, rule = tierstore.init.Normal(std=0.1), tierstore.optim.RowWiseAdagrad(lr=0.1)
-    model = shard(Model(), store, optimizer=rule, init=init)  # "auto" as third argument finds a plan
+    model = shard(Model(), store, None, optimizer=rule, init=init)  # by rows; without None by a plan that it finds
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     start = tierstore.checkpoint.load(store, model.module, [optimizer])["step"] if store.version else 0
     for step in range(start, start + STEPS):

@@ -144,7 +144,7 @@ def torchs_modules(folder: Path) -> None:
             torch.manual_seed(0)
             model.dense = words().dense
         with open_sharded(**SMALL) as store:
-            sharded: Any = shard(model, store, tables=NAMES, optimizer=RULE, source=source)
+            sharded: Any = shard(model, store, None, tables=NAMES, optimizer=RULE, source=source)
             assert sharded.module is model
             assert list(store.tables) == ["item", "other"]
             assert train(store, sharded, ids) == expected
@@ -189,7 +189,7 @@ def over_a_plain_store(folder: Path, plan: str) -> None:
         model.embeddings = ShardedTieredEmbeddingBagCollection(store, is_weighted=False)
         assert train(store, data_parallel(model), jagged) == found
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(folder / "ours", ddr="2MiB") as store:
-        shard(plain_model(plain), store, source=folder / "is not there")
+        shard(plain_model(plain), store, None, source=folder / "is not there")
         rows = {name: read_rows(each.local, each.rows.start, each.rows.stop) for name, each in store.tables.items()}
         assert {name: (each.weights.tobytes(), each.state.tobytes()) for name, each in rows.items()} == found[2]
 
@@ -272,7 +272,7 @@ def torchrecs(device: str) -> None:
     twin = DLRM(nn.Identity(), num_features=3, embedding_dim=DIM, num_dense=2)
     twin.load_state_dict(model.state_dict(), strict=False)
     with open_sharded(**SMALL) as store:
-        found = train(store, shard(model, store), jagged)
+        found = train(store, shard(model, store, None), jagged)
         assert store["b"].config.init == tierstore.init.Uniform(-0.5, 0.5)
     with open_sharded(**SMALL) as store:
         for name, features in (("a", ["a"]), ("b", ["b", "c"])):
@@ -297,7 +297,7 @@ def planned() -> tuple[dict[str, Sharding], Demand]:
     with tierstore.open(cold="memory", ddr="2MiB") as plain, open_sharded(**SMALL) as store:
         plain.create_table(tierstore.TableConfig(name="before", num_embeddings=1, embedding_dim=1))
         plain.drop_table("before")  # first values go by the place in a store
-        model, own = shard(plain_model(plain), store, "auto", costs=costs), torch.arange(ROWS)
+        model, own = shard(plain_model(plain), store, costs=costs), torch.arange(ROWS)
         for name in "ac":
             first, local = plain[name].read(own), store[name].local
             assert torch.equal(local.read(own[list(local.rows)]), first[list(local.rows)])
@@ -331,7 +331,7 @@ def refusals() -> list[str]:
     def refuse(model: nn.Module, **options: Any) -> None:
         before = dict(model.named_modules())
         with pytest.raises((ValueError, OSError, TableError, RankError)) as raised:
-            shard(model, store, **options)
+            shard(model, store, **({"plan": None} | options))
         told.append(str(raised.value))
         assert dict(model.named_modules()) == before
         assert not store.tables

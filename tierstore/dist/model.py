@@ -74,7 +74,7 @@ class _Found(NamedTuple):
 def shard(
     model: nn.Module,
     store: ShardedStore,
-    plan: Plan | PathLike | Literal["auto"] | None = None,
+    plan: Plan | PathLike | Literal["auto"] | None = "auto",
     *,
     tables: Mapping[str, str] | None = None,
     optimizer: Rules | None = None,
@@ -96,8 +96,8 @@ def shard(
 
     Args:
         model: changed in place; alike on all ranks. Modules that stay are not on "meta", and get rank 0's weights.
-        plan: of new tables: a plan, its file, or "auto", which finds one for ``demand`` and ``costs``. Tables that it
-            lacks, and with None all: as the store's plan has them, else "row_wise".
+        plan: of new tables: a plan, its file, or "auto": one is found for those that the store's own lacks. None, or
+            where it lacks a table: as the store's own, else "row_wise".
         tables: the table's name of torch's modules by path; others stay. Default: all, named by their path.
         optimizer: of tables made of torch's and TorchRec's modules, see ``convert``; a dict is by table name.
             Default: what ``apply_optimizer_in_backward`` gave a weight, else ``SGD()``.
@@ -128,8 +128,8 @@ def shard(
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
-        if plan == "auto" and new:
-            planned = found_plan(store, [each.config for each in new.values()], demand, costs, rank_bytes)
+        if plan == "auto" and (unplanned := [each.config for name, each in new.items() if name not in store.planned]):
+            planned = found_plan(store, unplanned, demand, costs, rank_bytes)
         for name, each in found.tables.items():
             store.create_table(each.config, **planned[name]._asdict() if name in planned else {})
         with store.ranks.together("shard"):

@@ -206,6 +206,7 @@ class ShardedStore:
         ranks: the group.
         owners: of the rows.
         tables: those that all ranks have, by name.
+        planned: how tables are sharded unless ``create_table`` is told otherwise, by name.
         shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
@@ -215,7 +216,7 @@ class ShardedStore:
         self.owners = owners
         self.tables: dict[str, ShardedTable] = {}
         self.shown = Shown()
-        self._planned = planned
+        self.planned = planned
         with ranks.together():
             own = Commits.of(local)
         self._number = self._attempt = 0
@@ -312,7 +313,7 @@ class ShardedStore:
 
     def _sharding_of(self, name: str, sharding_type: Any, ranks: Any, exchange: Any, column_ranges: Any) -> Sharding:
         known = self.tables[name].sharding if name in self.tables else None
-        default = known or self._planned.get(name)
+        default = known or self.planned.get(name)
         if default is not None and sharding_type in (None, default.sharding_type):
             sharding_type, ranks = default.sharding_type, default.ranks if ranks is None else ranks
             exchange = default.exchange if exchange is None else exchange
