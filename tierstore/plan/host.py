@@ -3,9 +3,7 @@
 ``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
 """
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -14,7 +12,6 @@ from ..settings.sections import check_ranges, option
 from ..system.sizes import format_size
 from .dense import DenseWork
 
-_LOG: Final = logging.getLogger("tierstore")
 _MOST: Final = 1e18
 ID_BYTES: Final = 8
 TRAINING_FLOPS: Final = 3
@@ -150,33 +147,6 @@ class SoftwareCosts(Checked):
         times = TRAINING_FLOPS if is_training else 1
         starts = 1e3 * times * dense.dense_products * self.wake_us if threads > 1 else 0.0
         return starts, times * samples / threads * dense.dense_values * _VALUE_BYTES * self.byte_ns
-
-
-_FOLDED: Final[Mapping[str, tuple[float, tuple[str, ...]]]] = {
-    "batch_us": (1 / 3, ("batch_us", "step_us")),
-    "id_ns": (1 / 4, ("admit_ns", "admit_row_ns", "update_ns", "update_row_ns")),
-    "byte_ns": (
-        1 / 6,
-        ("pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"),
-    ),
-    "wake_us": (1.0, ("wake_us", "dense_wake_us", "dense_product_us")),
-}
-"""Costs that stand for several of files of earlier versions: a factor, and those that it multiplies the sum of."""
-
-
-def folded_costs(costs: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs of a host's file as this version has them: of the thirty or twelve of an earlier version those that
-    this one does not know are folded into others, or left out, with a warning."""
-    if "dense_product_us" not in costs or not all(isinstance(value, int | float) for value in costs.values()):
-        return dict(costs)
-    known = {each.name for each in fields(SoftwareCosts)}
-    folded = {
-        name: factor * sum(costs.get(each, 0.0) for each in olds)
-        for name, (factor, olds) in _FOLDED.items()
-        if not known.issuperset(costs.keys() & olds)
-    }
-    _LOG.warning("a host's costs are of an earlier version and were converted; tierstore plan measure finds exact ones")
-    return {name: value for name, value in costs.items() if name in known} | folded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,14 @@
 """A whole measurement, small: complete, saved, and nothing left behind."""
 
 import errno
-import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.plan.commands import run
 from tests.plan.hosts import SHOP_HOST
-from tierstore.plan import Host, SoftwareCosts
-from tierstore.plan.json_file import plain
+from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure import measure, measurement
 from tierstore.plan.measure.loops import Lab
 from tierstore.plan.measure.machine import Sizes
@@ -82,27 +79,3 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
         with pytest.raises(error):
             run("measure", "--json", str(tmp_path / name))
     assert taken.read_text() == "precious"
-
-
-THIRTY = ["batch_us", "step_us", "hand_over_us", "ahead_us", "admit_ns", "admit_row_ns", "update_ns", "update_row_ns"]
-THIRTY += ["pool_row_ns_per_byte", "pool_bag_ns_per_byte", "update_row_ns_per_byte", "update_bag_ns_per_byte"]
-THIRTY += ["miss_ns", "read_ns", "append_ns", "append_ns_per_byte", "move_ns", "transaction_us", "share_us"]
-THIRTY += ["dense_product_us", "dense_wake_us", "dense_value_ns"]
-TWELVE = [each.name for each in fields(SoftwareCosts)] + ["ahead_us", "dense_product_us", "dense_value_ns"]
-
-
-@pytest.mark.parametrize(("names", "batch_us"), [(THIRTY, 8.0), (TWELVE, 12.0)])
-def test_files_of_earlier_versions_are_read_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], batch_us: float
-) -> None:
-    document: dict[str, Any] = plain(SHOP_HOST)
-    document["costs"] = dict.fromkeys(names, 12.0)
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    found: Host = read_host(tmp_path / "old.json")
-    assert found == replace(SHOP_HOST, costs=found.costs)
-    assert (found.costs.id_ns, found.costs.wake_us, found.costs.append_ns) == (12, 24, 12)
-    assert found.costs.batch_us == pytest.approx(batch_us)
-    assert "tierstore plan measure" in caplog.text
-    (tmp_path / "wrong.json").write_text(json.dumps(document | {"costs": document["costs"] | {"batch_us": "x"}}))
-    with pytest.raises(ValueError, match="unknown key"):
-        read_host(tmp_path / "wrong.json")

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar, cast
 
 from ...settings.sections import ConfigError, check_ranges, converted, option
 from ...system.output import require_new
-from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage, folded_costs
+from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from ..json_file import write_json
 from .catalog import FIGURES, example_hosts, load_part, read_figure, require_name
 
@@ -79,7 +79,7 @@ def read_host(path: str | os.PathLike[str]) -> Host:
     with _naming(str(path)):
         document = _document(path)
         if not isinstance(document, Mapping) or set(document) != {"host"}:
-            return _whole(Host, _current(document), "a host")
+            return _whole(Host, document, "a host")
         return _composed(document["host"], path.parent)
 
 
@@ -164,13 +164,7 @@ def _costs(said: Any, folder: Path) -> SoftwareCosts:
         document = _document(folder / said)
         if not isinstance(document, Mapping) or "costs" not in document:
             raise ValueError("expected a host as tierstore plan measure writes it, with 'costs'")
-        return _whole(SoftwareCosts, _current(document)["costs"], "costs")
-
-
-def _current(document: Any) -> Any:
-    """A host's file of this version or an earlier one."""
-    costs = document.get("costs") if isinstance(document, Mapping) else None
-    return {**document, "costs": folded_costs(costs)} if isinstance(costs, Mapping) else document
+        return _whole(SoftwareCosts, document["costs"], "costs")
 
 
 # Files
