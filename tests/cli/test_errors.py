@@ -48,12 +48,6 @@ def test_values_of_closed_sets_are_listed(words, capsys):
     assert "invalid choice: 'x'" in capsys.readouterr().err
 
 
-def test_former_names_are_taken_with_a_note(capsys):
-    assert cli.main(["plan", "measure-ranks"]) == 2
-    assert capsys.readouterr().err.startswith("tierstore plan measure-ranks is now tierstore shard measure\n")
-    assert "measure-ranks" not in cli.build_parser(["plan"]).format_help()
-
-
 def test_traceback_shows_where_an_error_arose(tmp_path):
     with pytest.raises(tierstore.errors.StoreNotFoundError):
         cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])

@@ -23,8 +23,7 @@ def test_traces_are_drawn_and_described(folder: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "shop.npz: 4,000 lookups of 2 tables in 500 samples\n"
     assert main(["trace", *words]) == 1
     assert "--force" in capsys.readouterr().err
-    assert main(["plan", "trace", *words, "--force"]) == 0
-    assert capsys.readouterr().err == "tierstore plan trace is now tierstore trace\n"
+    assert main(["trace", *words, "--force"]) == 0
     assert main(["trace", "describe", "shop.npz", "--json", "found.json"]) == 0
     assert "4,000 accesses of " in capsys.readouterr().out
     assert json.loads((folder / "found.json").read_text())["batches"] == 2

@@ -52,13 +52,6 @@ _TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str | tuple[st
     "--epochs": ("train.epochs", int, "N", "times through the training rows"),
 }
 """Flags that stand for one key of the run file: key, type, metavar or all there are, help."""
-_RENAMED: Final = {
-    ("plan", "measure-ranks"): ("shard", "measure"),
-    ("plan", "place"): ("shard", "plan"),
-    ("plan", "trace"): ("trace",),
-    ("warm-up",): ("compile",),
-}
-"""Former names of commands, which are still taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spelled_out(words: list[str]) -> list[str]:
-    """``plan FILE.toml`` is short for ``plan run FILE.toml``; former names of commands stand for today's."""
-    for old, new in _RENAMED.items():
-        if tuple(words[: len(old)]) == old:
-            words = [*new, *words[len(old) :]]
-            print(f"tierstore {' '.join(old)} is now tierstore {' '.join(new)}", file=sys.stderr)
+    """``plan FILE.toml`` is short for ``plan run FILE.toml``."""
     group = _COMMANDS.get(words[0]) if len(words) > 1 else None
     if group is None or not group.of_file or words[1] in ("-h", "--help"):
         return words
@@ -303,7 +292,6 @@ _COMMANDS: Final = {
             arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),
             arg("--html", metavar="PATH", help="write a page with plots of loss, hit rate, reads and writes a step"),
             arg("--digest", help="read every row in the end, and say the digest of all rows and dense weights"),
-            arg("--no-bits", help=argparse.SUPPRESS),  # before --digest its contrary
             arg("--force", help="replace the files of --json and --html; --resume does so too"),
             arg("--keys", help="print every key with its default, and exit"),
         ),

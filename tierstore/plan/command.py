@@ -213,13 +213,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _measure,
         (
             _arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
-            _arg(
-                "--out",
-                old="--json",
-                default="host.json",
-                metavar="PATH",
-                help="where the host goes (default: host.json)",
-            ),
+            _arg("--out", default="host.json", metavar="PATH", help="where the host goes (default: host.json)"),
             _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
             _arg("--device", default="cpu", metavar="NAME", help="cpu (default), or cuda for all GPUs, or cuda:1"),
             _arg("--force", help="replace PATH if it exists"),

@@ -77,5 +77,5 @@ def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch:
         ("none/host.json", FileNotFoundError),
     ):
         with pytest.raises(error):
-            run("measure", "--json", str(tmp_path / name))
+            run("measure", "--out", str(tmp_path / name))
     assert taken.read_text() == "precious"
