@@ -3,7 +3,6 @@
 A sample of places in every run; ``pytest -m soak`` tries a bit of every byte of the row file.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,16 +89,12 @@ Change = Callable[[dict[str, bytes], int], dict[str, bytes]]
 
 @pytest.mark.parametrize("mode", ["r", "w"])
 @pytest.mark.parametrize(
-    ("change", "version", "expected"),
-    [(change, version, "this release reads 4 and 5") for change in (rows_format, manifest_format) for version in (0, 6)]
-    + [(rows_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2, 3)]
-    + [(manifest_format, version, "of an older release.*tierstore export.*tierstore import") for version in (1, 2)],
+    ("change", "version"),
+    [(change, version) for change in (rows_format, manifest_format) for version in (0, 3, 6)],
 )
-def test_other_format_versions(
-    samples: list[Sample], tmp_path: Path, change: Change, version: int, expected: str, mode: str
-) -> None:
+def test_other_format_versions(samples: list[Sample], tmp_path: Path, change: Change, version: int, mode: str) -> None:
     for name, content in change(samples[0].files, version).items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(FormatError, match=rf"format version {version}\b") as caught:
         tierstore.open(tmp_path, mode=mode)  # type: ignore[arg-type]
-    assert re.search(expected, str(caught.value))
+    assert "this release reads 4 and 5" in str(caught.value)

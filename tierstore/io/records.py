@@ -30,7 +30,6 @@ MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
 _MAGIC: Final = b"tierrows"
 _FORMAT: Final = 5
 _FORMAT_BEFORE: Final = 4  # all rows have the checksums of then; the first that are written make the file one of ours
-_OLD_FORMATS: Final = (1, 2, 3)
 
 
 class OtherFormatError(ValueError):
@@ -113,11 +112,6 @@ def unpack_store(data: bytes) -> bytes:
     magic, version, store_id = struct.unpack_from("<8sQ16s", body)
     if magic != _MAGIC:
         raise ValueError("the record is not a tierstore record")
-    if version in _OLD_FORMATS:
-        raise OtherFormatError(
-            f"format version {version}, of an older release; this one reads {_FORMAT_BEFORE} and {_FORMAT}: with the "
-            "older release run tierstore export, then with this one tierstore import"
-        )
     if version not in (_FORMAT, _FORMAT_BEFORE) or len(body) != 32:
         raise OtherFormatError(f"format version {version}; this release reads {_FORMAT_BEFORE} and {_FORMAT}")
     return bytes(store_id)

@@ -23,7 +23,6 @@ from ..system.plainfile import read_plain_file
 
 FORMAT_VERSION: Final = 5
 _FORMAT_BEFORE: Final = 4  # of the same content; see io/records.py
-_OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
 """Some 50,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
@@ -193,11 +192,6 @@ class Manifest:
             raise ChecksumError(f"{path} is not a complete manifest; restore it from a copy of the store") from None
         if not intact:
             raise ChecksumError(f"{path} does not match its checksum; restore it from a copy of the store")
-        if version in _OLD_FORMATS:
-            raise FormatError(
-                f"{path} is of an older release (format version {version}; this one reads {_FORMAT_BEFORE} and "
-                f"{FORMAT_VERSION}): with the older release run tierstore export, then with this one tierstore import"
-            )
         if version not in (FORMAT_VERSION, _FORMAT_BEFORE):
             raise FormatError(
                 f"{path} is of format version {excerpt(version)}; this release reads {_FORMAT_BEFORE} and "
