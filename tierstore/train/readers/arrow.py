@@ -79,7 +79,7 @@ class ArrowReader(Reader):
             self._require_columns(path, Counter(head.names))
             name = str(path.relative_to(self.path)) if path != self.path else path.name
             files.append(DataFile(name, path.stat().st_size, head.num_rows))
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._lengths = [file.num_rows for file in files]
         """Rows of each file, where they are known by now."""
 
@@ -95,12 +95,8 @@ class ArrowReader(Reader):
             raise DataError(f"{path} has more than one column of the name {excerpt_names(twice)}")
 
     @property
-    def files(self) -> tuple[DataFile, ...]:
-        return self._files
-
-    @property
     def num_rows(self) -> int | None:
-        lengths = [file.num_rows for file in self._files]
+        lengths = [file.num_rows for file in self.files]
         return None if None in lengths else sum(filter(None, lengths))
 
     def place(self, row: int) -> str:

@@ -103,11 +103,8 @@ class Reader(ABC):
 
     path: Path
     schema: Schema
-
-    @property
-    @abstractmethod
-    def files(self) -> tuple[DataFile, ...]:
-        """The data set's files, in the order in which they are read."""
+    files: tuple[DataFile, ...]
+    """The data set's, in the order in which they are read."""
 
     @property
     def num_rows(self) -> int | None:

@@ -43,10 +43,8 @@ class CriteoReader(Reader):
     def __init__(self, path: str | Path, *, schema: Schema = CRITEO_SCHEMA) -> None:
         self.path = Path(path)
         self.schema = schema
-
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        return (DataFile(self.path.name, self.path.stat().st_size),)
+        require_data_file(self.path)
+        self.files = (DataFile(self.path.name, self.path.stat().st_size),)
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         with _open(self.path) as file:

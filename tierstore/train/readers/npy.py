@@ -72,11 +72,7 @@ class NpyReader(Reader):
             lengths |= {column.path.name: column.num_rows for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
-        self._files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
-
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        return self._files
+        self.files = tuple(DataFile(name, (self.path / name).stat().st_size, len(self._label)) for name in lengths)
 
     @property
     def num_rows(self) -> int:
