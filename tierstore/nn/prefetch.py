@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -52,10 +51,6 @@ class Prefetched(Generator[Batch, None, None]):
         self._items = items
         self._position: Any = None
 
-    def __next__(self) -> Batch:
-        batch, self._position = next(self._items)
-        return batch
-
     def send(self, value: None) -> Batch:
         batch, self._position = self._items.send(value)
         return batch
@@ -63,9 +58,6 @@ class Prefetched(Generator[Batch, None, None]):
     def throw(self, *error: Any) -> Batch:
         batch, self._position = self._items.throw(*error)
         return batch
-
-    def close(self) -> None:
-        self._items.close()
 
     def state_dict(self) -> Any:
         """A copy of ``batches.state_dict()`` as it was right after the last batch that this gave: resume there. The
@@ -338,11 +330,6 @@ def _pipeline(
         finish(worker.stop)
 
 
-def _forget(module: Preparable, ticket: Any) -> None:
-    if ticket is not None:
-        module.forget(ticket)
-
-
 class _Consumer:
     """Lives as long as the generator that takes batches."""
 
@@ -467,7 +454,7 @@ class _Worker:
         """Release what the next batches in order, not yet forgotten, still pin; others may take their places."""
         module = self._reader.module
         if module is not None:
-            _pop_all(self._tickets, partial(_forget, module), limit)
+            _pop_all(self._tickets, lambda ticket: None if ticket is None else module.forget(ticket), limit)
         self._vacant += 1
         if self.is_ahead or self._ready.empty():
             if not self._has_ended:
