@@ -94,7 +94,7 @@ def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]], agai
 def test_rows_lie_table_by_table() -> None:
     cache = full_cache()
     slots = np.arange(12, dtype=np.int32)
-    keys = cache.keys_at(slots)
+    keys = cache.numbering.keys_at(slots)
     assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in TABLES[table]]
     assert cache.numbering.first_slots(np.array([1, 4, 7])).tolist() == [0 - 10, 3, 8 - 1]
     admit(cache, keys)
@@ -115,7 +115,7 @@ def test_keys_of_no_row_are_not_found_and_not_admitted() -> None:
 
 def test_absent_rows_are_told_from_those_that_are_in() -> None:
     cache = full_cache()
-    admission = Admission(cache.keys_at(np.array([5, 2], np.int32)))
+    admission = Admission(cache.numbering.keys_at(np.array([5, 2], np.int32)))
     cache.admit(admission)
     asked = np.array([2, 5, 7, 7, 5], np.int32)
     assert not cache.are_in(asked)

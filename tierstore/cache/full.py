@@ -165,10 +165,6 @@ class FullCache(HostCache):
         """Counted: a kernel that updates rows marks them in ``flags``, which all its threads do at once."""
         return int(_count(self.flags, DIRTY))
 
-    def keys_at(self, slots: Int32s) -> Int64s:
-        """int64 [n]: the keys of the rows whose slots these are, resident or not."""
-        return self.numbering.keys_at(slots)
-
     @property
     def _flag_words(self) -> Words:
         words: Words = self.flags[: len(self.flags) // EIGHT * EIGHT].view(np.uint64)
@@ -238,7 +234,7 @@ class FullCache(HostCache):
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)
         self._require(self.flags[indexes(slots)] != 0, slots, "give the key of", "resident")
-        return self.keys_at(slots)
+        return self.numbering.keys_at(slots)
 
     def resident_slots(self) -> Int32s:
         """int32 [num_resident], in order of their numbers: nothing is ever evicted for another row."""
@@ -249,7 +245,7 @@ class FullCache(HostCache):
         first = listing.next_slot
         stop = min(first + require_int(limit, "limit", 1, NUMBER_MAX), self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
-        listing.add(self.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
+        listing.add(self.numbering.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
         listing.next_slot = stop
         return stop < self.capacity
 

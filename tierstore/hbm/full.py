@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..cache import CacheCounters
 from ..cache.full import RowNumbering
-from ..kernels.arrays import Int32s, Int64s
+from ..kernels.arrays import Int64s
 from ..layout import RowLayout
 from ..pool import Pool
 from ..system.signals import shielded
@@ -162,11 +162,11 @@ class FullRows(DeviceRows):
     def keys(self, batch: DeviceBatch) -> Tensor:
         groups = self.groups(batch)
         slots = self._grouped(batch).slots[: int(groups.num_unique)].cpu().numpy()
-        return torch.from_numpy(self._keys_at(slots)).to(self.device)
+        return torch.from_numpy(self.numbering.keys_at(slots)).to(self.device)
 
     def position_keys(self, batch: DeviceBatch) -> Int64s:
         self.lane.follow(batch.rows_ready)
-        return self._keys_at(batch.rows.cpu().numpy())
+        return self.numbering.keys_at(batch.rows.cpu().numpy())
 
     def hold(self, lease: Any) -> bool:
         self._held.add(weakref.ref(lease, self._held.discard))  # nothing of Python runs where one is dropped
@@ -221,11 +221,8 @@ class FullRows(DeviceRows):
         self._follow_users()
         for first, last in self._ranges:
             slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
-            self._staging.bring(self._keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
+            self._staging.bring(self.numbering.keys_at(np.arange(first, last, dtype=np.int32)), slots, self._below.take)
         return self.lane.mark()
-
-    def _keys_at(self, slots: Int32s) -> Int64s:
-        return self.numbering.keys_at(slots)
 
     @shielded
     def flush(self) -> None:
@@ -244,7 +241,7 @@ class FullRows(DeviceRows):
         slots = torch.nonzero(self._marks[first:last]).flatten() + first
         if len(slots):
             places = slots.to(torch.int32)
-            self._staging.take(self._keys_at(places.cpu().numpy()), places, self._below.put)
+            self._staging.take(self.numbering.keys_at(places.cpu().numpy()), places, self._below.put)
             self._marks[slots] = 0
 
     def _renew(self, keys: Int64s) -> None:

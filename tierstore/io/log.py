@@ -195,7 +195,7 @@ class Log:
         """Begin where no process before has numbered segments, and see that none after will."""
         if self._is_numbered:
             return
-        self._view.snapshot.file_map.require_in_place()  # an anchor is to be set beside it
+        self._view.snapshot.file_map.pins.require_in_place()  # an anchor is to be set beside it
         record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction(0) as txn:
             txn.put(item_key(LOG_ITEM), pack_words(*record))

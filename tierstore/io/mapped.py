@@ -258,9 +258,6 @@ class FileMap:
         """Length of the file now, as far as it is mapped; ClosedError if somebody closed the descriptor."""
         return min(self.pins.size_bytes(), self.length_bytes)
 
-    def require_in_place(self) -> None:
-        self.pins.require_in_place()
-
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
         stat = os.fstat(self.pins.descriptor)

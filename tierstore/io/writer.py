@@ -56,7 +56,7 @@ class Writer:
             self._mapped_bytes = file.map.length_bytes
             self._environment = open_environment(file.path, self._mapped_bytes)
             stack.callback(self._environment.close)
-            file.map.require_in_place()
+            file.map.pins.require_in_place()
             self._floor = OldestReader(self._environment, file.path, file.map.pins)
             stack.callback(self._floor.close)
             self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
@@ -120,7 +120,7 @@ class Writer:
         file = self._file
         with file.lock:
             file.require_open()
-            file.map.require_in_place()
+            file.map.pins.require_in_place()
             if not file.head.last < version <= records.MAX_VERSION or keep < 1:
                 raise ValueError(
                     f"version={version} must be above {file.head.last} and at most {records.MAX_VERSION}, and "

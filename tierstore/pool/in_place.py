@@ -108,7 +108,7 @@ class InPlaceRows(ResidentRows):
         self._arena.require_open()
         absent = NO_INTS if cache.are_in(slots) else cache.absent(slots)
         if len(absent):
-            self._leases.acquire(cache.keys_at(absent)).release()
+            self._leases.acquire(cache.numbering.keys_at(absent)).release()
         self._note_hits(len(slots) - len(absent))
         return slots
 

@@ -46,10 +46,6 @@ _CHUNK_ROWS: Final = 2**16
 _ADMITS: Final = "forward passes that train admit ids, and Table.admit does"
 
 
-def _no_pool() -> None:
-    return None
-
-
 class Table(Unpicklable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``.
 
@@ -74,7 +70,7 @@ class Table(Unpicklable):
         self.rows = config.rows
         self.ids: TableIds | None = None
         self._one_table: OneTable | None = None
-        self._known_pool: Callable[[], Pool | None] = _no_pool
+        self._known_pool: Callable[[], Pool | None] = lambda: None
         self._is_gone = False
         self._learning_rate = self.first_rate = config.optimizer.lr
         self._step = self._num_changes = 0

@@ -7,7 +7,7 @@ reached, the sampling rate is halved, and rows that are no longer sampled are dr
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
@@ -25,10 +25,6 @@ class _Column:
     def __init__(self, values: NDArray[Any]) -> None:
         self.count = len(values)
         self._room = values
-
-    @classmethod
-    def empty(cls, dtype: DTypeLike) -> "_Column":
-        return cls(np.empty(0, dtype))
 
     @property
     def values(self) -> Any:
@@ -158,9 +154,9 @@ class Recorded:
         self._max_bytes = max_bytes
         self._num_samples = self._num_batches = 0
         self._lookups = np.zeros(len(tables), np.int64)
-        self._keys = _Column.empty(np.int64)
-        self._samples = _Column.empty(np.int32) if self.last == ALL else None
-        self._key_ends, self._sample_ends = _Column.empty(np.int64), _Column.empty(np.int64)
+        nothing = np.empty(0, np.int64)
+        self._keys, self._key_ends, self._sample_ends = _Column(nothing), _Column(nothing), _Column(nothing)
+        self._samples = _Column(_NO_SAMPLES) if self.last == ALL else None
 
     @property
     def rate(self) -> float:
