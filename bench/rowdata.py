@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.io import LmdbColdTier
+from tierstore.io.reads import RowReader
 from tierstore.layout import KEY_ROW_BITS, RowLayout
 
 __all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]
@@ -125,7 +126,7 @@ class TierReader:
     ) -> None:
         self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True)
         if not verify:
-            self.tier.reader = self.tier.reader.unverified()
+            self.tier.reader = RowReader(verify=False)
         take_as_large(self.tier, is_large=direct)
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)

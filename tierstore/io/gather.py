@@ -45,13 +45,6 @@ def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
     return damage_error(path, status, damage_words(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status))
 
 
-class Wanted(NamedTuple):
-    """Rows to be read: int64 [n] each."""
-
-    keys: Int64s
-    positions: Int64s  # of their entries in ``places``
-
-
 class Target(NamedTuple):
     """Where rows go."""
 
@@ -106,10 +99,10 @@ def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
 
 @inline
 def _resolve(
-    geo: Geometry, limit: int, wanted: Wanted, places: Places, segments: SegmentArrays, scratch: Scratch, result: Int64s
-) -> None:
+    geo: Geometry, limit: int, keys: Int64s, positions: Int64s, places: Places, segments: SegmentArrays,
+    scratch: Scratch, result: Int64s,
+) -> None:  # fmt: skip
     """Say where rows lie."""
-    keys, positions = wanted
     offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):
@@ -193,20 +186,21 @@ def first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, 
 
 @kernel
 def gather(
-    geo: Geometry, source: Source, places: Places, segments: SegmentArrays, wanted: Wanted, target: Target, how: How,
-    scratch: Scratch, result: Int64s,
+    geo: Geometry, source: Source, places: Places, segments: SegmentArrays, keys: Int64s, positions: Int64s,
+    target: Target, how: How, scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
     """Copy rows to their slots until their pages turn out to be cold; see ``ColdTier.read``.
 
     Args:
         segments: of the layout.
+        keys, positions: int64 [n] each, of the rows, and of their entries in ``places``.
         scratch: of as many rows.
         result: int64 [5], zeroed; receives a SegmentStatus, the position it is about, distinct pages, and how many rows
             were looked at before pages were cold. The last is for pages that do not come through the map.
     """
     words, address, limit = source
-    keys, timespec = wanted.keys, scratch.timespec
-    _resolve(geo, limit, wanted, places, segments, scratch, result)
+    timespec = scratch.timespec
+    _resolve(geo, limit, keys, positions, places, segments, scratch, result)
     if result[0] != 0 or how.cold:
         return
     offsets = scratch.pairs  # a row of a block of several pages follows its key

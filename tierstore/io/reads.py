@@ -12,7 +12,7 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..layout import KEY_ROW_BITS, MAX_ROWS, ROW_MASK, RowLayout
 from ..system.sizes import free_memory_bytes
 from .cold import FAILED, read_cold
-from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
+from .gather import How, Scratch, Source, Target, gather, gather_error, new_scratch
 from .guard import Guard
 from .row_map import RowMap, RowPlaces
 from .segments import Geometry, SegmentStatus
@@ -51,10 +51,6 @@ class RowReader:
         self.asked_at = -math.inf
         self._can_sample: bool | None = None
 
-    def unverified(self) -> "RowReader":
-        """The same without looking at checksums, for a benchmark of what they cost."""
-        return RowReader(verify=False)
-
     def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> KeyedRows:
         """Rows of one layout that were written; at least one.
 
@@ -82,7 +78,6 @@ class RowReader:
         if not segments.rows:  # as in a new store, whose first batches need not wait for the kernel to be compiled
             present[:] = False
             return np.zeros(5, np.int64)
-        wanted = Wanted(keys, positions)
         target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
         geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()
         while True:
@@ -91,7 +86,7 @@ class RowReader:
             source = Source(file_map.words, file_map.address, limit)
             how = How(self._verify, self._can_sample, self.is_cold, self._outgrows_memory(limit * geo.page_words * 8))
             scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(5, np.int64)
-            gather(geo, source, places, arrays, wanted, target, how, scratch, result)
+            gather(geo, source, places, arrays, keys, positions, target, how, scratch, result)
             if result[0] == _DONE:
                 self.is_cold = result[3] < len(keys) and read_cold(
                     geo, file_map.pins.rings, source, keys, target, how, scratch, result
