@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.jit import prefetch_word
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import is_row
 from .indexes import damage_error, damage_words
-from .mapped import clock_ns, copy_words, is_resident, prefetch_word
+from .mapped import clock_ns, copy_words, is_resident
 from .places import Places, SegmentArrays
 from .segments import PREFETCH_ROWS, Geometry, SegmentStatus, row_seed
 

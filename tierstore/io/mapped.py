@@ -37,7 +37,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 if JIT_ENABLED:
-    from llvmlite import ir
     from numba import types
     from numba.core import cgutils
     from numba.core.types import ExternalFunction
@@ -66,23 +65,6 @@ if JIT_ENABLED:
         return timespec[0] * 1_000_000_000 + timespec[1]  # type: ignore[no-any-return]
 
     @intrinsic
-    def prefetch_word(typing_context: Any, words: Any, index: Any) -> Any:  # noqa: ARG001
-        """Bring the cache line of ``words[index]`` nearer; never faults."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-            int32 = ir.IntType(32)
-            function = builder.module.declare_intrinsic(
-                "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
-            )
-            read, keep_in_all_levels, data_cache = int32(0), int32(3), int32(1)
-            builder.call(function, [pointer, read, keep_in_all_levels, data_cache])
-            return context.get_dummy_value()
-
-        return types.void(words, index), generate
-
-    @intrinsic
     def copy_words(typing_context: Any, target: Any, at: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
         """``target[at : at + count] = source[start : start + count]`` as one memcpy, unchecked.
 
@@ -109,9 +91,6 @@ else:
 
     def clock_ns(timespec: NDArray[np.int64]) -> int:  # noqa: ARG001
         return time.monotonic_ns()
-
-    def prefetch_word(words: Words, index: int) -> None:
-        pass
 
     def copy_words(target: Words, at: int, source: Words, start: int, count: int) -> None:
         target[at : at + count] = source[start : start + count]

@@ -8,12 +8,13 @@ from numpy.typing import NDArray
 
 from ..errors import BudgetError
 from ..kernels.arrays import Int32s, Int64s, Words
+from ..kernels.jit import prefetch_word
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..layout import KEY_ROW_BITS, ROW_MASK, RowLayout
 from ..system.sizes import format_size
 from .indexes import STORED, Stored
-from .mapped import prefetch_word, zeros
+from .mapped import zeros
 from .segments import KEYS, NEWEST, Geometry, geometry, index_lengths, rows_listed
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Int32s, Int64s, Words
-from ..kernels.jit import inline, kernel
+from ..kernels.jit import inline, kernel, prefetch_word
 from ..layout import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from .checksum import mix_key, row_checksum, words_hash
-from .mapped import copy_words, prefetch_word
+from .mapped import copy_words
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)  # beside the number of rows: each has an epoch of its own, listed behind the keys

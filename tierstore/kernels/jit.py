@@ -268,21 +268,26 @@ if JIT_ENABLED:
         if array.layout != "C":
             raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
 
-    @intrinsic
-    def prefetch_item(typing_context: Any, array: Any, index: Any) -> Any:
-        """Bring the cache line of ``array[index]`` nearer; never faults."""
+    def _prefetching(write: int) -> Any:
+        """Brings the cache line of ``array[index]`` nearer, to be written or only read; never faults."""
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-            int32 = ir.IntType(32)
-            shape = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], shape)
-            write, keep_in_all_levels, data_cache = int32(1), int32(3), int32(1)
-            builder.call(function, [pointer, write, keep_in_all_levels, data_cache])
-            return context.get_dummy_value()
+        @intrinsic
+        def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                data = context.make_array(signature.args[0])(context, builder, args[0]).data
+                pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+                int32 = ir.IntType(32)
+                shape = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
+                function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], shape)
+                keep_in_all_levels, data_cache = int32(3), int32(1)
+                builder.call(function, [pointer, int32(write), keep_in_all_levels, data_cache])
+                return context.get_dummy_value()
 
-        return types.void(array, index), generate
+            return types.void(array, index), generate
+
+        return prefetch
+
+    prefetch_item, prefetch_word = _prefetching(1), _prefetching(0)
 
     @intrinsic
     def fused_multiply_add(typing_context: Any, one: Any, other: Any, term: Any) -> Any:
@@ -299,6 +304,8 @@ else:
 
     def prefetch_item(array: Any, index: Any) -> None:
         """Nothing: a hint to the processor."""
+
+    prefetch_word = prefetch_item
 
     def fused_multiply_add(one: Any, other: Any, term: Any) -> Any:
         """``one * other + term`` of float32, rounded once.
