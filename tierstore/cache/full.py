@@ -233,7 +233,8 @@ class FullCache(HostCache):
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)
-        self._require(self.flags[indexes(slots)] != 0, slots, "give the key of", "resident")
+        allowed = self.flags[indexes(slots)] != 0
+        self.require(NOTHING_WRONG if allowed.all() else int(allowed.argmin()), slots, "give the key of", "resident")
         return self.numbering.keys_at(slots)
 
     def resident_slots(self) -> Int32s:
@@ -267,9 +268,6 @@ class FullCache(HostCache):
         assert not self.pins[free].any(), "a slot without a row is pinned"
         newer = self.flags[(self.flags & LOADING) != 0] & np.uint8(UNCLEAN)
         assert not newer.any(), "a loading slot is dirty or frozen"
-
-    def _require(self, allowed: Bools, slots: Int32s, action: str, condition: str) -> None:
-        self.require(NOTHING_WRONG if allowed.all() else int(allowed.argmin()), slots, action, condition)
 
 
 @kernel

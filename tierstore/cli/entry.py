@@ -166,12 +166,11 @@ def _require_outputs(options: argparse.Namespace) -> None:
     """Report what would prevent the files that are written after training, before it begins."""
     from ..system.output import require_new
 
-    if options.json is not None:
-        require_new(Path(options.json), force=options.force)
-    if options.html is not None:
-        require_new(Path(options.html), force=options.force)
-        if options.html == options.json:
-            raise ValueError(f"--html and --json are both {options.html}; give each a name of its own")
+    named = [name for name in (options.json, options.html) if name is not None]
+    for name in named:
+        require_new(Path(name), force=options.force)
+    if len(named) > len(set(named)):
+        raise ValueError(f"--html and --json are both {options.html}; give each a name of its own")
 
 
 def _tell(summary: "Summary", options: argparse.Namespace) -> None:

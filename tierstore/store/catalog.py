@@ -43,6 +43,7 @@ class Catalog:
 
     Attributes:
         tables: by name, in order of creation.
+        manifest: of the tables.
         shown: the version that is shown.
     """
 
@@ -62,7 +63,7 @@ class Catalog:
         self.shown = ShownVersion(unpack(cold.version, cold.payload), {})
         self._store = store
         self._directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
         self._cold = cold
         self._read_manifest = read_manifest
         self._readonly = readonly
@@ -81,14 +82,9 @@ class Catalog:
         return self.shown.version
 
     @property
-    def manifest(self) -> Manifest:
-        """Of the tables."""
-        return self._manifest
-
-    @property
     def states(self) -> dict[str, TableState]:
         """What a commit keeps of each table beside its rows."""
-        states = {config.name: TableState(0, config.optimizer.lr) for config in self._manifest.tables}
+        states = {config.name: TableState(0, config.optimizer.lr) for config in self.manifest.tables}
         return states | {name: table.state for name, table in self.tables.items()}
 
     @property
@@ -116,7 +112,7 @@ class Catalog:
 
     def show(self, version: Version) -> None:
         """Take over what a version keeps beside rows. FormatError if a table of it is not here."""
-        version.require_of(self._manifest)
+        version.require_of(self.manifest)
         states = list(version.tables.values())  # by place, whatever the tables' names were
         for table in self.tables.values():
             is_known = table.index < len(states)
@@ -144,15 +140,15 @@ class Catalog:
         """ValueError if a table's rows are too wide, or there are too many tables. TableError if the tier in device
         memory cannot have it."""
         self._require_supported(config)
-        config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
-        if len(self._manifest.tables) + (config.ids is not None) >= MAX_TABLES:
+        config.layout(self.manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
+        if len(self.manifest.tables) + (config.ids is not None) >= MAX_TABLES:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables, with those that were dropped")
         if config.is_hidden:
             raise ValueError(f"name={config.name!r} is of tables that the store keeps to itself; choose another name")
 
     def create(self, config: TableConfig) -> Table:
         """Make a table, durably. If that fails, nothing changes."""
-        manifest, index = self._manifest, len(self._manifest.tables)
+        manifest, index = self.manifest, len(self.manifest.tables)
         for each in config.with_ids(index):
             manifest = manifest.with_table(each)
         try:
@@ -165,7 +161,7 @@ class Catalog:
                 self._entered.pop(index + 1, None)
                 self._cold.set_tables(self._entered)
             raise
-        self._manifest = manifest
+        self.manifest = manifest
         return self._add(config, index)
 
     def change(self, manifest: Manifest) -> None:
@@ -176,7 +172,7 @@ class Catalog:
             if self._directory is not None:
                 manifest.write(self._directory)
         except BaseException:
-            self._enter(self._manifest.shapes)
+            self._enter(self.manifest.shapes)
             raise
         self._take(manifest)
         self.shown.committed = self.num_changes
@@ -184,12 +180,12 @@ class Catalog:
     @contextlib.contextmanager
     def written_to(self, places: range) -> Iterator[None]:
         """Within the block, rows may be written for places that are empty in the manifest."""
-        shapes = {place: (self._entered[place][0], self._manifest.tables[place].num_embeddings) for place in places}
+        shapes = {place: (self._entered[place][0], self.manifest.tables[place].num_embeddings) for place in places}
         self._enter(self._entered | shapes)
         try:
             yield
         finally:
-            self._enter(self._manifest.shapes)
+            self._enter(self.manifest.shapes)
 
     # Following a writer
 
@@ -203,9 +199,9 @@ class Catalog:
         """
         assert self._read_manifest is not None, "nobody else commits to a store in memory"
         manifest, entered = version.manifest_of(self._read_manifest()), self._entered
-        shapes, shown = manifest.shapes, self._manifest.shapes
+        shapes, shown = manifest.shapes, self.manifest.shapes
         # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
-        for index, before in enumerate(self._manifest.tables[: len(shapes)]):
+        for index, before in enumerate(self.manifest.tables[: len(shapes)]):
             after = manifest.tables[index]
             if not after.is_dropped and not after.keeps_rows_of(before):
                 raise StoreReplacedError(
@@ -215,7 +211,7 @@ class Catalog:
             if after.is_dropped:  # it is shown for now
                 shapes[index] = shown[index]
         for index, config in enumerate(manifest.tables):
-            if index >= len(self._manifest.tables):
+            if index >= len(self.manifest.tables):
                 self._require_supported(config)
                 self._kept(index, config)
         self._enter(shapes)
@@ -224,12 +220,12 @@ class Catalog:
     def drop_prepared(self) -> None:
         """Forget the tables of a newer version that was not shown."""
         if self._entered is not self._shown_shapes:
-            self._enter(self._manifest.shapes)
+            self._enter(self.manifest.shapes)
             self._shown_shapes = self._entered
 
     def has_tables_of(self, manifest: Manifest) -> bool:
         """Whether these are the tables of a manifest."""
-        return manifest.tables == self._manifest.tables
+        return manifest.tables == self.manifest.tables
 
     def move(self, manifest: Manifest, version: Version) -> None:
         """Show a newer version, for which ``prepare`` gave the manifest."""
@@ -242,7 +238,7 @@ class Catalog:
     def _take(self, manifest: Manifest) -> None:
         """Have the tables of a manifest, which the cold tier knows; those that are in it as they are stay."""
         before = {table.index: table for table in self.tables.values()}
-        self._manifest, self._shown_shapes = manifest, self._entered
+        self.manifest, self._shown_shapes = manifest, self._entered
         self.tables = {}
         for index, config in enumerate(manifest.tables):
             known = before.get(index)
@@ -285,7 +281,7 @@ class Catalog:
 
     def _kept(self, index: int, config: TableConfig) -> RowLayout:
         """How a table's rows lie in memory. TableError if they cannot as asked."""
-        stored = config.layout(self._manifest.page_bytes)
+        stored = config.layout(self.manifest.page_bytes)
         return stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
 
     def _require_supported(self, config: TableConfig) -> None:

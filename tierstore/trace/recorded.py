@@ -144,23 +144,20 @@ class Recorded:
         max_bytes: bound on ``size_bytes`` between two batches.
 
     Attributes:
-        last: of the rate now, see ``trace.sampling.last_hash``.
+        rate: the sampling rate now.
+        last: of that, see ``trace.sampling.last_hash``.
     """
 
     def __init__(self, tables: list[str], *, rate: float, max_bytes: int) -> None:
         self.last = last_hash(rate)
         self._tables = list(tables)
-        self._rate = rate
+        self.rate = rate
         self._max_bytes = max_bytes
         self._num_samples = self._num_batches = 0
         self._lookups = np.zeros(len(tables), np.int64)
         nothing = np.empty(0, np.int64)
         self._keys, self._key_ends, self._sample_ends = _Column(nothing), _Column(nothing), _Column(nothing)
         self._samples = _Column(_NO_SAMPLES) if self.last == ALL else None
-
-    @property
-    def rate(self) -> float:
-        return self._rate
 
     @property
     def num_tables(self) -> int:
@@ -190,7 +187,7 @@ class Recorded:
             lookups: int64 [tables], how many there were of all rows; tables that came since may be missing.
         """
         if last != self.last:
-            keys = keys[is_sampled(keys, self._rate)]
+            keys = keys[is_sampled(keys, self.rate)]
         self._num_samples += num_samples
         self._num_batches += 1
         self._lookups[: len(lookups)] += lookups
@@ -206,9 +203,9 @@ class Recorded:
 
     def _halve(self) -> None:
         """Halve the rate; drop the rows that are no longer sampled, and batches that have none left."""
-        self._rate /= 2
-        self.last = last_hash(self._rate)
-        keep = is_sampled(self._keys.values, self._rate)
+        self.rate /= 2
+        self.last = last_hash(self.rate)
+        keep = is_sampled(self._keys.values, self.rate)
         # Running sums would take 8 bytes of memory a key, besides those of the keys.
         ends = np.searchsorted(np.flatnonzero(keep), self._key_ends.values)
         is_filled = np.diff(ends, prepend=0) > 0
@@ -220,7 +217,7 @@ class Recorded:
         """What there is now. Views, which stay as they are."""
         return Contents(
             tables=tuple(self._tables),
-            rate=self._rate,
+            rate=self.rate,
             keys=self._keys.values,
             samples=None if self._samples is None else self._samples.values,
             key_ends=self._key_ends.values,
