@@ -120,6 +120,33 @@ def _describe(tables: "list[TableConfig]", found: "Prediction") -> list[str]:
     ]
 
 
+def _towers(options: argparse.Namespace) -> int:
+    from ..settings.sections import Override
+    from ..system.output import require_new, require_other, write_text
+    from ..train.config import load
+    from ..train.partition import partition_run
+
+    for path in map(Path, filter(None, (options.out, options.svg))):
+        require_other(path, [options.run_file])
+        require_new(path, force=options.force)
+    flags = (("data", options.data), ("store", options.store))
+    given = [Override(name, "path", value, f"--{name} {value}") for name, value in flags if value is not None]
+    config, count = load(options.run_file, given), options.towers
+    found = partition_run(config, count, rows=options.rows, coherent=not options.diverse, seed=options.seed)
+    found.save(options.out, force=options.force)
+    if options.svg is not None:
+        write_text(Path(options.svg), found.svg(), force=options.force)
+    lines: list[tuple[str, ...]] = [("  tower", "lookups", "bytes", "alike", "others", "tables")]
+    for tower, (names, shares, alike) in enumerate(zip(found.towers, found.shares, found.alike, strict=True)):
+        others = f"{(alike.sum() - alike[tower]) / max(count - 1, 1):.2f}"
+        shown = f"{', '.join(map(_shown, names[:_TABLES_SHOWN]))}{', ...' if len(names) > _TABLES_SHOWN else ''}"
+        lines.append((f"  {tower}", *(f"{share:.2f}" for share in shares), f"{alike[tower]:.2f}", others, shown))
+    print(f"{options.out}: {len(found.tables):,} tables in {count} towers; the plane's stress is {found.stress:.2f}")
+    print("\n".join(columns_of(lines)))
+    print("lookups, bytes: of the mean; alike: mean similarity of a tower's tables, and of them and other towers'")
+    return 0
+
+
 def _shown(name: str) -> str:
     return excerpt(name, _NAME_CHARACTERS).replace("'", "")
 
@@ -167,5 +194,23 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "examples:\n"
         "  tierstore shard plan rmc2 plan.json --costs ranks.json\n"
         "  tierstore shard plan mine.toml plan.json --costs ranks.json --trace run.npz --limit 8GiB",
+    ),
+    "towers": command(
+        _towers,
+        (
+            arg("run_file", metavar="RUN.toml", help="a run file that was trained"),
+            arg("out", metavar="TOWERS.json", help="the towers that are written, for open_sharded and model.towers"),
+            arg("--towers", type=int, required=True, metavar="N", help="as many as hosts"),
+            arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
+            arg("--store", metavar="DIR", help="folder of the store (store.path)"),
+            arg("--rows", type=int, default=10_000, metavar="N", help="of the data, to compare by (default: 10000)"),
+            arg("--diverse", help="put tables together that are not alike"),
+            arg("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)"),
+            arg("--svg", metavar="PATH", help="draw the tables by similarity"),
+            arg("--force", help="replace files that exist"),
+        ),
+        "decide which tables are a host's",
+        "Group a trained run's tables into towers: tables with similar vectors together, loads about equal.",
+        "example:\n  tierstore shard towers run.toml towers.json --towers 2 --svg towers.svg",
     ),
 }

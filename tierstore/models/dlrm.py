@@ -40,15 +40,18 @@ class CrossNetwork(nn.Module):
     Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", 2021.
     """
 
-    def __init__(self, *, num_features: int, dim: int, layers: int, rank: int) -> None:
+    def __init__(self, *, num_features: int, dim: int, layers: int, rank: int, dense_dim: int | None = None) -> None:
         super().__init__()
-        width = (num_features + 1) * dim
+        width = num_features * dim + (dim if dense_dim is None else dense_dim)
         self.layers = nn.ModuleList(_cross_weight(width, rank) for _ in range(layers))
         self.out_features = width
 
     def forward(self, dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
         """Returns Tensor [B, N * D]."""
-        first = torch.cat([dense_BD, sparse_BFD.flatten(1)], dim=1)
+        return self.cross(torch.cat([dense_BD, sparse_BFD.flatten(1)], dim=1))
+
+    def cross(self, first: Tensor) -> Tensor:
+        """The recurrence, of vectors that are laid end to end already: Tensor [B, N * D] to one of that shape."""
         crossed = first
         for layer in self.layers:
             crossed = first * layer(crossed) + crossed
@@ -57,11 +60,12 @@ class CrossNetwork(nn.Module):
 
 def _cross_weight(width: int, rank: int) -> nn.Module:
     if not rank:
-        return _xavier(nn.Linear(width, width))
-    return nn.Sequential(_xavier(nn.Linear(width, rank, bias=False)), _xavier(nn.Linear(rank, width)))
+        return xavier(nn.Linear(width, width))
+    return nn.Sequential(xavier(nn.Linear(width, rank, bias=False)), xavier(nn.Linear(rank, width)))
 
 
-def _xavier(linear: nn.Linear) -> nn.Linear:
+def xavier(linear: nn.Linear) -> nn.Linear:
+    """The layer, initialised as those that compress or cross vectors are."""
     nn.init.xavier_normal_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -82,6 +86,8 @@ class DLRM(nn.Module):
         interaction: "dot" for dot products of all pairs, "dcn" for the cross network of DCN-v2.
         cross_layers: layers of the cross network.
         cross_rank: rank of its weight matrices; 0 for full matrices.
+        dense_dim: width of the dense vector, with "dcn"; None: D. Over the results of ``DCNTower``s, W of them, take
+            ``num_features=W, embedding_dim=1, dense_dim=D``.
 
     Raises:
         ValueError: for an unknown interaction or a width below 1.
@@ -99,13 +105,17 @@ class DLRM(nn.Module):
         interaction: Literal["dot", "dcn"] = "dot",
         cross_layers: int = 2,
         cross_rank: int = 32,
+        dense_dim: int | None = None,
     ) -> None:
         super().__init__()
-        if min(num_features, embedding_dim, num_dense + 1, *bottom_mlp, *top_mlp) < 1:
+        width = embedding_dim if dense_dim is None else dense_dim
+        if min(num_features, embedding_dim, width, num_dense + 1, *bottom_mlp, *top_mlp) < 1:
             raise ValueError("num_features, embedding_dim and the widths of the MLPs must be at least 1, num_dense 0")
         self.embeddings = embeddings
         self._sparse_shape = (num_features, embedding_dim)
-        self.bottom = _mlp([num_dense, *bottom_mlp, embedding_dim], end_with_relu=True)
+        if interaction == "dot" and dense_dim not in (None, embedding_dim):
+            raise ValueError(f'dense_dim={dense_dim}: with interaction="dot" it is the embedding_dim, {embedding_dim}')
+        self.bottom = _mlp([num_dense, *bottom_mlp, width], end_with_relu=True)
         self.interaction: DotInteraction | CrossNetwork
         if interaction == "dot":
             self.interaction = DotInteraction(num_features=num_features, dim=embedding_dim)
@@ -113,15 +123,19 @@ class DLRM(nn.Module):
             if cross_layers < 1 or cross_rank < 0:
                 raise ValueError(f"cross_layers={cross_layers} must be at least 1, cross_rank={cross_rank} at least 0")
             self.interaction = CrossNetwork(
-                num_features=num_features, dim=embedding_dim, layers=cross_layers, rank=cross_rank
+                num_features=num_features, dim=embedding_dim, layers=cross_layers, rank=cross_rank, dense_dim=dense_dim
             )
         else:
             raise ValueError(f'interaction={interaction!r}: expected "dot" or "dcn"')
         self.top = _mlp([self.interaction.out_features, *top_mlp, 1], end_with_relu=False)
 
     def dense_parameters(self) -> dict[str, nn.Parameter]:
-        """All but those of the embeddings, by name."""
-        return {name: each for name, each in self.named_parameters() if not name.startswith("embeddings.")}
+        """All but those of the embeddings, by name; the modules of ``Towers`` are dense."""
+        return {
+            name: each
+            for name, each in self.named_parameters()
+            if not name.startswith("embeddings.") or name.startswith("embeddings.towers.")
+        }
 
     def forward(self, dense_BC: Tensor | None, sparse: Any) -> Tensor:
         """Returns the logits, Tensor [B]; ``dense_BC`` may be None without dense features."""

@@ -163,9 +163,13 @@ def sections_of(
 def to_dict(description: Any) -> dict[str, dict[str, Any]]:
     """Sections of plain JSON-able values."""
     return {
-        section: {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
+        section: {key: _listed(value) for key, value in keys.items()}
         for section, keys in dataclasses.asdict(description).items()
     }
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def to_toml(description: Any, *, with_help: bool = False) -> str:

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import init, optim
 from ..config import TableConfig
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..kernels.arrays import Int64s
-from ..models import DLRM
+from ..models import DLRM, DCNTower, DLRMTower, Towers
 from ..nn import TieredEmbeddingBagCollection
 from ..settings.sections import nearest
 from ..store import Store
@@ -123,10 +123,10 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:
     """The model over these tables, its weights drawn from torch's random numbers, on the CPU."""
+    whole, shape = build_embeddings(config, embeddings)
     return DLRM(
-        embeddings,
-        num_features=len(config.data.sparse_columns),
-        embedding_dim=config.embedding.dim,
+        whole,
+        **shape,
         num_dense=len(config.data.dense_columns),
         bottom_mlp=config.model.bottom_mlp,
         top_mlp=config.model.top_mlp,
@@ -134,6 +134,31 @@ def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> 
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
     )
+
+
+def build_embeddings(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> tuple[nn.Module, dict[str, int]]:
+    """What gives a run's model the vectors of its columns, compressed by towers if it has some; and the model's
+    arguments that say how many of which width these are."""
+    model, dim = config.model, config.embedding.dim
+    num_features = len(config.data.sparse_columns)
+    if not model.towers:
+        return embeddings, {"num_features": num_features, "embedding_dim": dim}
+    if isinstance(model.towers, str):
+        raise ValueError(f"model.towers={model.towers!r}: a run file that is loaded has the file's towers; give them")
+    modules: list[DCNTower] | list[DLRMTower]
+    sizes, most = [len(tower) for tower in model.towers], model.tower_compression
+    if model.interaction == "dcn":
+        shapes = [(size, max(1, round(size * dim / most))) for size in sizes]
+        modules = [DCNTower(num_features=size, dim=dim, out_features=out) for size, out in shapes]
+        towers = Towers(embeddings, model.towers, modules)
+        return towers, {"num_features": towers.out_features, "embedding_dim": 1, "dense_dim": dim}
+    per_feature, flat = model.tower_per_feature, model.tower_flat
+    vectors = per_feature * num_features + flat * len(sizes)
+    out_dim = max(1, round(num_features * dim / (most * vectors)))
+    modules = [
+        DLRMTower(num_features=size, dim=dim, out_dim=out_dim, per_feature=per_feature, flat=flat) for size in sizes
+    ]
+    return Towers(embeddings, model.towers, modules), {"num_features": vectors, "embedding_dim": out_dim}
 
 
 def table_configs(config: RunConfig) -> list[TableConfig]:

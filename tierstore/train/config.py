@@ -8,16 +8,18 @@ Each section is a dataclass; the help in a field is what the documentation shows
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
+from ..dist.placement.towers import load_towers
 from ..dist.ranks import Precision
 from ..io.cleaning import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option
+from ..system.checks import require_partition
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
@@ -172,12 +174,20 @@ class ModelSection:
     top_mlp: tuple[int, ...] = option((64,), "hidden widths of the MLP over the interaction")
     cross_layers: int = option(2, 'layers of the cross network ("dcn")', low=1, high=_MAX_LAYERS)
     cross_rank: int = option(32, 'rank of its weight matrices ("dcn"); 0: full', low=0, high=_MAX_WIDTH)
+    towers: str | tuple[tuple[str, ...], ...] = option(
+        (),
+        "groups of columns whose vectors are compressed together: a file of tierstore shard towers, or lists; []: none",
+    )
+    tower_compression: float = option(4.0, "bytes of their vectors over those that towers give", low=1, high=1000)
+    tower_per_feature: int = option(0, 'vectors that a tower gives for each of its columns ("dot")', low=0, high=1000)
+    tower_flat: int = option(2, 'vectors that it gives for all of them together ("dot")', low=0, high=1000)
 
     def __post_init__(self) -> None:
         check_ranges(self)
         for key, widths in (("model.bottom_mlp", self.bottom_mlp), ("model.top_mlp", self.top_mlp)):
             good = len(widths) <= _MAX_LAYERS and all(1 <= width <= _MAX_WIDTH for width in widths)
             _require(good, key, widths, f"up to {_MAX_LAYERS} widths of 1 or more, up to {_MAX_WIDTH}")
+        _require(self.tower_per_feature + self.tower_flat > 0, "model.tower_flat", 0, "1 or more vectors of a tower")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +299,11 @@ class RunConfig:
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:
             raise ConfigError(f"embedding.num_embeddings lists {len(sizes)} tables, data.sparse_columns {columns}")
+        if self.model.towers and not isinstance(self.model.towers, str):
+            try:
+                require_partition(self.model.towers, self.data.sparse_columns, "data.sparse_columns")
+            except ValueError as error:
+                raise ConfigError(f"model.{error}") from None
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
@@ -301,6 +316,13 @@ parse_override = functools.partial(sections.parse_override, example="train.batch
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
-    """Read a run file, then set what ``overrides`` say; the last wins. ConfigError: not TOML, unknown keys, wrong
-    values."""
-    return sections.load_sections(RunConfig, path, overrides, what="run file")
+    """Read a run file, then set what ``overrides`` say; the last wins. Of a file of towers, the towers take the place.
+    ConfigError: not TOML, unknown keys, wrong values, or that file cannot be read."""
+    config = sections.load_sections(RunConfig, path, overrides, what="run file")
+    if isinstance(config.model.towers, str):
+        try:
+            towers = load_towers(config.model.towers)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.towers = {excerpt(config.model.towers)}: {error}") from None
+        config = replace(config, model=replace(config.model, towers=towers))
+    return config

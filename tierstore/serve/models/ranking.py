@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedError
+from ...models import Towers
 from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.build import build_model
@@ -96,6 +97,8 @@ class Ranking:
         with torch.inference_mode():
             pooled = [pool_features(self._collection, part) for part in parts_of(batch, pause)]
             rows = pooled[0] if len(pooled) == 1 else torch.cat(pooled)
+            if isinstance(self._model.embeddings, Towers):
+                rows = self._model.embeddings.compressed(rows)
             probabilities = torch.sigmoid(self._model.dense_part(torch.from_numpy(dense), rows)).numpy()
         answers = split_rows(probabilities, "probabilities", batch.samples)
         if np.isfinite(probabilities).all():
