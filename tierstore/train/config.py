@@ -180,7 +180,7 @@ class ModelSection:
     )
     tower_compression: float = option(4.0, "bytes of their vectors over those that towers give", low=1, high=1000)
     tower_per_feature: int = option(0, 'vectors that a tower gives for each of its columns ("dot")', low=0, high=1000)
-    tower_flat: int = option(2, 'vectors that it gives for all of them together ("dot")', low=0, high=1000)
+    tower_flat: int = option(4, 'vectors that it gives for all of them together ("dot")', low=0, high=1000)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -23,6 +23,7 @@ BATCH = 48
 RUNS = {
     "dlrm": {"train__epochs": 1},
     "dcn": {"train__epochs": 1, "model__interaction": "dcn", "data__log_dense": False},
+    "towers": {"train__epochs": 1, "model__towers": [[f"C{i}" for i in range(k, 27, 2)] for k in (2, 1)]},
 }
 
 
