@@ -131,17 +131,15 @@ def _towers(options: argparse.Namespace) -> int:
         require_new(path, force=options.force)
     flags = (("data", options.data), ("store", options.store))
     given = [Override(name, "path", value, f"--{name} {value}") for name, value in flags if value is not None]
-    config, count = load(options.run_file, given), options.towers
-    found = partition_run(config, count, rows=options.rows, coherent=not options.diverse, seed=options.seed)
+    found = partition_run(load(options.run_file, given), options.towers, rows=options.rows, seed=options.seed)
     found.save(options.out, force=options.force)
     if options.svg is not None:
         write_text(Path(options.svg), found.svg(), force=options.force)
     lines: list[tuple[str, ...]] = [("  tower", "lookups", "bytes", "alike", "others", "tables")]
     for tower, (names, shares, alike) in enumerate(zip(found.towers, found.shares, found.alike, strict=True)):
-        others = f"{(alike.sum() - alike[tower]) / max(count - 1, 1):.2f}"
-        shown = f"{', '.join(map(_shown, names[:_TABLES_SHOWN]))}{', ...' if len(names) > _TABLES_SHOWN else ''}"
-        lines.append((f"  {tower}", *(f"{share:.2f}" for share in shares), f"{alike[tower]:.2f}", others, shown))
-    print(f"{options.out}: {len(found.tables):,} tables in {count} towers; the plane's stress is {found.stress:.2f}")
+        figures = (*shares, alike[tower], (alike.sum() - alike[tower]) / max(len(alike) - 1, 1))
+        lines.append((f"  {tower}", *(f"{each:.2f}" for each in figures), ", ".join(map(_shown, names))))
+    print(f"{options.out}: {len(found.tables):,} tables in {options.towers} towers; stress {found.stress:.2f}")
     print("\n".join(columns_of(lines)))
     print("lookups, bytes: of the mean; alike: mean similarity of a tower's tables, and of them and other towers'")
     return 0
@@ -204,7 +202,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
             arg("--store", metavar="DIR", help="folder of the store (store.path)"),
             arg("--rows", type=int, default=10_000, metavar="N", help="of the data, to compare by (default: 10000)"),
-            arg("--diverse", help="put tables together that are not alike"),
             arg("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)"),
             arg("--svg", metavar="PATH", help="draw the tables by similarity"),
             arg("--force", help="replace files that exist"),

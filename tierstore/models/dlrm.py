@@ -48,10 +48,7 @@ class CrossNetwork(nn.Module):
 
     def forward(self, dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
         """Returns Tensor [B, N * D]."""
-        return self.cross(torch.cat([dense_BD, sparse_BFD.flatten(1)], dim=1))
-
-    def cross(self, first: Tensor) -> Tensor:
-        """The recurrence, of vectors that are laid end to end already: Tensor [B, N * D] to one of that shape."""
+        first = torch.cat([dense_BD, sparse_BFD.flatten(1)], dim=1)
         crossed = first
         for layer in self.layers:
             crossed = first * layer(crossed) + crossed

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import init, optim
 from ..config import TableConfig
@@ -123,9 +123,16 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:
     """The model over these tables, its weights drawn from torch's random numbers, on the CPU."""
-    whole, shape = build_embeddings(config, embeddings)
+    modules: Any = build_towers(config)
+    shape = {"num_features": len(config.data.sparse_columns), "embedding_dim": config.embedding.dim}
+    if modules and config.model.interaction == "dot":
+        vectors = sum(module.num_vectors for module in modules)
+        shape = {"num_features": vectors, "embedding_dim": modules[0].out_features // modules[0].num_vectors}
+    elif modules:
+        width = sum(module.out_features for module in modules)
+        shape = {"num_features": width, "embedding_dim": 1, "dense_dim": config.embedding.dim}
     return DLRM(
-        whole,
+        Towers(embeddings, config.model.towers, modules) if modules else embeddings,
         **shape,
         num_dense=len(config.data.dense_columns),
         bottom_mlp=config.model.bottom_mlp,
@@ -136,29 +143,19 @@ def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> 
     )
 
 
-def build_embeddings(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> tuple[nn.Module, dict[str, int]]:
-    """What gives a run's model the vectors of its columns, compressed by towers if it has some; and the model's
-    arguments that say how many of which width these are."""
+def build_towers(config: RunConfig) -> list[DLRMTower] | list[DCNTower]:
+    """The module of each tower, if there are towers."""
     model, dim = config.model, config.embedding.dim
-    num_features = len(config.data.sparse_columns)
-    if not model.towers:
-        return embeddings, {"num_features": num_features, "embedding_dim": dim}
     if isinstance(model.towers, str):
-        raise ValueError(f"model.towers={model.towers!r}: a run file that is loaded has the file's towers; give them")
-    modules: list[DCNTower] | list[DLRMTower]
+        raise ValueError(f"model.towers={model.towers!r}: load the run file, which reads that one; or give the towers")
     sizes, most = [len(tower) for tower in model.towers], model.tower_compression
     if model.interaction == "dcn":
-        shapes = [(size, max(1, round(size * dim / most))) for size in sizes]
-        modules = [DCNTower(num_features=size, dim=dim, out_features=out) for size, out in shapes]
-        towers = Towers(embeddings, model.towers, modules)
-        return towers, {"num_features": towers.out_features, "embedding_dim": 1, "dense_dim": dim}
+        widths = (max(1, round(size * dim / most)) for size in sizes)
+        return [DCNTower(num_features=n, dim=dim, out_features=w) for n, w in zip(sizes, widths, strict=True)]
     per_feature, flat = model.tower_per_feature, model.tower_flat
-    vectors = per_feature * num_features + flat * len(sizes)
-    out_dim = max(1, round(num_features * dim / (most * vectors)))
-    modules = [
-        DLRMTower(num_features=size, dim=dim, out_dim=out_dim, per_feature=per_feature, flat=flat) for size in sizes
-    ]
-    return Towers(embeddings, model.towers, modules), {"num_features": vectors, "embedding_dim": out_dim}
+    vectors = per_feature * sum(sizes) + flat * len(sizes)
+    shape = {"dim": dim, "out_dim": max(1, round(sum(sizes) * dim / (most * max(vectors, 1))))}
+    return [DLRMTower(num_features=size, **shape, per_feature=per_feature, flat=flat) for size in sizes]
 
 
 def table_configs(config: RunConfig) -> list[TableConfig]:

@@ -19,7 +19,6 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..layout import MAX_ROWS
 from ..settings import sections
 from ..settings.sections import ConfigError, Override, check_ranges, option
-from ..system.checks import require_partition
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers import CategoryRule, DataFormat
@@ -299,11 +298,6 @@ class RunConfig:
         columns = len(self.data.sparse_columns)
         if isinstance(sizes, tuple) and len(sizes) != columns:
             raise ConfigError(f"embedding.num_embeddings lists {len(sizes)} tables, data.sparse_columns {columns}")
-        if self.model.towers and not isinstance(self.model.towers, str):
-            try:
-                require_partition(self.model.towers, self.data.sparse_columns, "data.sparse_columns")
-            except ValueError as error:
-                raise ConfigError(f"model.{error}") from None
 
     @property
     def table_sizes(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def test_planted_groups_are_found(seed: int) -> None:
     assert plan.alike.diagonal().min() > plan.alike[~np.eye(4, dtype=bool)].max()
     again = partition(NAMES, similarity, loads, 4, slack=0.5, seed=seed)
     assert again.towers == plan.towers
-    diverse = partition(NAMES, similarity, loads, 4, slack=0.5, coherent=False)
+    diverse = partition(NAMES, 1 - similarity, loads, 4, slack=0.5)
     assert within(similarity, diverse.towers) < within(similarity, plan.towers) / 2
 
 

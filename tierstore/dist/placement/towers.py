@@ -13,30 +13,28 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from ...kernels.arrays import Float64s, Int64s
+from ...settings.sections import converted
 from ...system.output import write_text
 
 Names = tuple[tuple[str, ...], ...]
 _STARTS: Final = 16
-_MOST_CHANGES: Final = 10_000
 _MOST_WORK: Final = 10**8
+_MOST_CHANGES: Final = 10_000
 _MOST_ROUNDS: Final = 300
 _LEAST_GAIN: Final = 1e-9
 
 
 class TowerPlan(NamedTuple):
-    """A partition of tables.
+    """Tables in towers, in the order that tables were given in.
 
     Attributes:
-        towers: the tables of each, in the order that tables were given in.
-        tables: all of them, in that order.
-        plane: float64 [tables, 2], where each is.
-        stress: Kruskal's stress-1 of the plane: 0 where its distances are those wanted.
+        plane: float64 [tables, 2], where each is. stress: Kruskal's stress-1, 0 where it has the distances wanted.
         shares: float64 [towers, loads], each tower's part of a load, of the mean: 1 for all were they equal.
         alike: float64 [towers, towers], mean similarity of two tables, one of each.
     """
@@ -57,31 +55,30 @@ class TowerPlan(NamedTuple):
         """The plane as a picture: tables by their names, in the colours of their towers."""
         low, size = self.plane.min(axis=0), max(float(np.ptp(self.plane, axis=0).max()), 1e-9)
         tower_of = {name: number for number, tower in enumerate(self.towers) for name in tower}
-        parts = []
+        parts = [
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 750" font-family="sans-serif" font-size="15">'
+            '<rect width="800" height="750" fill="#fffefb"/>'
+            f'<text x="10" y="20">tables by similarity, stress {self.stress:.2f}</text>'
+        ]
         for name, (x, y) in zip(self.tables, 50 + 650 * (self.plane - low) / size, strict=True):
             text, tower = html.escape(name), tower_of[name]
             parts.append(
                 f'<g fill="hsl({360 * tower // len(self.towers)} 65% 40%)"><title>{text}: tower {tower}</title>'
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7"/><text x="{x + 10:.1f}" y="{y + 5:.1f}">{text}</text></g>'
             )
-        begin = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 750" font-family="sans-serif" font-size="15">'
-        ground = '<rect width="800" height="750" fill="#fffefb"/>'
-        about = f'<text x="10" y="20">tables by similarity, stress {self.stress:.2f}</text>'
-        return "\n".join([begin, ground, about, *parts, "</svg>", ""])
+        return "\n".join([*parts, "</svg>", ""])
 
 
 def load_towers(path: str | os.PathLike[str]) -> Names:
     """The towers that a file names. OSError: it cannot be read. ValueError: it is no such file."""
     try:
-        fields: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or list(fields) != ["towers"]:
+            raise ValueError('expected {"towers": [["user", "item"], ["shop"]]}, names of tables')
+        towers: Names = converted(fields["towers"], Names, "towers")
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    towers = fields.get("towers") if isinstance(fields, dict) and len(fields) == 1 else None
-    if not isinstance(towers, list) or not all(
-        isinstance(tower, list) and all(isinstance(name, str) for name in tower) for tower in towers
-    ):
-        raise ValueError(f'{path} has no towers: expected {{"towers": [["user", "item"], ["shop"]]}}, names of tables')
-    return tuple(tuple(tower) for tower in towers)
+        raise ValueError(f"{path} is no file of towers: {error}") from None
+    return towers
 
 
 def similarity_of(batches: Iterable[Tensor], tables: Sequence[str]) -> Float64s:
@@ -92,7 +89,7 @@ def similarity_of(batches: Iterable[Tensor], tables: Sequence[str]) -> Float64s:
 
     Args:
         batches: float [samples, features, dim]: pooled vectors.
-        tables: that of each feature; the result is in the order in which they appear.
+        tables: that of each feature; the result is in the order of their first features.
     """
     total = there = np.zeros((len(tables), len(tables)))
     for batch in batches:
@@ -112,63 +109,45 @@ def similarity_of(batches: Iterable[Tensor], tables: Sequence[str]) -> Float64s:
 
 
 def partition(
-    tables: Sequence[str],
-    similarity: Float64s,
-    loads: Float64s,
-    count: int,
-    *,
-    coherent: bool = True,
-    slack: float = 0.1,
-    seed: int = 0,
+    tables: Sequence[str], similarity: Float64s, loads: Float64s, count: int, *, slack: float = 0.1, seed: int = 0
 ) -> TowerPlan:
     """Tables in ``count`` towers of about equal loads, those that are alike together. The same for the same seed.
 
     Args:
-        tables: their names.
-        similarity: float64 [tables, tables], of ``similarity_of``.
+        similarity: float64 [tables, tables], of ``similarity_of``. With 1 - similarity, unlike tables come together.
         loads: float64 [tables, loads], at least 0: lookups and bytes, say. None of a tower's exceeds 1 + ``slack`` of
             the towers' mean, or what the largest tables, dealt out first, leave to the fullest tower if that is more.
-        coherent: False puts tables together that are not alike.
 
     Raises:
         ValueError: fewer tables than towers, or no tower.
     """
     if not 1 <= count <= len(tables):
         raise ValueError(f"{count} towers of {len(tables)} tables: expected 1 to {len(tables)}")
-    distances = 1 - similarity if coherent else similarity * (1 - np.eye(len(tables)))
-    plane, stress = plane_of(distances)
+    pairs = 1 - np.eye(len(tables))  # without those of a table with itself
+    plane, stress = plane_of((1 - similarity) * pairs)
     mean = np.asarray(loads, np.float64).sum(axis=0) / count
     shares = np.divide(loads, mean, out=np.zeros(np.shape(loads)), where=mean > 0)
-    groups = _Groups(plane, shares, count)
-    dealt = groups.dealt(np.argsort(-shares.max(axis=1), kind="stable"))
-    groups.most = max(1 + slack, groups.held(dealt).max()) + _LEAST_GAIN
+    dealt, fullest = _dealt(np.argsort(-shares.max(axis=1), kind="stable"), shares, count)
+    most = max(1 + slack, fullest) + _LEAST_GAIN
     generator, starts = np.random.default_rng(seed), min(_STARTS, _MOST_WORK // len(tables) ** 3)
-    others = [groups.dealt(generator.permutation(len(tables))) for _ in range(starts)]
-    allowed = [dealt, *(each for each in others if groups.held(each).max() <= groups.most)]
-    best = min(map(groups.improved, allowed), key=groups.spread)
+    others = (_dealt(generator.permutation(len(tables)), shares, count) for _ in range(starts))
+    allowed = [dealt, *(groups for groups, fullest in others if fullest <= most)]
+    _, best = min((_improved(each, plane, shares, most) for each in allowed), key=lambda found: found[0])
     members = sorted((np.flatnonzero(best == tower) for tower in range(count)), key=lambda own: int(own[0]))
     towers = tuple(tuple(tables[int(place)] for place in own) for own in members)
-    held = np.array([shares[own].sum(axis=0) for own in members])
-    pairs = 1 - np.eye(len(tables))  # without those of a table with itself
-    member = np.array([[place in own for place in range(len(tables))] for own in members], np.float64)
+    member = np.array([np.isin(np.arange(len(tables)), own) for own in members], np.float64)
     alike = (member @ (similarity * pairs) @ member.T) / np.maximum(member @ pairs @ member.T, 1)
-    return TowerPlan(towers, tuple(tables), plane, stress, held, alike)
+    return TowerPlan(towers, tuple(tables), plane, stress, member @ shares, alike)
 
 
 def plane_of(distances: Float64s) -> tuple[Float64s, float]:
-    """Points whose distances are about those wanted: float64 [n, 2]; and Kruskal's stress-1.
-
-    Args:
-        distances: float64 [n, n], symmetric, with zeros in the diagonal.
-    """
+    """Points, float64 [n, 2], about as far apart as wanted, float64 [n, n] with zeros in the diagonal; and Kruskal's
+    stress-1."""
     size = len(distances)
     centre = np.eye(size) - 1 / size
     values, vectors = np.linalg.eigh(-0.5 * centre @ distances**2 @ centre)
-    points: Float64s = np.zeros((size, 2))
-    for axis, place in enumerate(range(size - 1, max(size - 3, -1), -1)):
-        vector = vectors[:, place]
-        turned = vector * np.sign(vector[np.abs(vector).argmax()])  # LAPACK leaves the sign open
-        points[:, axis] = turned * np.sqrt(max(values[place], 0.0))
+    scaled = vectors[:, :-3:-1] * np.sqrt(np.maximum(values[:-3:-1], 0))
+    points: Float64s = np.pad(scaled, ((0, 0), (0, 2 - scaled.shape[1])))
     last = np.inf
     for _ in range(_MOST_ROUNDS):
         apart = _distances(points)
@@ -186,66 +165,41 @@ def _distances(points: Float64s) -> Float64s:
     return found
 
 
-class _Groups:
-    """Groups of points, int64 [points] each; no load of a group may exceed ``most`` of the mean.
+def _dealt(order: Int64s, shares: Float64s, count: int) -> tuple[Int64s, float]:
+    """The group of each point: in this order, the one that is then least full, so that none is empty; and the largest
+    load of a group."""
+    groups, held, sizes = order.copy(), np.zeros((count, shares.shape[1])), np.zeros(count)
+    for place in order:
+        own = np.lexsort((sizes, (held + shares[place]).max(axis=1)))[0]
+        groups[place] = own
+        held[own] += shares[place]
+        sizes[own] += 1
+    return groups, float(held.max())
 
-    Args:
-        points: float64 [points, 2].
-        shares: float64 [points, loads], of the groups' means.
-    """
 
-    def __init__(self, points: Float64s, shares: Float64s, count: int) -> None:
-        self._points, self._shares, self._count = points, shares, count
-        self._apart = _distances(points) ** 2
-        self.most = np.inf
-
-    def held(self, groups: Int64s) -> Float64s:
-        """Float64 [groups, loads]."""
-        found: Float64s = np.zeros((self._count, self._shares.shape[1]))
-        np.add.at(found, groups, self._shares)
-        return found
-
-    def dealt(self, order: Int64s) -> Int64s:
-        """Points in this order, each to the group that is then least full. No group is empty."""
-        groups, held, sizes = order.copy(), np.zeros((self._count, self._shares.shape[1])), np.zeros(self._count)
-        for place in order:
-            own = np.lexsort((sizes, (held + self._shares[place]).max(axis=1)))[0]
-            groups[place] = own
-            held[own] += self._shares[place]
-            sizes[own] += 1
-        return groups
-
-    def spread(self, groups: Int64s) -> float:
-        """The sum of the squared distances from the groups' centres."""
-        own = (self._points[groups == group] for group in range(self._count))
-        return float(sum(((points - points.mean(axis=0)) ** 2).sum() for points in own))
-
-    def improved(self, groups: Int64s) -> Int64s:
-        """With points moved to other groups, and exchanged, as long as that makes the spread less and breaks no
-        bound."""
-        groups, rows = groups.copy(), np.arange(len(groups))
-        for _ in range(_MOST_CHANGES):
-            sizes, held = np.bincount(groups, minlength=self._count).astype(np.float64), self.held(groups)
-            member = np.eye(self._count)[groups]
-            centres = member.T @ self._points / sizes[:, None]
-            far = ((self._points[:, None] - centres[None]) ** 2).sum(axis=2)
-            own, own_sizes = far[rows, groups], sizes[groups]
-            # One moves: what its group gains without it, less what the other one loses.
-            moved = (own_sizes / np.maximum(own_sizes - 1, 1) * own)[:, None] - sizes / (sizes + 1) * far
-            fits = (held[None] + self._shares[:, None] <= self.most).all(axis=2) & (own_sizes > 1)[:, None]
-            moved = np.where(fits & (member == 0), moved, -np.inf)
-            # Two change places: [first, second] is what the first's group gains.
-            to_first = own[:, None] - far[:, groups].T + self._apart / own_sizes[:, None]
-            after = held[groups][:, None] - self._shares[:, None] + self._shares[None]
-            fits_first = (after <= self.most).all(axis=2)
-            is_pair = fits_first & fits_first.T & (groups[:, None] != groups[None])
-            swapped = np.where(is_pair, to_first + to_first.T, -np.inf)
-            if max(moved.max(), swapped.max()) <= _LEAST_GAIN:
-                break
-            if moved.max() >= swapped.max():
-                place, group = np.unravel_index(moved.argmax(), moved.shape)
-                groups[place] = group
-            else:
-                first, second = np.unravel_index(swapped.argmax(), swapped.shape)
-                groups[[first, second]] = groups[[second, first]]
-        return groups
+def _improved(groups: Int64s, points: Float64s, shares: Float64s, most: float) -> tuple[float, Int64s]:
+    """Groups whose points were moved to others, or exchanged, as long as the sum of the squared distances from the
+    groups' centres fell and no load exceeded ``most``; and that sum."""
+    groups, apart, count = groups.copy(), _distances(points) ** 2, int(groups.max()) + 1
+    for _ in range(_MOST_CHANGES):
+        member = np.eye(count)[groups]
+        sizes, held = member.sum(axis=0), member.T @ shares
+        far = ((points[:, None] - member.T @ points / sizes[:, None]) ** 2).sum(axis=2)
+        own, own_sizes = (far * member).sum(axis=1), sizes[groups]
+        # One moves: what its group gains without it, less what the other one loses.
+        moved = (own_sizes / np.maximum(own_sizes - 1, 1) * own)[:, None] - sizes / (sizes + 1) * far
+        fits = (held + shares[:, None] <= most).all(axis=2) & (own_sizes > 1)[:, None] & (member == 0)
+        moved = np.where(fits, moved, -np.inf)
+        # Two change places: [first, second] is what the first's group gains.
+        gained = own[:, None] - far[:, groups].T + apart / own_sizes[:, None]
+        fits = (held[groups][:, None] - shares[:, None] + shares <= most).all(axis=2)
+        swapped = np.where(fits & fits.T & (groups[:, None] != groups), gained + gained.T, -np.inf)
+        if max(moved.max(), swapped.max()) <= _LEAST_GAIN:
+            break
+        if moved.max() >= swapped.max():
+            place, group = np.unravel_index(moved.argmax(), moved.shape)
+            groups[place] = group
+        else:
+            pair = list(np.unravel_index(swapped.argmax(), swapped.shape))
+            groups[pair] = groups[pair[::-1]]
+    return float(own.sum()), groups
