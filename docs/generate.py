@@ -34,6 +34,7 @@ ORDER: Final = (
     "crashes",
     "cuts",
     "criteo",
+    "towers",
     "reading",
     "quantized",
     "versions",

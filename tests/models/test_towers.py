@@ -11,52 +11,49 @@ from tierstore.nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 
 B, D = 5, 3
 TOWERS = [["d", "a"], ["b"], ["c", "e"]]
-IN_ORDER = [["a", "d"], ["b"], ["c", "e"]]
 
 
-def arrays(module):
-    return {name: each.detach().double().numpy() for name, each in module.named_parameters()}
+def by_hand(tower, of_sample):
+    """The tower's result for random rows is what ``of_sample`` makes of each one and the weights."""
+    for parameter in tower.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    pooled = torch.randn(B, 4 * D)
+    weights = {name: each.detach().double().numpy() for name, each in tower.named_parameters()}
+    expected = np.stack([of_sample(sample, weights) for sample in pooled.double().numpy()])
+    assert expected.shape == (B, tower.out_features)
+    np.testing.assert_allclose(tower(pooled).detach(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("per_feature", "flat"), [(2, 3), (2, 0), (0, 3)])
 def test_a_dlrm_tower_projects_each_feature_and_all_together(per_feature, flat):
+    def of_sample(sample, weights):
+        inputs = [("per_feature", each) for each in np.split(sample, 4)] if per_feature else []
+        inputs += [("flat", sample)] if flat else []
+        return np.concatenate([weights[f"{name}.weight"] @ x + weights[f"{name}.bias"] for name, x in inputs])
+
     tower = DLRMTower(num_features=4, dim=D, out_dim=5, per_feature=per_feature, flat=flat)
-    pooled, weights = torch.randn(B, 4 * D), arrays(tower)
-    found = tower(pooled)
-    assert found.shape == (B, tower.out_features) == (B, (4 * per_feature + flat) * 5)
-    assert tower.num_vectors == 4 * per_feature + flat
-    for sample, row in zip(pooled.double().numpy(), found, strict=True):
-        vectors = np.split(sample, 4) if per_feature else []
-        expected = [weights["per_feature.weight"] @ vector + weights["per_feature.bias"] for vector in vectors]
-        if flat:
-            expected.append(weights["flat.weight"] @ sample + weights["flat.bias"])
-        np.testing.assert_allclose(row.detach(), np.concatenate(expected), rtol=1e-4, atol=1e-5)
+    assert tower.out_features == 5 * tower.num_vectors == 5 * (4 * per_feature + flat)
+    by_hand(tower, of_sample)
 
 
 def test_a_dcn_tower_crosses_then_projects():
-    tower = DCNTower(num_features=4, dim=D, out_features=7, layers=2)
-    for parameter in tower.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    pooled, weights = torch.randn(B, 4 * D), arrays(tower)
-    found = tower(pooled)
-    assert found.shape == (B, tower.out_features) == (B, 7)
-    for first, row in zip(pooled.double().numpy(), found, strict=True):
+    def of_sample(first, weights):
         x = first
-        for layer in range(2):
-            x = first * (weights[f"cross.layers.{layer}.weight"] @ x + weights[f"cross.layers.{layer}.bias"]) + x
-        expected = weights["projection.weight"] @ x + weights["projection.bias"]
-        np.testing.assert_allclose(row.detach(), expected, rtol=1e-4, atol=1e-4)
+        for layer in ("cross.layers.0", "cross.layers.1"):
+            x = first * (weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"]) + x
+        return weights["projection.weight"] @ x + weights["projection.bias"]
+
+    by_hand(DCNTower(num_features=4, dim=D, out_features=7, layers=2), of_sample)
 
 
 @pytest.fixture
 def embeddings(store_dir):
     with tierstore.open(store_dir, ddr="4MiB") as store:
-        for name in ("a", "b", "c"):
+        for name, dim in {"a": D, "b": 2 * D, "c": D, "d": D}.items():
             features = ("c", "e") if name == "c" else (name,)
-            dim = 2 * D if name == "b" else D
-            table = tierstore.TableConfig(name=name, num_embeddings=20, embedding_dim=dim, feature_names=features)
-            store.create_table(table)
-        store.create_table(tierstore.TableConfig(name="d", num_embeddings=20, embedding_dim=D))
+            store.create_table(
+                tierstore.TableConfig(name=name, num_embeddings=20, embedding_dim=dim, feature_names=features)
+            )
         yield TieredEmbeddingBagCollection(store)
 
 
@@ -66,67 +63,48 @@ def batch():
 
 
 def test_towers_get_their_features_in_the_collections_order(embeddings):
-    assert embeddings.feature_names == list("abced")
-    given = [nn.Linear(2 * D, 4), nn.Linear(2 * D, 2), nn.Identity()]
-    for module, width in zip(given, (4, 2, 2 * D), strict=True):
+    modules = [nn.Linear(2 * D, 4), nn.Linear(2 * D, 2), nn.Identity()]
+    for module, width in zip(modules, (4, 2, 2 * D), strict=True):
         module.out_features = width
-    towers = Towers(embeddings, TOWERS, given)
-    assert (towers.widths, towers.out_features) == ([4, 2, 2 * D], 6 + 2 * D)
+    towers = Towers(embeddings, TOWERS, modules)
     columns = embeddings(batch()).to_dict()
-    inputs = [torch.cat([columns[name] for name in tower], dim=1) for tower in IN_ORDER]
-    found = towers(batch())
-    torch.testing.assert_close(found.values(), torch.cat([m(x) for m, x in zip(given, inputs, strict=True)], dim=1))
-    assert torch.equal(found.to_dict()["tower2"], torch.cat([columns["c"], columns["e"]], dim=1))
-    assert torch.equal(found.values(), towers.compressed(embeddings(batch()).values()))
+    inputs = (torch.cat([columns[name] for name in tower], dim=1) for tower in ("ad", "b", "ce"))
+    expected = [module(each) for module, each in zip(modules, inputs, strict=True)]
+    found = towers(batch()).to_dict()
+    assert all(map(torch.equal, found.values(), expected))
+    assert (list(found), towers.widths) == (["tower0", "tower1", "tower2"], [4, 2, 2 * D])
+    assert torch.equal(towers.compressed(embeddings(batch()).values()), torch.cat(expected, dim=1))
 
 
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
 def test_a_dlrm_over_towers_trains_all_its_parts(embeddings, interaction):
+    torch.manual_seed(0)
     if interaction == "dot":
         modules = [DLRMTower(num_features=2, dim=D, out_dim=4, per_feature=1) for _ in TOWERS]
         shape = {"num_features": 9, "embedding_dim": 4}
     else:
         modules = [DCNTower(num_features=2, dim=D, out_features=n) for n in (4, 5, 2)]
         shape = {"num_features": 11, "embedding_dim": 1, "dense_dim": 6}
-    torch.manual_seed(0)
-    towers = Towers(embeddings, TOWERS, modules)
-    model = DLRM(towers, num_dense=2, **shape, interaction=interaction)
-    dense = torch.rand(B, 2)
-    before = embeddings.store["a"].read(torch.arange(20))
+    model = DLRM(Towers(embeddings, TOWERS, modules), num_dense=2, **shape, interaction=interaction)
+    dense, before = torch.rand(B, 2), embeddings.store["a"].read(torch.arange(20))
     logits = model(dense, batch())
-    x, vectors = model.bottom(dense), towers(batch()).values()
-    assert x.shape == (B, 4 if interaction == "dot" else 6)
-    crossed = model.interaction(x, vectors.view(B, -1, shape["embedding_dim"]))
-    torch.testing.assert_close(logits, model.top(crossed)[:, 0])
+    vectors = model.embeddings(batch()).values().view(B, -1, shape["embedding_dim"])
+    torch.testing.assert_close(logits, model.top(model.interaction(model.bottom(dense), vectors))[:, 0])
     logits.sum().backward()
-    names = model.dense_parameters()
-    own = {name for name, _ in model.named_parameters() if name.startswith("embeddings.towers.")}
-    assert own <= set(names)
-    assert "embeddings.towers.2.flat.weight" in own or "embeddings.towers.2.projection.weight" in own
-    assert all(
-        each.grad is not None and each.grad.abs().sum() > 0 for name, each in names.items() if "bias" not in name
-    )
-    assert not any("rows" in name for name in names)
+    parameters = model.dense_parameters()
+    assert {name for name, _ in model.named_parameters()} - set(parameters) == {"embeddings.embeddings.rows"}
+    assert sum(name.startswith("embeddings.towers.") for name in parameters) == 3 * 4
+    assert all(each.grad.abs().sum() > 0 for name, each in parameters.items() if "bias" not in name)
     assert not torch.equal(before, embeddings.store["a"].read(torch.arange(20)))
 
 
-@pytest.mark.parametrize(
-    ("towers", "count", "message"),
-    [
-        ([["a", "b"], ["c", "d"]], 2, "'e'"),
-        ([["a", "b", "e"], ["c", "d", "a"]], 2, "'a'"),
-        ([["a", "b", "e"], ["c", "d", "x"]], 2, "'x'"),
-        ([["a", "b", "c", "d", "e"], []], 2, "no features"),
-        ([["a", "b", "c"], ["d", "e"]], 1, "modules"),
-    ],
-)
-def test_what_is_no_partition_is_refused(embeddings, towers, count, message):
-    modules = [DCNTower(num_features=1, dim=1, out_features=1)] * count
+REFUSED = {"ab cd x": "'e' 0 times", "abe cd a": "'a' 2 times", "abe cd x": "'x' 1 times", "abcd e  ": "no features"}
+
+
+@pytest.mark.parametrize(("towers", "message"), [*REFUSED.items(), ("abc de", "3 modules")])
+def test_what_is_no_partition_is_refused(embeddings, towers, message):
     with pytest.raises(ValueError, match=message):
-        Towers(embeddings, towers, modules)
-
-
-def test_sizes_that_give_nothing_are_refused():
+        Towers(embeddings, towers.split(" "), [DCNTower(num_features=1, dim=1, out_features=1)] * 3)
     with pytest.raises(ValueError, match="at least"):
         DLRMTower(num_features=2, dim=3, out_dim=4, flat=0)
     with pytest.raises(ValueError, match="dense_dim=8"):

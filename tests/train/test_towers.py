@@ -1,6 +1,5 @@
-"""Runs with towers: trained to the bits of a model made by hand, resumed, and partitioned by what they trained."""
+"""Runs with towers: the same bits when resumed, the modules that their keys say, towers by the vectors of a run."""
 
-import itertools
 import json
 
 import numpy as np
@@ -8,11 +7,11 @@ import pytest
 import torch
 
 import tierstore
+from tierstore.dist.placement.towers import partition, similarity_of
 from tierstore.models import DCNTower, DLRMTower
 from tierstore.settings.sections import to_toml
-from tierstore.train import trainer
 from tierstore.train.build import build_model, open_data
-from tierstore.train.config import ConfigError, RunConfig, load
+from tierstore.train.config import ConfigError, load
 from tierstore.train.partition import partition_run
 
 from .runs import config_of
@@ -21,26 +20,16 @@ TOWERS = [[f"C{i}" for i in range(start, 27, 3)] for start in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
-def test_a_killed_run_ends_in_the_bits_of_one_that_was_not(run, monkeypatch, interaction):
-    settings = {"model__towers": TOWERS, "model__interaction": interaction, "train__commit_every": 4}
-    whole, flat = run("whole", **settings), run("flat", model__interaction=interaction)
-    steps, real = iter(range(100)), trainer.train_step
-
-    def step(*arguments):
-        if next(steps) == 10:
-            raise KeyError
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", step)
-        with pytest.raises(KeyError):
-            run(**settings)
+def test_a_run_that_stopped_ends_in_the_bits_of_one_that_did_not(run, interaction):
+    settings = {"model__towers": TOWERS, "model__interaction": interaction}
+    whole = run("whole", **settings)
+    run(train__epochs=1, **settings)
     resumed = run(resume=True, **settings)
     assert (resumed.bits, resumed.test) == (whole.bits, whole.test)
-    assert whole.bits != flat.bits
+    assert whole.bits != run("flat", model__interaction=interaction).bits
     with tierstore.open(whole.store, mode="r", ddr="8MiB") as store:
-        trained = [name for name in store.tensors() if name.startswith("model.embeddings.towers.")]
-    assert len(trained) == 3 * (2 if interaction == "dot" else 4)
+        saved = [name for name in store.tensors() if name.startswith("model.embeddings.towers.")]
+    assert len(saved) == 3 * (2 if interaction == "dot" else 4)
     with pytest.raises(ValueError, match=r"model\.towers"):
         run("whole", resume=True, **settings | {"model__towers": TOWERS[::-1]})
 
@@ -55,15 +44,14 @@ class Tables(torch.nn.Module):
 @pytest.mark.parametrize("compression", [1.0, 4.0, 1000.0])
 def test_keys_decide_the_modules(folder, compression):
     keys = {"model__towers": TOWERS, "model__tower_compression": compression, "model__tower_per_feature": 1}
-    model = build_model(config_of(folder, "x", **keys, model__tower_flat=1), Tables())
-    dim = max(1, round(26 * 4 / (compression * (26 + 3))))
-    assert [type(each) for each in model.embeddings.towers] == [DLRMTower] * 3
-    assert model.embeddings.widths == [dim * (size + 1) for size in (9, 9, 8)]
-    assert model.interaction.out_features == dim + 30 * 29 // 2
-    model = build_model(config_of(folder, "x", **keys, model__interaction="dcn"), Tables())
-    assert [type(each) for each in model.embeddings.towers] == [DCNTower] * 3
-    assert model.embeddings.widths == [max(1, round(size * 4 / compression)) for size in (9, 9, 8)]
-    assert model.interaction.out_features == 4 + model.embeddings.out_features
+    dim = max(1, round(26 * 4 / (compression * (26 + 3 * 2))))
+    for kind, module, widths, out in (
+        ("dot", DLRMTower, [dim * (size + 2) for size in (9, 9, 8)], dim + 33 * 32 // 2),
+        ("dcn", DCNTower, own := [max(1, round(size * 4 / compression)) for size in (9, 9, 8)], 4 + sum(own)),
+    ):
+        model = build_model(config_of(folder, "x", **keys, model__tower_flat=2, model__interaction=kind), Tables())
+        assert [type(each) for each in model.embeddings.towers] == [module] * 3
+        assert (model.embeddings.widths, model.interaction.out_features) == (widths, out)
 
 
 def test_a_file_of_towers_is_part_of_the_run(tmp_path, monkeypatch):
@@ -72,40 +60,28 @@ def test_a_file_of_towers_is_part_of_the_run(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text('[model]\ntowers = "towers.json"\n')
     config = load("run.toml")
     assert config.model.towers == tuple(map(tuple, TOWERS))
-    (tmp_path / "towers.json").unlink()
     (tmp_path / "again.toml").write_text(to_toml(config))
-    assert load("again.toml") == config
-    assert RunConfig().model.towers == ()
-    with pytest.raises(ConfigError, match=r"model\.towers = 'towers\.json'"):
-        load("run.toml")
-    for wrong in ("{}", "[]", '{"towers": [1]}', '{"towers": [[1]]}', "{"):
-        (tmp_path / "towers.json").write_text(wrong)
+    for wrong in ("{}", "[]", '{"towers": [1]}', '{"towers": [[1]]}', '{"towers": [], "x": 1}', "{", None):
+        (tmp_path / "towers.json").unlink() if wrong is None else (tmp_path / "towers.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"model\.towers"):
             load("run.toml")
+    assert load("again.toml") == config
 
 
 def test_towers_are_of_the_vectors_of_the_runs_last_commit(folder, run):
-    summary = run(data__train_rows=300)
+    summary = run()
     config = config_of(folder, "none", store__path=summary.store)
-    plan = partition_run(config, 3, rows=40)
-    columns = list(config.data.sparse_columns)
-    reader, hasher = open_data(config)
-    total, pairs = np.zeros((26, 26)), np.zeros((26, 26))
+    columns, (reader, hasher) = list(config.data.sparse_columns), open_data(config)
+    (batch,) = reader.batches(hasher, batch_size=40, stop_row=40)
+    vectors, lookups = np.zeros((40, 26, 4)), []
     with tierstore.open(summary.store, mode="r", ddr="8MiB") as store:
-        for batch in reader.batches(hasher, batch_size=1, stop_row=40):
-            vectors = [
-                store[name].read(ids.values()).sum(0).double().numpy() for name, ids in batch.sparse.to_dict().items()
-            ]
-            for i, one in enumerate(vectors):
-                for j, other in enumerate(vectors):
-                    if one.any() and other.any():
-                        total[i, j] += abs(one @ other) / (np.linalg.norm(one) * np.linalg.norm(other))
-                        pairs[i, j] += 1
-    similarity = total / np.maximum(pairs, 1)
-    members = [[columns.index(name) for name in tower] for tower in plan.towers]
-    assert sorted(itertools.chain(*members)) == list(range(26))
-    for first, own in enumerate(members):
-        for second, others in enumerate(members):
-            alike = [similarity[i, j] for i in own for j in others if i != j]
-            assert plan.alike[first, second] == pytest.approx(np.mean(alike), rel=1e-6)
-    assert plan.shares[:, 1] == pytest.approx([3 * len(own) / 26 for own in members])
+        for place, (name, ids) in enumerate(batch.sparse.to_dict().items()):
+            lookups.append(len(ids.values()))
+            for sample, each in enumerate(torch.split(ids.values(), ids.lengths().tolist())):
+                vectors[sample, place] = store[name].read(each).sum(0)
+    similarity = similarity_of([torch.from_numpy(vectors)], columns)
+    expected = partition(columns, similarity, np.stack([lookups, np.ones(26)], axis=1), 3)
+    found = partition_run(config, 3, rows=40)
+    assert found.towers == expected.towers
+    np.testing.assert_allclose(found.shares, expected.shares)
+    np.testing.assert_allclose(found.alike, expected.alike, rtol=1e-5)
