@@ -19,11 +19,13 @@ from tierstore.dist import (
     ShardedTieredEmbeddingCollection,
     TowerTieredEmbeddingBagCollection,
     TowerTieredEmbeddingCollection,
+    average,
     data_parallel,
     open_sharded,
+    own_tensors,
 )
 
-from .ranks import run
+from .ranks import DIED, run
 
 STEPS, ROWS = 3, 90
 DIMS = {"a": 20, "b": 20, "c": 12}
@@ -61,7 +63,7 @@ CASES = [
 
 def open_hosts(hosts: int, **options: Any) -> ShardedStore:
     os.environ["LOCAL_WORLD_SIZE"] = f"{dist.get_world_size() // hosts}"
-    return open_sharded(None, cold="memory", **{"ddr": "1MiB", "threads": 1} | options)
+    return open_sharded(**{"cold": "memory", "ddr": "1MiB", "threads": 1} | options)
 
 
 def configs(case: Case) -> list[tierstore.TableConfig]:
@@ -120,11 +122,13 @@ def train(case: Case, hosts: int, *, by_towers: bool) -> list[Tensor]:
         list(taken)
         with torch.no_grad():
             found.append(look_up(case, module, made[0][0]))
-        own = [table.local for table in store.tables.values()]
         if case.ids is None:
-            found += [table.local.read(torch.tensor(list(table.rows), dtype=torch.int64)) for table in store.tables.values()]
-        assert own
+            found += [table.local.read(torch.tensor(list(table.rows), dtype=torch.int64)) for table in tables(store)]
         return found
+
+
+def tables(store: ShardedStore) -> list[Any]:
+    return list(store.tables.values())
 
 
 def _first(pair: tuple[Any, Any]) -> Any:
@@ -158,3 +162,184 @@ def test_without_modules_results_and_rows_have_the_bits_of_the_flat_exchange(
 ) -> None:
     cases = list(range(len(CASES))) if (hosts, on_host) == (2, 2) else [0, 4]
     assert run(compare, hosts * on_host, tmp_path, cases, hosts) == [[]] * (hosts * on_host)
+
+
+HIDDEN = [8, 5]
+"""Columns that towers 0 and 1 give."""
+
+
+class Tower(nn.Sequential):
+    def __init__(self, columns: int, out_features: int) -> None:
+        super().__init__(nn.Linear(columns, out_features), nn.Tanh())
+        self.out_features = out_features
+
+
+def towers_of_two() -> list[nn.Module]:
+    return [Tower(sum(2 * DIMS[name] for name in names), out) for names, out in zip(TOWERS[2], HIDDEN, strict=True)]
+
+
+class Model(nn.Module):
+    def __init__(self, embeddings: Any) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.over = nn.Linear(sum(HIDDEN), 1)
+
+    def forward(self, jagged: Any) -> Tensor:
+        found: Tensor = self.over(self.embeddings(jagged).values())
+        return found
+
+
+class Whole(nn.Module):
+    """The embeddings and towers in one process: of torch, or over a store that is read."""
+
+    def __init__(self, weights: dict[str, Tensor] | None = None, store: Any = None) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(towers_of_two())
+        self.bags = nn.ModuleDict({name: nn.EmbeddingBag.from_pretrained(each, freeze=False, mode="mean")
+                                   for name, each in (weights or {}).items()})  # fmt: skip
+        self.store = None if store is None else tierstore.TieredEmbeddingBagCollection(store)
+
+    def forward(self, jagged: Any) -> tierstore.KeyedTensor:
+        if self.store is None:
+            bags = {name: self.bags[name[0]](jagged[name].values(), jagged[name].offsets()[:-1]) for name in FEATURES}
+        else:
+            bags = self.store(jagged).to_dict()
+        parts = [torch.cat([bags[name] for name in FEATURES if name[0] in names], dim=1) for names in TOWERS[2]]
+        given = [tower(part) for tower, part in zip(self.towers, parts, strict=True)]
+        return tierstore.KeyedTensor(["0", "1"], HIDDEN, torch.cat(given, dim=1))
+
+
+CASE = Case(pooling="mean", rule=optim.SGD(lr=0.5))
+
+
+def loss_of(model: nn.Module, batch: tuple[tierstore.KeyedJaggedTensor, Tensor]) -> Tensor:
+    """The mean over a rank's samples."""
+    jagged, targets = batch
+    return (model(jagged) - targets[:, :1]).square().sum() / max(len(targets), 1)
+
+
+def train_model(*, prefetches: bool) -> dict[str, Any]:
+    """First and last rows that this rank has, by table, with their range; the last weights."""
+    torch.manual_seed(dist.get_rank())
+    with open_hosts(2, towers=TOWERS[2]) as store:
+        for config in configs(CASE):
+            store.create_table(config)
+        embeddings = TowerTieredEmbeddingBagCollection(store, towers_of_two())
+        assert (embeddings.out_features, embeddings.widths) == (sum(HIDDEN), HIDDEN)
+        model = data_parallel(Model(embeddings))
+        first = {name: each.clone() for name, each in model.module.state_dict().items()}
+        optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.5), [own_rows(store)]
+        made = list(batches(CASE, dist.get_rank()))
+        jagged = [each for each, _ in made]
+        taken = tierstore.prefetch(jagged, embeddings) if prefetches else jagged
+        for each, (_, targets) in zip(taken, made, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, (each, targets)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        embeddings.gather([])
+        return {"first": first, "last": model.module.state_dict(), "rows": [*rows, own_rows(store)]}
+
+
+def own_rows(store: ShardedStore) -> dict[str, tuple[range, Tensor]]:
+    return {each.name: (each.rows, each.local.read(torch.arange(each.rows.start, each.rows.stop)))
+            for each in tables(store)}  # fmt: skip
+
+
+def whole_rows(found: Sequence[dict[str, tuple[range, Tensor]]]) -> dict[str, Tensor]:
+    whole = {name: torch.full((ROWS, dim), torch.nan) for name, dim in DIMS.items()}
+    for name, (rows, values) in itertools.chain(*(each.items() for each in found)):
+        whole[name][rows.start : rows.stop] = values[: len(rows)]
+    return whole
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_with_modules_rows_and_weights_train_as_in_one_process_with_the_whole_model(
+    prefetches: bool, tmp_path: Path
+) -> None:
+    ranks = 4
+    found = run(train_prefetched if prefetches else train_alone, ranks, tmp_path)
+    before, after = (whole_rows([each["rows"][place] for each in found]) for place in (0, 1))
+    whole = Model(Whole(before))
+    whole.load_state_dict(found[0]["first"], strict=False)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for parts in zip(*(batches(CASE, rank) for rank in range(ranks)), strict=True):
+        optimizer.zero_grad()
+        torch.stack([loss_of(whole, part) for part in parts]).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for name, rows in after.items():
+        assert not torch.equal(rows, before[name])
+        torch.testing.assert_close(rows, whole.embeddings.bags[name].weight.detach(), rtol=0, atol=1e-6)
+    expected = {name: each for name, each in whole.state_dict().items() if "bags" not in name}
+    for each in found:
+        assert all(not torch.equal(each["last"][name], each["first"][name]) for name in expected)
+        torch.testing.assert_close(each["last"], expected, rtol=0, atol=1e-6)
+
+
+def train_alone() -> dict[str, Any]:
+    return train_model(prefetches=False)
+
+
+def train_prefetched() -> dict[str, Any]:
+    return train_model(prefetches=True)
+
+
+class Trained(NamedTuple):
+    """Bits of the rows that this rank has; weights and the optimizer's state; results of a batch that all ranks give."""
+
+    rows: dict[str, tuple[range, Tensor]]
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    results: Tensor
+
+
+def go_on(folder: Path, dies_in: int = -1, back_to: int = 0) -> tuple[Any, ...]:
+    """Train up to step ``STEPS``, from the last commit or the one gone back to; rank 1 ends itself in a step."""
+    with open_hosts(2, directory=folder, cold="lmdb", keep=9, towers=TOWERS[2]) as store:
+        for config in configs(CASE):
+            store.create_table(config)
+        torch.manual_seed(1)
+        model = Model(TowerTieredEmbeddingBagCollection(store, towers_of_two()))
+        averaged = [each for name, each in model.named_parameters() if name not in own_tensors(model)]
+        assert len(averaged) == len(list(model.over.parameters()))
+        optimizer = store.optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+        if back_to:
+            store.rollback(back_to)
+        start = tierstore.checkpoint.load(store, model, [optimizer])["step"] if "step" in store.extra else 0
+        for step, batch in itertools.islice(enumerate(batches(CASE, dist.get_rank())), start, None):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            average([each.grad for each in averaged if each.grad is not None], store.ranks)
+            if step == dies_in and dist.get_rank() == 1:
+                os._exit(DIED)
+            optimizer.step()
+            tierstore.checkpoint.save(store, model, [optimizer], extra={"step": step + 1})
+        with torch.no_grad():
+            results = model(next(batches(CASE, 0))[0])
+        return tuple(Trained(own_rows(store), model.state_dict(), optimizer.state_dict()["state"], results))
+
+
+def test_resumed_and_rolled_back_towers_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    expected = run(go_on, 4, tmp_path, tmp_path / "whole")
+    with pytest.raises(AssertionError, match="RankError"):
+        run(go_on, 4, tmp_path, tmp_path / "killed", 1)
+    killed = run(go_on, 4, tmp_path, tmp_path / "killed")
+    back = run(go_on, 4, tmp_path, tmp_path / "whole", -1, 3)
+    for one, *others in zip(expected, killed, back, strict=True):
+        assert len(one[2]) == 6, "Adam's state of both towers' weights and the layer above"
+        for other in others:
+            torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+def test_towers_go_on_in_another_number_of_ranks_and_are_read_by_one_process(tmp_path: Path) -> None:
+    expected = [Trained(*each) for each in run(go_on, 4, tmp_path, tmp_path / "store")]
+    with tierstore.open(tmp_path / "store", mode="r", ddr="1MiB") as store:
+        model = Model(Whole(store=store))
+        tierstore.checkpoint.load(store, model)
+        whole = model(next(batches(CASE, 0))[0]).detach()
+    fewer = [Trained(*each) for each in run(go_on, 2, tmp_path, tmp_path / "store")]
+    for each in expected[1:] + fewer:
+        torch.testing.assert_close((each.weights, each.state), (expected[0].weights, expected[0].state), rtol=0, atol=0)
+        torch.testing.assert_close(each.results, whole, rtol=0, atol=1e-6)
+    rows = [whole_rows([each.rows for each in found]) for found in (expected, fewer)]
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
+    torch.testing.assert_close(expected[0].results, whole, rtol=0, atol=1e-6)
