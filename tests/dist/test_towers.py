@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tierstore
 from tierstore import optim
 from tierstore.dist import (
+    Plan,
     ShardedStore,
     ShardedTieredEmbeddingBagCollection,
     ShardedTieredEmbeddingCollection,
+    Sharding,
     TowerTieredEmbeddingBagCollection,
     TowerTieredEmbeddingCollection,
     average,
@@ -24,6 +28,7 @@ from tierstore.dist import (
     open_sharded,
     own_tensors,
 )
+from tierstore.errors import RankError
 
 from .ranks import DIED, run
 
@@ -343,3 +348,96 @@ def test_towers_go_on_in_another_number_of_ranks_and_are_read_by_one_process(tmp
     rows = [whole_rows([each.rows for each in found]) for found in (expected, fewer)]
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
     torch.testing.assert_close(expected[0].results, whole, rtol=0, atol=1e-6)
+
+
+A, B, C = (tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=4) for name in "abc")
+
+
+def error_of(work: Callable[[], object]) -> str:
+    with pytest.raises((ValueError, TypeError, RankError)) as caught:
+        work()
+    return str(caught.value)
+
+
+def refused() -> list[str]:
+    """What each wrong call says in this rank, of four on two hosts."""
+    rank, two = dist.get_rank(), [["a"], ["b"]]
+    told = []
+
+    def opening(hosts: int = 2, **options: Any) -> None:
+        told.append(error_of(lambda: open_hosts(hosts, **options)))
+
+    opening(towers=[["a"], ["b"] if rank else ["c"]])
+    opening(4 if rank < 2 else 2, towers=two)
+    opening(towers=[["a"], ["b"], ["c"]])
+    opening(towers=[["a", "b"], ["b"]])
+    opening(towers=two, mesh=DeviceMesh("cpu", [[0, 2], [1, 3]]))
+    opening(towers=two, plan=Plan(4, {"b": Sharding("table_wise", (1,))}))
+    with open_hosts(2, towers=two) as store:
+        told.append(error_of(lambda: store.create_table(A, sharding_type="data_parallel")))
+        told.append(error_of(lambda: store.create_table(A, ranks=[2, 3])))
+        store.create_table(A, exchange="rows")
+        store.create_table(B, sharding_type="table_wise")
+        assert store["b"].sharding == Sharding("table_wise", (2,), "pooled")
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store)))
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, tables=["b"])))
+        store.create_table(C)
+        told.append(error_of(lambda: TowerTieredEmbeddingCollection(store)))
+    with open_hosts(2, towers=two) as store:
+        store.create_table(A)
+        store.create_table(B)
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, [nn.Identity(), nn.Linear(4, 3)])))
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, [nn.Linear(4, 3)])))
+        wrong = [nn.Linear(4, 3), Tower(4, 3)]
+        wrong[1].out_features = 2
+        module = TowerTieredEmbeddingBagCollection(store, wrong)
+        ids = tierstore.KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        told.append(error_of(lambda: module(ids)))
+    with open_hosts(2) as store:
+        told.append(error_of(lambda: TowerTieredEmbeddingCollection(store)))
+    return told
+
+
+def test_wrong_towers_are_refused_by_all_ranks(tmp_path: Path) -> None:
+    expected = [
+        r"towers of ranks 0 and 1 differs: .*'c'.* and .*'b'.*; give all ranks the same",
+        "equally many ranks on each host; LOCAL_WORLD_SIZE of the 4 ranks is 1, 2",
+        "expected the tables of each host, and there are 2 hosts",
+        "table 'b' is in two towers",
+        r"mesh=\[\[0, 2\], \[1, 3\]\]: expected hosts x ranks of a host, with the ranks \[0, 1, 2, 3\] in order",
+        r"table 'b' is table_wise over ranks \[1\], but its tower's host has ranks \[2, 3\]",
+        r"table 'a' is data_parallel over ranks \[0, 1, 2, 3\], but its tower's host has ranks \[0, 1\]",
+        r"table 'a' is row_wise over ranks \[2, 3\], but its tower's host has ranks \[0, 1\]",
+        "table 'a' has exchange=\"rows\": towers pool",
+        r"tower 0 has none of the tables \['b'\]",
+        r"table 'c' is in no tower of \[\['a'\], \['b'\]\]",
+        "Identity has no out_features",
+        "1 modules are given for 2 towers",
+        r"tower 1 gives \[4, 3\], and is to give \[4, 2\]|rank [23] cannot take part in this step",
+        "the store has no towers",
+    ]
+    for told in run(refused, 4, tmp_path):
+        for text, pattern in zip(told, expected, strict=True):
+            assert re.search(pattern, text), (pattern, text)
+
+
+def by_mesh() -> tuple[Tensor, int]:
+    """Results of towers on a mesh; bytes that went between hosts, of all bytes."""
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    mesh = init_device_mesh("cpu", (2, 2))
+    with open_sharded(cold="memory", ddr="1MiB", threads=1, towers=[["a"], ["b"]], mesh=mesh) as store:
+        store.create_table(A)
+        store.create_table(B)
+        module = TowerTieredEmbeddingBagCollection(store)
+        ids = tierstore.KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        out = module(ids).values()
+        towers = store.owners.towers
+        assert towers is not None
+        assert store.balance()[store.ranks.rank].traffic.bytes_sent > towers.peers.traffic.bytes_sent > 0
+        return out.detach(), towers.peers.traffic.bytes_sent
+
+
+def test_a_mesh_gives_the_hosts_and_peers_get_results_alone(tmp_path: Path) -> None:
+    for out, sent in run(by_mesh, 4, tmp_path):
+        assert out.shape == (2, 8)
+        assert sent == 16 + 2 * 4 * 4, "to one peer: a call's counts, and results of two samples"
