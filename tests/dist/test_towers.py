@@ -1,4 +1,4 @@
-"""Towers: without modules the bits of the flat exchange, with modules the gradients of one process with the whole model."""
+"""Towers: without modules the bits of the flat exchange, with them the gradients of one process with the whole model."""
 
 import itertools
 import os
@@ -289,7 +289,7 @@ def train_prefetched() -> dict[str, Any]:
 
 
 class Trained(NamedTuple):
-    """Bits of the rows that this rank has; weights and the optimizer's state; results of a batch that all ranks give."""
+    """Rows that this rank has; weights and the optimizer's state; results of a batch, the same in all ranks."""
 
     rows: dict[str, tuple[range, Tensor]]
     weights: dict[str, Tensor]
