@@ -1,4 +1,4 @@
-"""Towers: without modules the bits of the flat exchange, with them the gradients of one process with the whole model."""
+"""Towers: without modules the bits of the flat exchange, with them the gradients of the whole model in one process."""
 
 import itertools
 import os
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     prefetches: bool = False
     precision: Any = "fp32"
     ids: tierstore.DynamicIds | None = None
+    hbm: str = "0"
 
 
 CASES = [
@@ -63,6 +64,8 @@ CASES = [
     Case("column_wise", is_pooled=False, precision="int8"),
     Case("table_wise", optim.Adam(lr=0.1), is_pooled=False, collects=True, calls=2),
     Case(ids=tierstore.DynamicIds(), rule=optim.SGD(lr=0.1)),
+    Case(pooling="mean", hbm="300KiB"),
+    Case(is_pooled=False, hbm="300KiB"),
 ]
 
 
@@ -99,7 +102,7 @@ def train(case: Case, hosts: int, *, by_towers: bool) -> list[Tensor]:
     """Results and gradients of weights; then the rows that this rank has."""
     towers, on_host = TOWERS[hosts], dist.get_world_size() // hosts
     precisions = {"forward_precision": case.precision, "backward_precision": case.precision}
-    with open_hosts(hosts, towers=towers if by_towers else None, **precisions) as store:
+    with open_hosts(hosts, towers=towers if by_towers else None, hbm=case.hbm, **precisions) as store:
         for config in configs(case):
             (tower,) = (place for place, names in enumerate(towers) if config.name in names)
             ranks = range(tower * on_host, (tower + 1) * on_host)[: 1 if case.sharding_type == "table_wise" else None]

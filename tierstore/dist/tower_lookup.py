@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device import DeviceRowsLookup
 from .lookup import RowsLookup
 from .lookup import _Route as _RowsRoute
 from .pooled import PooledLookup, _lengths, _Place
@@ -77,7 +78,7 @@ class TowerBags(_OfTowers, PooledLookup):
             if place.columns.start == self.joined.bags.columns[place.feature]:  # of all ranges of columns, once
                 of_bags = found.setdefault(place.feature, torch.zeros(self.num_samples))
                 of_bags[samples] += sizes
-        return {feature: sizes.clamp_(min=1)[:, None] for feature, sizes in found.items()}
+        return {feature: sizes.clamp_(min=1)[:, None].to(self._device) for feature, sizes in found.items()}
 
     def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
         towers = self._towers
@@ -122,3 +123,7 @@ class TowerRows(_OfTowers, RowsLookup):
         counts = [given[rank] for number in range(towers.on_host) for rank in range(number, len(given), towers.on_host)]
         taken = ranks.exchange(back, of_owners, sums(counts, towers.hosts), towers.host)
         return transposed(taken, counts, towers.hosts)[0]
+
+
+class DeviceTowerRows(TowerRows, DeviceRowsLookup):
+    """Of tables whose rows are on a device."""

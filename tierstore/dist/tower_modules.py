@@ -16,7 +16,7 @@ from .lookup import ShardedLookup
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
 from .table import ShardedTable, Wire
-from .tower_lookup import TowerBags, TowerRows
+from .tower_lookup import DeviceTowerRows, TowerBags, TowerRows
 from .towers import Towers
 
 
@@ -28,8 +28,8 @@ class TowerTieredEmbeddingCollection(ShardedTieredEmbeddingCollection):
         _require_towers(store, tables)
         super().__init__(store, tables=tables)
 
-    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:  # noqa: ARG002
-        return TowerRows
+    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
+        return DeviceTowerRows if table.pool.tier.on_device else TowerRows
 
 
 class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
