@@ -90,18 +90,13 @@ def open_sharded(
     plan: Plan | str | os.PathLike[str] | None = None,
     towers: Sequence[Sequence[str]] | None = None,
     mesh: Any = None,
-    forward_precision: Precision = "fp32",
-    backward_precision: Precision = "fp32",
-    cold: Literal["lmdb", "memory"] = "lmdb",
-    mode: Literal["r", "w"] = "w",
+    forward_precision: Precision = "fp32", backward_precision: Precision = "fp32",
+    cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r", "w"] = "w",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
-    ddr: int | str | None = None,
-    hbm: int | str = 0,
-    device: str = "cpu",
-    policy: str = AUTO,
+    ddr: int | str | None = None, hbm: int | str = 0, device: str = "cpu", policy: str = AUTO,
     threads: int | None = None,
-) -> "ShardedStore":
+) -> "ShardedStore":  # fmt: skip
     """Open this rank's part of the store in ``directory``, or create it; collective.
 
     Args:
@@ -111,12 +106,10 @@ def open_sharded(
         mode: "w" opens for reading and writing, or creates; "r" opens, read-only, the newest commit that all of as many
             ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
-        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks.
-            Default: each table by rows over all ranks, or those of its tower's host.
-        towers: names of each host's tables, for the modules of towers; the same on all ranks. A plan has such tables
-            on ranks of their host alone. They are pooled by owners, unless it says otherwise.
-        mesh: ``DeviceMesh`` of hosts x ranks of a host, in order of the ranks, for towers. Default: by
-            LOCAL_WORLD_SIZE, as torchrun sets it.
+        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks. Default: each table by
+            rows over all ranks, or those of its tower's host.
+        towers: names of each host's tables, which are on its ranks alone; the same on all ranks.
+        mesh: for towers, ``DeviceMesh`` of hosts x ranks of a host, in order. Default: by torchrun's LOCAL_WORLD_SIZE.
         forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
             "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
         keep: commits that stay, at least 2.
@@ -131,24 +124,18 @@ def open_sharded(
         StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
             mode="r"; or one process wrote it.
         StoreLockedError: it is open for writing, by as many ranks or by another number of them.
-        DiskFullError: too little free space for new parts. Others: as of ``tierstore.open``.
-        TableError: the ranks' tables differ. RuntimeError: another rank failed.
-        ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, hosts of towers have
-            different numbers of ranks, or a tower's table is on other ranks than its host's.
+        DiskFullError: too little free space for new parts. TableError: the ranks' tables differ. RuntimeError: another
+            rank failed. Others: as of ``tierstore.open``.
+        ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, or towers as ``Towers``.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
             wire = _checked_wire(forward_precision, backward_precision)
-            require_choice(mode, ("r", "w"), "mode")
+            _require_supported(mode, keep)
             planned = planned_tables(plan, ranks)
-            _require_enough(keep)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
-        groups = None if towers is None else Towers.of(towers, ranks, mesh)
-        if groups is not None:
-            opened.callback(groups.close)
-            with ranks.together():
-                planned = groups.planned(planned)
+        groups, planned = _towers(towers, ranks, mesh, planned, opened)
         options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
@@ -181,7 +168,21 @@ def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> di
     return others
 
 
-def _require_enough(keep: int) -> None:
+def _towers(
+    tables: Sequence[Sequence[str]] | None, ranks: Ranks, mesh: Any, planned: Mapping[str, Sharding],
+    opened: contextlib.ExitStack,
+) -> tuple[Towers | None, Mapping[str, Sharding]]:  # fmt: skip
+    """The towers, if there are any, and how tables are to be sharded for them."""
+    if tables is None:
+        return None, planned
+    towers = Towers.of(tables, ranks, mesh)
+    opened.callback(towers.close)
+    with ranks.together():
+        return towers, towers.planned(planned)
+
+
+def _require_supported(mode: str, keep: int) -> None:
+    require_choice(mode, ("r", "w"), "mode")
     if keep < 2:
         raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
 
