@@ -179,8 +179,8 @@ def _tell(figures: dict[str, Any]) -> Told:
 _NOTE: Final = (
     "Towers: {tables} tables of {dim} columns, {batch:,} samples a rank, {ids} ids a bag, tables dealt out whole, half "
     "of them on each host; medians of steps in turns, forward, backward and row-wise Adagrad, the gradient given. A "
-    "step takes as long as in its slowest rank. The hosts are network namespaces of one machine, so 4 ranks share 2 cores. "
-    "Links have a rate (tc tbf) and no delay of their own."
+    "step takes as long as in its slowest rank. The hosts are network namespaces of one machine, so 4 ranks share 2 "
+    "cores. Links have a rate (tc tbf) and no delay of their own."
 )
 
 PART: Final = Part(_measure, _tell)
