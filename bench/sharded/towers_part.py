@@ -135,6 +135,8 @@ def main(folder: str, rank: int) -> None:
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    if os.geteuid():
+        raise SystemExit('The part "towers" makes network namespaces, which takes root; choose others by --only.')
     config = request.config["towers"]
     points = []
     for mbit in config["mbit"]:
