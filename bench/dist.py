@@ -1,7 +1,8 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
-Parts, each for itself with ``--only``: "bytes" (on the wire), "steps" (their time). The figures of a part that is not
-run again stay. Needs ``make peers``. Tests compare losses with TorchRec's.
+Parts, each for itself with ``--only``: "bytes" (on the wire), "steps" (their time), "towers" (steps over slow links
+between hosts; needs root). The figures of a part that is not run again stay. Needs ``make peers``. Tests compare losses
+with TorchRec's.
 """
 
 import sys
@@ -9,13 +10,14 @@ from typing import Final
 
 from .common import Part, Report, Run, program, run_parts
 from .peers import torchrec
-from .sharded import bytes_part, step_part
+from .sharded import bytes_part, step_part, towers_part
 
 __all__ = ["PARTS", "run"]
 
 PARTS: Final[dict[str, Part]] = {
     "bytes": bytes_part.PART,
     "steps": step_part.PART,
+    "towers": towers_part.PART,
 }
 
 

@@ -28,6 +28,7 @@ def test_values_come_back_as_near_as_their_bits_allow(precision: Any) -> None:
     assert len(sent) == len(rows)
     assert ((decoded(sent, precision) - rows).abs() <= unit * RELATIVE[precision] * (1 + 1e-6)).all()
     assert decoded(encoded(rows[:0], precision), precision).shape == (0, DIM)
+    assert decoded(encoded(rows[:1, :6], precision), precision).shape == (1, 6)
     rows[5, 7] = torch.nan
     assert decoded(encoded(rows, precision), precision)[5].isnan().any(), "what went wrong stays seen"
 

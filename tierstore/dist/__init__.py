@@ -7,10 +7,12 @@ from .collection import (
     ShardedTieredEmbeddingCollection,
     average,
     data_parallel,
+    own_tensors,
 )
 from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
+from .tower_modules import TowerTieredEmbeddingBagCollection, TowerTieredEmbeddingCollection
 
 __all__ = [
     "Plan",
@@ -20,8 +22,11 @@ __all__ = [
     "ShardedTieredEmbeddingBagCollection",
     "ShardedTieredEmbeddingCollection",
     "Sharding",
+    "TowerTieredEmbeddingBagCollection",
+    "TowerTieredEmbeddingCollection",
     "average",
     "data_parallel",
     "open_sharded",
+    "own_tensors",
     "shard",
 ]

@@ -93,6 +93,10 @@ class ShardedModule(TieredModule):
 
     is_collective = True
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        """By name: parameters and buffers that nothing else may average."""
+        return {"rows": self.rows}
+
     def _pooled_directly(self, *arguments: Any) -> None:
         """Nothing: all ranks take part in each lookup."""
 
@@ -213,15 +217,23 @@ class ShardedTieredEmbeddingCollection(ShardedCollection, TieredEmbeddingCollect
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """``DistributedDataParallel(model)``, which leaves the rows of sharded tables to their modules.
+    """``DistributedDataParallel(model)``, which leaves the rows of sharded tables, and the weights of towers, to their
+    modules.
 
     Args:
         options: of ``DistributedDataParallel``.
     """
-    owned = [f"{name}.rows".lstrip(".") for name, each in model.named_modules() if isinstance(each, ShardedModule)]
-    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *owned}
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *own_tensors(model)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(model, **options)
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that modules over sharded tables average, by name: rows, and the weights of towers. Leave
+    their gradients out of ``average``."""
+    modules = [(name, each) for name, each in model.named_modules() if isinstance(each, ShardedModule)]
+    found = ((f"{prefix}.{name}", own) for prefix, each in modules for name, own in each.own_tensors().items())
+    return {name.lstrip("."): own for name, own in found}
 
 
 def average(tensors: Sequence[Tensor], ranks: Ranks) -> None:

@@ -257,7 +257,10 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
         with self._ranks.together(f"lookup of {self._names}, {self._batch}", then=1):
             out = torch.empty((1, sum(given) * self._width), dtype=torch.float32, device=self._device)
             self.own.forward(out, keep=keep)
-        return self._ranks.exchange_rows(out.view(-1, self._width), given, asked, self._owners.wire.forward)
+        return self._carried(out.view(-1, self._width), given, asked)
+
+    def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
+        return self._ranks.exchange_rows(rows, given, asked, self._owners.wire.forward)
 
     def _sending(self, *, then: int = 1) -> AbstractContextManager[None]:
         """Around what makes gradients to be sent, which are then exchanged."""

@@ -161,31 +161,35 @@ class PooledLookup(RoutedLookup[_Route]):
             raise ValueError("some ranks' batches have weights and others' have none; give all some, or none")
         return bool(num_weights)
 
-    def forward(self, out: Tensor, *, keep: bool) -> None:
-        route, batch = self._route, self.joined.batch
-        sums = self._from_owners(route.given, route.asked, keep=keep)
-        is_set = set[int]()
-        for places, part in zip(self._places, torch.split(sums, route.asked), strict=True):
-            for place, bags in zip(places, part.view(len(places), batch, self._width), strict=True):
-                if place.columns.start in is_set:
-                    out[:, place.columns] += bags
-                else:
-                    out[:, place.columns] = bags
-                    is_set.add(place.columns.start)
-        if self.mode == "mean":
-            for columns, sizes in self._bag_sizes():
-                out[:, columns] /= sizes
+    @property
+    def num_samples(self) -> int:
+        """Of the output."""
+        return self.joined.batch
 
-    def _bag_sizes(self) -> Iterator[tuple[slice, Tensor]]:
-        """(columns, float32 [batch, 1] ids of each bag, 1 where there is none) of each feature."""
-        sizes = (
-            np.maximum(np.diff(self.joined.bags.starts), 1)
-            .astype(np.float32)
-            .reshape(len(self.joined.bags.columns), -1)
-        )
-        dim = self._sharded[0].layout.dim
-        for column, own in zip(self.joined.bags.columns.tolist(), sizes, strict=True):
-            yield slice(column, column + dim), torch.from_numpy(own)[:, None].to(self._device)
+    def _pieces(self) -> Iterator[tuple[slice, _Place]]:
+        """What owners give, in order: of which samples of the output and where."""
+        return ((slice(0, self.joined.batch), place) for place in itertools.chain(*self._places))
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        sums, pieces = self._from_owners(self._route.given, self._route.asked, keep=keep), list(self._pieces())
+        is_set = set[tuple[int, int]]()
+        for (samples, place), bags in zip(pieces, torch.split(sums, _lengths(pieces)), strict=True):
+            if (samples.stop, place.columns.start) in is_set:
+                out[samples, place.columns] += bags
+            else:
+                out[samples, place.columns] = bags
+                is_set.add((samples.stop, place.columns.start))
+        if self.mode == "mean":
+            dim = self._sharded[0].layout.dim
+            for feature, sizes in self._bag_sizes().items():
+                column = int(self.joined.bags.columns[feature])
+                out[:, column : column + dim] /= sizes
+
+    def _bag_sizes(self) -> dict[int, Tensor]:
+        """Of each feature of the output: float32 [samples, 1] ids of each bag, 1 where there is none."""
+        sizes = np.diff(self.joined.bags.starts).reshape(len(self.joined.bags.columns), -1)
+        as_floats = torch.from_numpy(np.maximum(sizes, 1).astype(np.float32))[:, :, None]
+        return dict(enumerate(as_floats.to(self._device)))
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         route, joined = self._route, self.joined
@@ -205,13 +209,15 @@ class PooledLookup(RoutedLookup[_Route]):
         with self._sending():
             sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
             if self.mode == "mean":
-                sizes = [sizes for _, sizes in self._bag_sizes()]
-                sent *= 1 / torch.cat([sizes[place.feature] for place in itertools.chain(*self._places)])
+                sizes = self._bag_sizes()
+                of_pieces = (sizes[place.feature][samples] for samples, place in self._pieces())
+                sent *= 1 / torch.cat([sent.new_empty(0, 1), *of_pieces])
         return Sent(self.own, self._sent(sent))
 
     def _in_order_of_owners(self, grad_out: Tensor) -> Tensor:
         """float32 [bags, columns of a result]: the gradient of each result that owners gave."""
-        return torch.cat([grad_out[:, place.columns] for place in itertools.chain(*self._places)])
+        none = grad_out.new_empty(0, self._width)  # where there are no pieces
+        return torch.cat([none, *(grad_out[samples, place.columns] for samples, place in self._pieces())])
 
     def _sent(self, gradients: Tensor) -> Tensor:
         return self._to_owners(gradients, self._route.given, self._route.asked).view(1, -1)
@@ -224,7 +230,7 @@ class _MergedPooled(SendsGradients):
         tables = list(dict.fromkeys(table for lookup in lookups for table in lookup.tables))
         super().__init__(tables, [hold for lookup in lookups for hold in lookup.holds])
         self._lookups = lookups
-        self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
+        self._sizes = [(lookup.num_samples, width) for lookup, width in zip(lookups, widths, strict=True)]
 
     @property
     def _ranks(self) -> Ranks:
@@ -242,6 +248,10 @@ class _MergedPooled(SendsGradients):
         kind: Any = type(sent[0].lookup)
         lookup = kind.merged([each.lookup for each in sent], [each.gradient.shape[1] for each in sent])
         return Sent(lookup, torch.cat([each.gradient for each in sent], dim=1))
+
+
+def _lengths(pieces: Sequence[tuple[slice, _Place]]) -> list[int]:
+    return [samples.stop - samples.start for samples, _ in pieces]
 
 
 def _parsed(message: Int64s, num_features: int) -> _Request:

@@ -55,14 +55,14 @@ def encoded(rows: Tensor, precision: Precision) -> Tensor:
 def decoded(sent: Tensor, precision: Precision) -> Tensor:
     """float32 [n, dim] of what ``encoded`` gave."""
     if precision == "int8":
-        scale = sent[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+        scale = sent[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return sent[:, :-_SCALE_BYTES].to(torch.float32) * scale
     return sent.to(torch.float32)
 
 
 @contextlib.contextmanager
-def naming_gone(group: Any, rank: int, size: int) -> Iterator[None]:
-    """Run an exchange.
+def naming_gone(group: Any, rank: int, numbers: Sequence[int]) -> Iterator[None]:
+    """Run an exchange of a group whose ranks errors name by these numbers.
 
     Raises:
         RankError: it failed; names the ranks that ended or hang.
@@ -70,7 +70,8 @@ def naming_gone(group: Any, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        gone = _gone(dist.get_process_group_ranks(group or dist.group.WORLD), rank, size)
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        gone = [numbers[each] for each in _gone(members, rank, len(numbers))]
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "a rank"
         raise RankError(
             f"{who} ended, or did not answer within the group's timeout. Start all ranks again: they go on from the "
@@ -114,6 +115,7 @@ class Ranks:
 
     Args:
         group: of ``torch.distributed``; None for all ranks.
+        numbers: by which errors name the ranks, if not by their numbers in the group.
 
     Attributes:
         rank: this one's number in the group. size: how many there are.
@@ -124,7 +126,7 @@ class Ranks:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, numbers: Sequence[int] | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -135,6 +137,7 @@ class Ranks:
                 'make it by init_process_group("cpu:gloo,cuda:nccl"), or give a group of these backends'
             )
         self.size = dist.get_world_size(group)
+        self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
         self._backend: Any = group or dist.group.WORLD
@@ -254,11 +257,12 @@ class Ranks:
         words, counts = self._meet(call, given)
         if _FAILED in counts:
             self._owed = 0
-            raise RankError(f"rank {counts.index(_FAILED)} cannot take part in this step; its own error says why")
+            failed = self._numbers[counts.index(_FAILED)]
+            raise RankError(f"rank {failed} cannot take part in this step; its own error says why")
         if len(set(words)) > 1:
             calls = self._calls(call)
             self._owed = 0
-            raise RankError(_differing(calls))
+            raise RankError(_differing(calls, self._numbers))
         self._owed = then
         return counts
 
@@ -277,11 +281,14 @@ class Ranks:
 
     # Exchanges
 
-    def exchange(self, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    def exchange(
+        self, values: Tensor, given: Sequence[int], taken: Sequence[int], among: "Ranks | None" = None
+    ) -> Tensor:
         """Send ``given[r]`` of the values' rows to rank r, in order; returns ``taken[r]`` rows from each, in order.
-        After ``counts``, which says that it follows."""
+        After ``counts``, which says that it follows. ``among``: a part of the ranks, whose counts these are, while
+        the others exchange in theirs."""
         assert self._owed, "ranks that call different things must not meet here"
-        found = self._exchange(values, given, taken)
+        found = (among or self)._exchange(values, given, taken)
         self._owed -= 1
         return found
 
@@ -294,7 +301,7 @@ class Ranks:
         values = values if self._carries(device.type) else values.cpu()
         out = values.new_empty((sum(taken), *values.shape[1:]))
         begun = time.perf_counter()
-        with naming_gone(self.group, self.rank, self.size):
+        with naming_gone(self.group, self.rank, self._numbers):
             self._backend.alltoall_base(out, values, list(taken), list(given), self._options).wait()
         row_bytes = values.element_size() * math.prod(values.shape[1:])
         sent, received = (sum(counts) - counts[self.rank] for counts in (given, taken))
@@ -312,15 +319,22 @@ class Ranks:
             self._carried[device_type] = name != "gloo"
         return self._carried[device_type]
 
-    def exchange_rows(self, rows: Tensor, given: Sequence[int], taken: Sequence[int], precision: Precision) -> Tensor:
+    def exchange_rows(
+        self,
+        rows: Tensor,
+        given: Sequence[int],
+        taken: Sequence[int],
+        precision: Precision,
+        among: "Ranks | None" = None,
+    ) -> Tensor:
         """``exchange`` of rows of float32 [n, dim], in so few bits on the way."""
-        return decoded(self.exchange(encoded(rows, precision), given, taken), precision)
+        return decoded(self.exchange(encoded(rows, precision), given, taken, among), precision)
 
 
-def _differing(calls: Sequence[str]) -> str:
+def _differing(calls: Sequence[str], numbers: Sequence[int]) -> str:
     """What to tell of ranks that call different things."""
     by_call: dict[str, list[str]] = {}
-    for rank, call in enumerate(calls):
+    for rank, call in zip(numbers, calls, strict=True):
         by_call.setdefault(call, []).append(str(rank))
     if len(by_call) == 1:
         return f"all ranks call {calls[0]}, but in different stores: all must use their stores in the same order"

@@ -37,6 +37,7 @@ from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic
 from .table import Owners, ShardedTable, Wire, local_config, whole_config
+from .towers import Towers
 
 _RESTART: Final = "start all ranks again: they go on from the last commit that all have"
 
@@ -87,18 +88,15 @@ def open_sharded(
     *,
     group: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    forward_precision: Precision = "fp32",
-    backward_precision: Precision = "fp32",
-    cold: Literal["lmdb", "memory"] = "lmdb",
-    mode: Literal["r", "w"] = "w",
+    towers: Sequence[Sequence[str]] | None = None,
+    mesh: Any = None,
+    forward_precision: Precision = "fp32", backward_precision: Precision = "fp32",
+    cold: Literal["lmdb", "memory"] = "lmdb", mode: Literal["r", "w"] = "w",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
-    ddr: int | str | None = None,
-    hbm: int | str = 0,
-    device: str = "cpu",
-    policy: str = AUTO,
+    ddr: int | str | None = None, hbm: int | str = 0, device: str = "cpu", policy: str = AUTO,
     threads: int | None = None,
-) -> "ShardedStore":
+) -> "ShardedStore":  # fmt: skip
     """Open this rank's part of the store in ``directory``, or create it; collective.
 
     Args:
@@ -108,8 +106,10 @@ def open_sharded(
         mode: "w" opens for reading and writing, or creates; "r" opens, read-only, the newest commit that all of as many
             ranks have, while others may train.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
-        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks.
-            Default: each table by rows over all ranks.
+        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks. Default: each table by
+            rows over all ranks, or those of its tower's host.
+        towers: names of each host's tables, which are on its ranks alone; the same on all ranks.
+        mesh: for towers, ``DeviceMesh`` of hosts x ranks of a host, in order. Default: by torchrun's LOCAL_WORLD_SIZE.
         forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
             "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
         keep: commits that stay, at least 2.
@@ -124,18 +124,18 @@ def open_sharded(
         StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``, or
             mode="r"; or one process wrote it.
         StoreLockedError: it is open for writing, by as many ranks or by another number of them.
-        DiskFullError: too little free space for new parts. Others: as of ``tierstore.open``.
-        TableError: the ranks' tables differ. RuntimeError: another rank failed.
-        ValueError: a wrong argument, ranks give different ones, or a group as ``Ranks`` refuses.
+        DiskFullError: too little free space for new parts. TableError: the ranks' tables differ. RuntimeError: another
+            rank failed. Others: as of ``tierstore.open``.
+        ValueError: a wrong argument, ranks give different ones, a group as ``Ranks`` refuses, or towers as ``Towers``.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as held, contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
             wire = _checked_wire(forward_precision, backward_precision)
-            require_choice(mode, ("r", "w"), "mode")
+            _require_supported(mode, keep)
             planned = planned_tables(plan, ranks)
-            _require_enough(keep)
-        require_alike(ranks, mode=mode, plan=planned, precision=wire)
+        require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
+        groups, planned = _towers(towers, ranks, mesh, planned, opened)
         options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
@@ -147,7 +147,7 @@ def open_sharded(
         else:
             own = held.enter_context(OwnPart(ranks, folder, planned, writing | options))
             opened.callback((local := own.store).close)
-        made = ShardedStore(local, Owners(ranks, wire), planned)
+        made = ShardedStore(local, Owners(ranks, wire, groups), planned)
         if own is not None:
             own.replace_others(made.version)
         opened.pop_all()
@@ -168,7 +168,21 @@ def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> di
     return others
 
 
-def _require_enough(keep: int) -> None:
+def _towers(
+    tables: Sequence[Sequence[str]] | None, ranks: Ranks, mesh: Any, planned: Mapping[str, Sharding],
+    opened: contextlib.ExitStack,
+) -> tuple[Towers | None, Mapping[str, Sharding]]:  # fmt: skip
+    """The towers, if there are any, and how tables are to be sharded for them."""
+    if tables is None:
+        return None, planned
+    towers = Towers.of(tables, ranks, mesh)
+    opened.callback(towers.close)
+    with ranks.together():
+        return towers, towers.planned(planned)
+
+
+def _require_supported(mode: str, keep: int) -> None:
+    require_choice(mode, ("r", "w"), "mode")
     if keep < 2:
         raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
 
@@ -247,12 +261,17 @@ class ShardedStore:
                 _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], own)
                 self._note_agreed()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()}
+                self._require_within(shardings)
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
         self._require_alike([(table.index, table.config, table.sharding) for table in found], "open_sharded")
         self._take(found)
         self.ranks.run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
         if not common:
             self._commit(0, None, None)
+
+    def _require_within(self, shardings: Mapping[str, Sharding]) -> None:
+        if self.owners.towers is not None:
+            self.owners.towers.require_within(shardings.items())
 
     def _note_agreed(self) -> None:
         """Keep what the local commit holds, which all ranks have: a later one may not be all ranks'."""
@@ -291,8 +310,9 @@ class ShardedStore:
 
         Args:
             sharding_type, ranks, exchange, column_ranges: see ``Sharding``. Default: as the plan has them, else
-                "row_wise" over all ranks; a "table_wise" table is on the rank whose tables have the fewest bytes, and
-                "grid_shard" is over all ranks, with a range of columns for each host.
+                "row_wise" over all ranks, or over those of its tower's host, pooled by them; a "table_wise" table is on
+                the one of these whose tables have the fewest bytes, and "grid_shard" is over all ranks, with a range of
+                columns for each host.
 
         Raises:
             TableError: as ``Store.create_table``, or ranks differ in the arguments or the table's number; then nothing
@@ -318,23 +338,29 @@ class ShardedStore:
             sharding_type, ranks = default.sharding_type, default.ranks if ranks is None else ranks
             exchange = default.exchange if exchange is None else exchange
             column_ranges = default.column_ranges if column_ranges is None else column_ranges
-        kind = sharding_type or "row_wise"
-        places = self._default(kind) if ranks is None else ranks
+        kind, towers = sharding_type or "row_wise", self.owners.towers
+        within = None if towers is None else towers.ranks_of(name)
+        places = self._default(kind, within) if ranks is None else ranks
         if column_ranges is None:
             column_ranges = -(-len(places) // _on_host(self.ranks.size)) if kind == "grid_shard" else 1
-        sharding = Sharding.checked(kind, places, exchange or "rows", self.ranks.size, column_ranges)
+        usual: Exchange = "rows" if within is None or kind == "data_parallel" else "pooled"
+        sharding = Sharding.checked(kind, places, exchange or usual, self.ranks.size, column_ranges)
+        self._require_within({name: sharding})
         if known is not None and known != sharding:
             raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {list(known.ranks)}")
         return sharding
 
-    def _default(self, sharding_type: str) -> Sequence[int]:
+    def _default(self, sharding_type: str, within: range | None) -> Sequence[int]:
+        """``within``: the ranks of the table's tower, if it is in one."""
         size = self.ranks.size
         used = [0.0] * size
         for table in self.tables.values():
             for rank in table.sharding.ranks:
                 used[rank] += table.config.size_bytes(table.layout.page_bytes) / len(table.shards)
         if sharding_type == "table_wise":
-            return [used.index(min(used))]
+            return [min(within or range(size), key=used.__getitem__)]
+        if within is not None and sharding_type != "data_parallel":
+            return within
         if sharding_type in ("table_row_wise", "table_column_wise"):
             on_host = _on_host(size)
             hosts = [range(first, min(first + on_host, size)) for first in range(0, size, on_host)]
@@ -363,7 +389,7 @@ class ShardedStore:
         with self.ranks.telling():
             local = [table.local for table in self.tables.values()]
             rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
-            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic)
+            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
         return self.ranks.gather(own, "balance")
 
     # What a module asks of a store.
@@ -491,7 +517,7 @@ class ShardedStore:
 
     def close(self) -> None:
         """Close this rank's store; what was not committed is lost, and logged as of ``Store.close``."""
-        with contextlib.closing(self.ranks):
+        with contextlib.closing(self.owners):
             self.local.close()
 
     def __enter__(self) -> Self:
@@ -500,5 +526,5 @@ class ShardedStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.closing(self.ranks):
+        with contextlib.closing(self.owners):
             self.local.__exit__(kind, error, trace)

@@ -16,7 +16,8 @@ from ..optim.configs import Hyper, RowWiseAdagrad, RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..store import Store, Table
 from .plan import Shard, Sharding
-from .ranks import Precision, Ranks
+from .ranks import Precision, Ranks, Traffic
+from .towers import Towers
 
 _T = TypeVar("_T")
 Ranks16 = NDArray[np.uint16]
@@ -177,12 +178,26 @@ class Owners:
     Attributes:
         ranks: the group.
         wire: how values cross.
+        towers: groups of tables on hosts of their own, if there are any.
     """
 
-    def __init__(self, ranks: Ranks, wire: Wire) -> None:
+    def __init__(self, ranks: Ranks, wire: Wire, towers: Towers | None = None) -> None:
         self.ranks = ranks
         self.wire = wire
+        self.towers = towers
         self._by_part: list[_Firsts] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the ranks' exchanges, those within hosts and between peers included."""
+        groups = [self.ranks] if self.towers is None else [self.ranks, self.towers.host, self.towers.peers]
+        return Traffic(*map(sum, zip(*(group.traffic for group in groups), strict=True)))
+
+    def close(self) -> None:
+        """Leave the groups that were made for the store."""
+        if self.towers is not None:
+            self.towers.close()
+        self.ranks.close()
 
     def set(self, tables: Iterable[ShardedTable]) -> None:
         """All tables. Of those that all ranks have whole, each rank owns every row."""

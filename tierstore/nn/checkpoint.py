@@ -25,7 +25,7 @@ from ..store import Store
 from ..store.commits import PendingCommit
 from ..store.version import CHECKPOINT_NAME, plain
 from .dcp import StoreVersion, rows
-from .module import require_store
+from .module import TieredModule, require_store
 
 __all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
@@ -143,6 +143,9 @@ def save(
 ) -> int:
     """As ``save_async``, and wait; returns the version's number. Collective for a ``ShardedStore``."""
     _require(store, optimizers, schedulers)
+    for module in model.modules():
+        if isinstance(module, TieredModule):
+            module.gather(optimizers)
     return store.commit(extra=extra, tensors=_packed(model, optimizers, schedulers))
 
 

@@ -102,6 +102,9 @@ class TieredModule(Unpicklable, nn.Module, ABC):
 
     def end(self) -> None: ...
 
+    def gather(self, optimizers: Sequence[Any]) -> None:
+        """Before a checkpoint: fetch weights, and their state in the optimizers, that other processes have trained."""
+
     def prepare(self, features: Any) -> Prepared:
         """Read a batch ahead of ``forward``, which must be given the same objects: its argument, or a tuple of them.
         Returns a ticket for the methods below, which ``tierstore.prefetch`` calls from its thread, too."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from ..dist import own_tensors
 from ..nn.prefetch import prefetch
 from .build import Run
 from .config import OptimizerSection
@@ -22,7 +23,9 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [each.grad for each in run.model.dense_parameters().values() if each.grad is not None]
+    own = own_tensors(run.model).values()
+    averaged = [each for each in run.model.dense_parameters().values() if not any(each is other for other in own)]
+    gradients = [each.grad for each in averaged if each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
     if run.clip_norm:
         torch.nn.utils.clip_grad_norm_(run.model.dense_parameters().values(), run.clip_norm)

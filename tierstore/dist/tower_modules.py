@@ -1,0 +1,277 @@
+"""Modules over towers: results of a tower's tables pass its module on its host, and only what that gives leaves it."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..nn.collection import _sources
+from ..nn.function import Prepared
+from ..nn.jagged import JaggedLike, KeyedTensor
+from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average
+from .lookup import ShardedLookup
+from .ranks import Precision, Ranks, decoded, encoded
+from .store import ShardedStore
+from .table import ShardedTable, Wire
+from .tower_lookup import DeviceTowerRows, TowerBags, TowerRows
+from .towers import Towers
+
+
+class TowerTieredEmbeddingCollection(ShardedTieredEmbeddingCollection):
+    """``ShardedTieredEmbeddingCollection`` over tables of towers: a row leaves its owner's host by one rank, the
+    requester's peer there. Results and trained rows have the same bits."""
+
+    def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None) -> None:
+        _require_towers(store, tables)
+        super().__init__(store, tables=tables)
+
+    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
+        return DeviceTowerRows if table.pool.tier.on_device else TowerRows
+
+
+class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
+    """``ShardedTieredEmbeddingBagCollection`` over tables of towers; see "Towers" in docs/distributed.md. Collective.
+
+    All features of host h's tables, for a batch of its ranks' peers on all hosts, pass module h on that host. What it
+    gives goes to the peers, each its own samples'. Rows and weights train on the mean of all ranks' losses.
+
+    Every rank has the modules of all towers, with rank 0's first weights, and runs and trains the one of its host. The
+    others' weights are those of the last ``checkpoint.save``, which gathers them.
+
+    Args:
+        store: opened with ``towers=``.
+        modules: of each tower: takes float32 [n, columns of its features], in order of the tables, and gives float32
+            [n, ``out_features``], an attribute. None: results are those of ``exchange="pooled"``, bit for bit.
+
+    Attributes:
+        towers: the modules. widths: columns that each gives. out_features: their sum.
+
+    Raises:
+        ValueError: the store has no towers, a table is in none or has ``exchange="rows"``, a tower has no table, or
+            there is not one module for each. TypeError: a module has no ``out_features``. Others: as of the base.
+    """
+
+    def __init__(
+        self,
+        store: ShardedStore,
+        modules: Sequence[nn.Module] | None = None,
+        *,
+        tables: Sequence[str] | None = None,
+        is_weighted: bool = True,
+    ) -> None:
+        towers = _require_towers(store, tables)
+        super().__init__(store, tables=tables, is_weighted=is_weighted)
+        for table in self.tables:
+            if store[table.name].sharding.exchange != "pooled":
+                raise ValueError(f'table {table.name!r} has exchange="rows": towers pool where rows are; use "pooled"')
+        if empty := [tower for tower, width in enumerate(self._columns_of_towers) if not width]:
+            raise ValueError(f"tower {empty[0]} has none of the tables {[table.name for table in self.tables]}")
+        self.widths = list(self._columns_of_towers)
+        if modules is not None:
+            self.widths = _widths(modules, towers)
+            first = store.ranks.first([each.state_dict() for each in modules])
+            for module, weights in zip(modules, first, strict=True):
+                module.load_state_dict(weights)
+        self.out_features = sum(self.widths)
+        self.towers = None if modules is None else nn.ModuleList(modules)
+
+    def forward(self, features: JaggedLike) -> KeyedTensor:
+        """What the towers give for this rank's samples. Collective.
+
+        Args:
+            features: as for the base; batches may be of any sizes, or empty.
+
+        Returns:
+            KeyedTensor of float32 [B, out_features], with a key for each tower, "tower0", ...; without modules as the
+            base. Errors: as the base; ValueError: a module gives another shape.
+        """
+        pooled = self._run((features,), _sources(features))
+        batch = (len(features.offsets()) - 1) // max(len(list(features.keys())), 1)
+        towers = self._towers
+        with towers.peers.telling():
+            given = self._compressed(pooled)
+            if torch.is_grad_enabled() and not given.requires_grad and any(p.requires_grad for p in self.parameters()):
+                given = given.detach().requires_grad_()  # another tower has gradients, so all exchange them
+        out = _ToPeers.apply(given, _Way(towers, self._owners.wire, self.widths, batch))  # type: ignore[no-untyped-call]
+        if self.towers is None:
+            return KeyedTensor(self.feature_names, self._dims, out if self._order is None else out[:, self._order])
+        return KeyedTensor([f"tower{number}" for number in range(towers.hosts)], self.widths, out)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """``rows``, and the modules' parameters and buffers, which hosts average."""
+        return dict(itertools.chain(self.named_parameters(), self.named_buffers()))
+
+    def gather(self, optimizers: Sequence[Any]) -> None:
+        """Fetch other towers' weights, and their state in these optimizers, from the hosts. Collective."""
+        if self.towers is None:
+            return
+        peers = self._towers.peers
+        with peers.telling():
+            own = self.towers[peers.rank]
+            state = [_state_of(each, own) for each in optimizers]
+        for module, (weights, states) in zip(
+            self.towers, peers.gather((own.state_dict(), state), "weights of towers"), strict=True
+        ):
+            if module is own:
+                continue
+            module.load_state_dict(weights)
+            for optimizer, of_parameters in zip(optimizers, states, strict=True):
+                for parameter, each in zip(module.parameters(), of_parameters, strict=True):
+                    if each:
+                        optimizer.state[parameter] = each
+
+    @property
+    def _towers(self) -> Towers:
+        towers = self._owners.towers
+        assert towers is not None
+        return towers
+
+    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:  # noqa: ARG002
+        return TowerBags
+
+    def _compressed(self, pooled: Tensor) -> Tensor:
+        if self.towers is None:
+            return pooled
+        own = self._towers.own
+        module = self.towers[own]
+        weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        if weights and torch.is_grad_enabled():
+            shared = _OfHost.apply(self._towers, *weights.values())  # type: ignore[no-untyped-call]
+            found: Tensor = torch.func.functional_call(module, dict(zip(weights, shared, strict=True)), (pooled,))
+        else:
+            found = module(pooled)
+        if found.shape != (len(pooled), self.widths[own]):
+            expected = f"[{len(pooled)}, {self.widths[own]}], by its out_features"
+            raise ValueError(f"tower {own} gives {list(found.shape)}, and is to give {expected}")
+        return found
+
+    def _group_features(self) -> Any:
+        """As the base, with the columns that features have in their tower's output."""
+        towers = self._towers
+        ends, order = [0] * towers.hosts, []
+        for name, feature in self._features.items():
+            tower = towers.tower_of(feature.table.name)
+            order.append((tower, feature.column, feature.table.layout.dim))
+            self._features[name] = feature._replace(column=ends[tower])
+            ends[tower] += feature.table.layout.dim
+        self._columns_of_towers = ends
+        columns = [column for _, first, dim in sorted(order) for column in range(first, first + dim)]
+        inverse = torch.tensor(columns, dtype=torch.int64).argsort()
+        self._order = None if columns == sorted(columns) else inverse
+        return super()._group_features()
+
+    def prepare_by(self, ranks: Ranks, *arguments: Any) -> Prepared:
+        made, features = super().prepare_by(ranks, *arguments), arguments[0]
+        columns = self._columns_of_towers[self._towers.own]
+        return _OfPeers(made.lookups, (made.shape[0], columns), made.scale, _sources(features), made.store)
+
+
+class _OfPeers(Prepared):
+    """Its output has the samples of this rank's peers, as many as the exchange of ids says."""
+
+    _found: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self._found is None:
+            batch, columns = self._own
+            first: Any = self.lookups[0]
+            if isinstance(first, TowerBags):
+                samples = first.num_samples
+            else:  # of dynamic ids, which are looked for again
+                peers = self.store.owners.towers.peers  # type: ignore[attr-defined]
+                samples = sum(peers.counts([batch] * peers.size, "samples of a batch"))
+            self._found = samples, columns
+        return self._found
+
+    @shape.setter
+    def shape(self, own: tuple[int, ...]) -> None:
+        self._own = own
+
+
+class _OfHost(torch.autograd.Function):
+    """Weights of a tower's module; backward averages their gradients as of all ranks' samples, which the ranks of the
+    host have among them."""
+
+    @staticmethod
+    def forward(ctx: Any, towers: Towers, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.towers = towers
+        return tuple(each.view_as(each) for each in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        means = [each / ctx.towers.hosts for each in gradients]
+        average(means, ctx.towers.host)
+        return None, *means
+
+
+class _Way(NamedTuple):
+    """Of results to a rank that has ``batch`` samples, from towers that give ``widths``."""
+
+    towers: Towers
+    wire: Wire
+    widths: Sequence[int]
+    batch: int
+
+
+class _ToPeers(torch.autograd.Function):
+    """float32 [B, columns of all towers] of this rank's samples, of [samples of the peers, columns] of this tower."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, way: _Way) -> Tensor:
+        peers = way.towers.peers
+        ctx.way = way
+        ctx.samples = peers.counts([way.batch] * peers.size, "results of towers", then=1)
+        sent, taken = list(torch.split(given, ctx.samples)), [(way.batch, width) for width in way.widths]
+        return torch.cat(_exchanged(peers, sent, taken, way.wire.forward), dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        way, peers = ctx.way, ctx.way.towers.peers
+        peers.counts([0] * peers.size, "gradients of towers' results", then=1)
+        taken = [(samples, way.widths[peers.rank]) for samples in ctx.samples]
+        sent = torch.split(gradient, list(way.widths), dim=1)
+        return torch.cat(_exchanged(peers, sent, taken, way.wire.backward)), None
+
+
+def _exchanged(
+    peers: Ranks, sent: Sequence[Tensor], shapes: Sequence[tuple[int, int]], precision: Precision
+) -> list[Tensor]:
+    """Send each peer rows, float32 [n, its columns]; what came from each, of these shapes."""
+    messages = [encoded(each.contiguous(), precision) for each in sent]
+    widths = [encoded(torch.empty(1, width), precision).shape[1] for _, width in shapes]
+    taken = [rows * width for (rows, _), width in zip(shapes, widths, strict=True)]
+    flat = torch.cat([each.reshape(-1) for each in messages])
+    found = torch.split(peers.exchange(flat, [each.numel() for each in messages], taken), taken)
+    parts = zip(found, shapes, widths, strict=True)
+    return [decoded(part.view(rows, width), precision) for part, (rows, _), width in parts]
+
+
+def _require_towers(store: ShardedStore, tables: Sequence[str] | None) -> Towers:
+    towers = store.owners.towers
+    if towers is None:
+        raise ValueError("the store has no towers: open it by open_sharded(..., towers=[tables of host 0, ...])")
+    for name in store.tables if tables is None else tables:
+        towers.tower_of(name)
+    return towers
+
+
+def _widths(modules: Sequence[nn.Module], towers: Towers) -> list[int]:
+    if len(modules) != towers.hosts:
+        raise ValueError(f"{len(modules)} modules are given for {towers.hosts} towers: give each its own")
+    for module in modules:
+        if not isinstance(getattr(module, "out_features", None), int):
+            raise TypeError(f"{type(module).__name__} has no out_features, the number of columns that it gives")
+    found: list[Any] = [module.out_features for module in modules]
+    return found
+
+
+def _state_of(optimizer: Any, module: nn.Module) -> list[Any]:
+    """Of each of the module's parameters, if it has one."""
+    state = getattr(optimizer, "state", {})
+    return [dict(state.get(parameter, {})) for parameter in module.parameters()]

@@ -1,0 +1,151 @@
+"""Towers: groups of tables, each on the ranks of one host, so that what leaves a host has passed its tower's module.
+
+With H hosts of L ranks, rank h * L + l is number l of host h. Its peers are the ranks numbered l of all hosts. Results
+of the rows of tower h go to the ranks of host h, each of which takes those for its peers' samples; then to the peers.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .plan import Sharding
+from .ranks import Ranks
+
+
+def transposed(rows: Tensor, counts: Sequence[int], inner: int) -> tuple[Tensor, list[int]]:
+    """Blocks of rows, in order (outer, inner), in order (inner, outer); and their counts."""
+    blocks = torch.split(rows, list(counts))
+    order = [place for first in range(inner) for place in range(first, len(blocks), inner)]
+    return torch.cat([blocks[place] for place in order]), [counts[place] for place in order]
+
+
+def sums(counts: Sequence[int], size: int) -> list[int]:
+    """Of each ``size`` that follow each other."""
+    return [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+
+
+class Towers:
+    """The towers of a store; made by ``open_sharded``.
+
+    Args:
+        tables: names of each host's tables.
+        host, peers: the ranks of this one's host, and those of its number on all hosts.
+        made: groups to leave in the end.
+
+    Attributes:
+        tables, host, peers: as given. hosts, on_host: how many there are, and ranks of each.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[str]], host: Ranks, peers: Ranks, made: Sequence[Any] = ()) -> None:
+        self.tables = tuple(tuple(names) for names in tables)
+        self.host = host
+        self.peers = peers
+        self.hosts, self.on_host = peers.size, host.size
+        self._tower_of = {name: tower for tower, names in enumerate(self.tables) for name in names}
+        self._made = made
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[str]], ranks: Ranks, mesh: Any) -> Self:
+        """Collective. ``mesh``: hosts x ranks of a host; None: by LOCAL_WORLD_SIZE.
+
+        Raises:
+            ValueError: hosts have different numbers of ranks, there is not one tower for each, the mesh is of other
+                ranks or in another order, or a table is in two towers.
+        """
+        members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+        counts = ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)), "open_sharded")
+        with ranks.together():
+            shape = _shape(counts, mesh, members)
+            _require_towers(tables, shape[0])
+            if mesh is None and ranks.size != dist.get_world_size():
+                raise ValueError("towers= with group= needs mesh=, a DeviceMesh of hosts x ranks of a host")
+        on_host = shape[1]
+        own, number = divmod(ranks.rank, on_host)
+        of_host = range(own * on_host, (own + 1) * on_host)
+        of_number = range(number, ranks.size, on_host)
+        if mesh is not None:
+            return cls(tables, Ranks(mesh.get_group(1), of_host), Ranks(mesh.get_group(0), of_number))
+        groups = [dist.new_group(list(range(first, first + on_host)), backend="gloo") for first in members[::on_host]]
+        across = [dist.new_group(members[each::on_host], backend="gloo") for each in range(on_host)]
+        made = groups[own], across[number]
+        return cls(tables, Ranks(made[0], of_host), Ranks(made[1], of_number), made)
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's host, and of its tower."""
+        return self.peers.rank
+
+    def ranks_of(self, name: str) -> range | None:
+        """Of the host of a table; None if it is in no tower."""
+        tower = self._tower_of.get(name)
+        return None if tower is None else range(tower * self.on_host, (tower + 1) * self.on_host)
+
+    def tower_of(self, name: str) -> int:
+        """ValueError if the table is in none."""
+        if name not in self._tower_of:
+            raise ValueError(f"table {name!r} is in no tower of {list(map(list, self.tables))}: add it to one")
+        return self._tower_of[name]
+
+    def require_within(self, shardings: Iterable[tuple[str, Sharding]]) -> None:
+        """ValueError if a table is on ranks of another host than its tower's."""
+        for name, sharding in shardings:
+            ranks = self.ranks_of(name)
+            if ranks is not None and not set(sharding.ranks) <= set(ranks):
+                raise ValueError(
+                    f"table {name!r} is {sharding.sharding_type} over ranks {list(sharding.ranks)}, but its tower's "
+                    f"host has ranks {list(ranks)}: shard it over these, or leave it out of towers="
+                )
+
+    def planned(self, given: Mapping[str, Sharding]) -> dict[str, Sharding]:
+        """How tables are to be sharded: as given, and others of towers by rows over their hosts; errors as of
+        ``require_within``."""
+        self.require_within(given.items())
+        names = chain.from_iterable(self.tables)
+        return {name: Sharding("row_wise", tuple(self.ranks_of(name) or ()), "pooled") for name in names} | dict(given)
+
+    def within_host(self, ranks: Ranks, values: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """``Ranks.exchange`` with the ranks of this host alone, by the group of all, which another thread may have a
+        twin of."""
+        own, around = self.own * self.on_host, (self.hosts - self.own - 1) * self.on_host
+        sent, got = ([*([0] * own), *counts, *([0] * around)] for counts in (given, taken))
+        return ranks.exchange(values, sent, got)
+
+    def close(self) -> None:
+        """Leave the groups that were made here."""
+        for group in self._made:
+            if dist.is_initialized():
+                with contextlib.suppress(ValueError):  # torch has left all groups
+                    dist.destroy_process_group(group)
+        self._made = ()
+
+
+def _shape(counts: Sequence[int], mesh: Any, members: Sequence[int]) -> tuple[int, int]:
+    """(hosts, ranks of each)."""
+    if mesh is not None:
+        if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(members):
+            raise ValueError(
+                f"mesh={mesh.mesh.tolist()}: expected hosts x ranks of a host, with the ranks {list(members)} in order"
+            )
+        return mesh.size(0), mesh.size(1)
+    found = sorted(set(counts))
+    if len(found) > 1 or len(counts) % found[0]:
+        raise ValueError(
+            f"towers need equally many ranks on each host; LOCAL_WORLD_SIZE of the {len(counts)} ranks is "
+            f"{', '.join(map(str, found))}"
+        )
+    return len(counts) // found[0], found[0]
+
+
+def _require_towers(tables: Sequence[Sequence[str]], hosts: int) -> None:
+    if any(isinstance(names, str) for names in tables) or len(tables) != hosts:
+        raise ValueError(f"towers={list(tables)}: expected the tables of each host, and there are {hosts} hosts")
+    names = list(chain.from_iterable(tables))
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"towers={list(tables)}: table {name!r} is in two towers; leave one out")
