@@ -271,11 +271,15 @@ class RankCosts(_Checked):
         seconds = amounts * np.array([getattr(costs, name) for name in AMOUNTS])
         return np.stack([seconds[:, :_OWNED].sum(1), seconds[:, _OWNED:].sum(1)], axis=1)
 
-    def group_s(self, group: Group, work_s: Float64s) -> float:
-        """Of a step's lookups and updates in a group; ``work_s``: of all its tables."""
+    def group_s(self, group: Group, amounts: Float64s) -> float:
+        """A group's part of a step; ``amounts``: float64 [ranks, 12], of all its tables."""
+        asked_s, owned_s = self.work_s(group, amounts).T
+        return float(self.fixed_s(group) + asked_s[0] + busiest(owned_s, self.cores, self.local_world_size))
+
+    def fixed_s(self, group: Group) -> float:
+        """Of a group, whatever its tables."""
         costs = getattr(self.seconds, group.kind)
-        fixed = costs.groups + (costs.split_groups if group.parts > 1 else 0.0)
-        return float(fixed + work_s[0, 0] + busiest(work_s[:, 1], self.cores, self.local_world_size))
+        return float(costs.groups + (costs.split_groups if group.parts > 1 else 0.0))
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=2) + "\n", force=force)
