@@ -69,7 +69,7 @@ def test_a_plan_foretells_what_each_rank_looks_up(tmp_path: Path) -> None:
 def measured_by_command(path: Path, port: int) -> str:
     """What the command says, started as torchrun does."""
     as_torchrun_starts(port)
-    measure._SHAPES, measure._ROUNDS, measure._BATCHES = measure._SHAPES[:1], 1, 1  # type: ignore[misc]
+    measure._ROUNDS, measure._STEPS, measure._MOST_IDS = 1, 1, 1000  # type: ignore[misc]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["shard", "measure", "--out", str(path), "--seconds", "0.1", "--optimizer", "sgd"]) == 0
     return said.getvalue()

@@ -54,7 +54,10 @@ def _describe_costs(costs: "RankCosts") -> str:
     for name, meaning in WORDS.items():
         figures = (1e9 * getattr(getattr(costs.seconds, kind), name) for kind in KINDS)
         rows.append((f"  {name}", *(f"{figure:,.3g}" for figure in figures), meaning))
-    rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step that was timed"))
+    rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step's time"))
+    if (learned := costs.learned_errors) is not None:
+        figures = (f"{getattr(learned, kind):.0%}" for kind in KINDS)
+        rows.append(("  with correction", *figures, f"learned; used for {', '.join(costs.learned_kinds) or 'none'}"))
     return "\n".join([costs.source, "", "Of a training step, ns by exchange", *columns_of(rows)])
 
 
@@ -170,9 +173,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg(
                 "--seconds",
                 type=float,
-                default=60.0,
+                default=120.0,
                 metavar="N",
-                help="of steps, about; to make tables takes some 30 more (default: 60)",
+                help="to spend, about; more give more sets of tables (default: 120)",
             ),
             arg("--force", help="replace PATH if it exists"),
         ),

@@ -1,7 +1,7 @@
 """Table-wise plans by the greedy rules that learned placement is compared with.
 
 Each rule gives a table a weight; tables are dealt out, heaviest first, each to the rank with the least weight that has
-the space. AutoShard (KDD 2022), DreamShard (NeurIPS 2022) and NeuroShard (MLSys 2023) of D. Zha et al. compare with them.
+the space. AutoShard (KDD 2022), DreamShard (NeurIPS 2022) and NeuroShard (MLSys 2023) compare with them.
 """
 
 from collections.abc import Sequence

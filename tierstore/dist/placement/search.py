@@ -9,7 +9,8 @@ Applied Mathematics 17, 1969).
 The best few go on, as the beam of D. Zha et al., Pre-train and Search: Efficient Embedding Table Sharding with
 Pre-trained Neural Cost Models (MLSys 2023), halves of columns among the options. Each table in turn takes the option
 that makes the step fastest, until none changes. Then all tables of a group take another form together, which saves what
-a group costs whatever its tables. Only sums over the tables of each group are kept, so an option costs the same to try
+a group costs whatever its tables. All this goes by linear costs; learned ones choose among the plans that it ends with.
+Only sums over the tables of each group are kept, so an option costs the same to try
 however many tables there are.
 """
 
@@ -185,7 +186,8 @@ class Search:
         beam = sorted(self._starts(), key=lambda state: state.score)[:_BEAM]
         if not beam:
             raise too_little(self._tables, self._costs, self._rank_bytes)
-        best = min(map(self._descended, beam), key=lambda state: state.score)
+        descended = [self._descended(state) for state in beam]
+        best = min(descended, key=lambda state: state.score)
         for done in range(_MOST_CHANGES):
             if progress is not None:
                 progress(done + 1, _MOST_CHANGES)
@@ -193,7 +195,12 @@ class Search:
             if changed.score >= best.score * (1 - _LEAST_GAIN):
                 break
             best = changed
-        chosen = zip(self._tables, self._options, best.options, strict=True)
+        if not self._costs.learned_kinds:
+            return self._predicted(best)
+        return min(map(self._predicted, [best, *descended]), key=lambda found: found.seconds)
+
+    def _predicted(self, state: _State) -> Prediction:
+        chosen = zip(self._tables, self._options, state.options, strict=True)
         plan = Plan(self._costs.world_size, {table.name: own.shardings[option] for table, own, option in chosen})
         return predict(self._tables, plan, self._demand, self._costs)
 
