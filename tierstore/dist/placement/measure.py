@@ -35,7 +35,7 @@ _BATCHES: Final = 3
 _STEPS: Final = 5
 """Of a trial, after two that warm it."""
 _FEWEST_SETS: Final = 4
-_SET_SECONDS: Final = 1.5
+_SET_SECONDS: Final = 2.0
 """That all trials of a set take, about, on two cores."""
 _HELD_OUT: Final = 5
 """Each so manieth set is not fitted, and what is predicted of it is compared with what it takes."""
@@ -59,7 +59,7 @@ def measure_ranks(
     """Time probes over all ranks of ``torch.distributed``; collective.
 
     Args:
-        seconds: to spend, about: half a second for each of three trials of a set of tables, more with more ranks.
+        seconds: to spend, about: two seconds for each set of tables, more with more ranks.
         progress: is given the sets tried, and how often any will be.
 
     Raises:
