@@ -9,9 +9,9 @@ Applied Mathematics 17, 1969).
 The best few go on, as the beam of D. Zha et al., Pre-train and Search: Efficient Embedding Table Sharding with
 Pre-trained Neural Cost Models (MLSys 2023), halves of columns among the options. Each table in turn takes the option
 that makes the step fastest, until none changes. Then all tables of a group take another form together, which saves what
-a group costs whatever its tables. All this goes by linear costs; learned ones choose among the plans that it ends with.
-Only sums over the tables of each group are kept, so an option costs the same to try
-however many tables there are.
+a group costs whatever its tables, or two of the costliest tables change. Only sums over the tables of each group are
+kept, so an option costs the same to try however many tables there are. All this goes by linear costs; learned ones
+choose among the plans that it begins and ends with.
 """
 
 import copy
@@ -27,7 +27,7 @@ from ...system.sizes import format_size
 from ..plan import Exchange, Plan, Sharding, ShardingType
 from .costs import AMOUNTS, Demand, Group, RankCosts, TableDemand, amounts_of, group_of
 
-_BEAM: Final = 4
+_BEAM: Final = 12
 _MOST_SWEEPS: Final = 20
 """Over all tables, of each plan of the beam."""
 _MOST_CHANGES: Final = 20
@@ -35,7 +35,7 @@ _CHANGED: Final = 6
 """Tables of which two change together: the costliest."""
 _MOST_MOVED: Final = 2000
 """Tables that one round tries in another form with their group: those of the smallest groups."""
-_UNEVENNESS: Final = 0.1
+_UNEVENNESS: Final = 0.02
 """What the root mean square of owners' work counts for: of plans that take equally long, the balanced one is chosen."""
 _LEAST_GAIN: Final = 1e-9
 _LEAST_COLUMNS: Final = 4
@@ -183,10 +183,10 @@ class Search:
         Args:
             progress: is given the rounds done, and how many there may be.
         """
-        beam = sorted(self._starts(), key=lambda state: state.score)[:_BEAM]
-        if not beam:
+        starts = sorted(self._starts(), key=lambda state: state.score)
+        if not starts:
             raise too_little(self._tables, self._costs, self._rank_bytes)
-        descended = [self._descended(state) for state in beam]
+        descended = [self._descended(copy.deepcopy(state)) for state in starts[:_BEAM]]
         best = min(descended, key=lambda state: state.score)
         for done in range(_MOST_CHANGES):
             if progress is not None:
@@ -197,7 +197,7 @@ class Search:
             best = changed
         if not self._costs.learned_kinds:
             return self._predicted(best)
-        return min(map(self._predicted, [best, *descended]), key=lambda found: found.seconds)
+        return min(map(self._predicted, [best, *descended, *starts]), key=lambda found: found.seconds)
 
     def _predicted(self, state: _State) -> Prediction:
         chosen = zip(self._tables, self._options, state.options, strict=True)
