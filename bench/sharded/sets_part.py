@@ -74,7 +74,7 @@ def _found(
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     config, costs = request.config, costs_of(figures)
     tables, asked = _tables(config)
-    measured, points = costs[max(costs)], []
+    measured, points = costs[max(costs)], list[dict[str, Any]]()
     for size in config["set_ranks"]:
         # As if each rank had a core of its own, so there is nothing to learn from ranks that share cores.
         own = replace(measured, world_size=size, local_world_size=size, cores=size, learned_kinds=())

@@ -77,9 +77,10 @@ def test_limits_are_kept_by_each_search(shapes: list[tuple[int, int]], share: fl
 
 def test_plans_are_balanced_where_that_is_free() -> None:
     # Four ranks share a core, so a step takes what all do together, wherever tables are.
-    tables = [table(f"t{number}", 1000) for number in range(8)]
-    costs = costs_of(4, other={"rows": {"groups": 0.0}, "pooled": {"groups": 1e6}}, cores=1)
-    found = Search(tables, drawn(tables, 4), replace(costs, seconds=replace(costs.seconds)), rank_bytes=70_000).best()
+    tables = [table(f"t{number}", 100) for number in range(8)]
+    demand = Demand(10, {each.name: TableDemand(10 + n, 10 + 10 * n, 20 + 20 * n) for n, each in enumerate(tables)})
+    alone = {"pooled": {"groups": 1e6}, "data_parallel": {"groups": 1e6}}
+    found = Search(tables, demand, costs_of(4, other=alone, cores=1)).best()
     assert found.served.max() <= 1.05 * found.served.mean()
 
 
