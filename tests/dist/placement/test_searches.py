@@ -14,7 +14,7 @@ from tests.dist.placement.support import costs_of, drawn, table
 from tierstore.dist import Plan
 from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, greedy, predict
 from tierstore.dist.placement.baselines import RULES, Rule
-from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe
+from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, group_of
 from tierstore.dist.placement.learned import Correction
 
 # Rows and columns, and ids of a sample: each rule orders them in another way.
@@ -90,10 +90,7 @@ def test_tables_change_their_form_together_to_save_a_group() -> None:
         2, other={"rows": {"groups": 100.0}, "pooled": {"groups": 100.0}, "data_parallel": {"groups": 100.0}}
     )
     found = Search(tables, drawn(tables, 2), costs).best()
-    kinds = {
-        "data_parallel" if each.sharding_type == "data_parallel" else each.exchange
-        for each in found.plan.tables.values()
-    }
+    kinds = {group_of(each, 8).kind for each in found.plan.tables.values()}
     assert len(kinds) == 1
 
 
@@ -159,10 +156,7 @@ def test_learned_costs_choose_among_plans(monkeypatch: pytest.MonkeyPatch) -> No
     tables = [table("a", 500), table("b", 700)]
     demand, linear = drawn(tables, 2), costs_of(2)
     kept = Search(tables, demand, linear).best()
-    (kind,) = {
-        "data_parallel" if each.sharding_type == "data_parallel" else each.exchange
-        for each in kept.plan.tables.values()
-    }
+    (kind,) = {group_of(each, 8).kind for each in kept.plan.tables.values()}
     one = Correction(means=(0.0,), scales=(1.0,), points=((0.0,),), weights=(0.0,))
     learned = replace(linear, learned=one, learned_kinds=(kind,))
     monkeypatch.setattr(Correction, "factors", lambda *_: np.array([1000.0]))
