@@ -106,4 +106,3 @@ def test_costs_are_measured_and_a_plan_is_made_of_them(tmp_path: Path, capsys: p
     assert main([*words, "1KiB", "--force"]) == 2
     assert main([*words[:5], str(workload), "--force"]) == 2, "a workload is no costs"
     assert Plan.load(plan) == saved
-    assert main(["plan", "place", *words[2:-1], "--room", "20KiB", "--force"]) == 0, "as it was called before"

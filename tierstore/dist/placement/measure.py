@@ -35,7 +35,7 @@ _BATCHES: Final = 3
 _STEPS: Final = 5
 """Of a trial, after two that warm it."""
 _FEWEST_SETS: Final = 4
-_SET_SECONDS: Final = 2.0
+_SET_SECONDS: Final = 2.5
 """That all trials of a set take, about, on two cores."""
 _HELD_OUT: Final = 5
 """Each so manieth set is not fitted, and what is predicted of it is compared with what it takes."""
@@ -43,7 +43,7 @@ _TABLES_BYTES: Final = 64 << 20
 """Of a set's weights at most: more than processors' caches hold."""
 _MOST_IDS: Final = 60_000
 """Of a rank's batch."""
-_MOST_ID_COLUMNS: Final = 3_000_000
+_MOST_ID_COLUMNS: Final = 6_000_000
 _OTHER_BYTES: Final = 16 << 20
 """That are read and written between steps, as a model does: then few rows are still in the processor's own caches."""
 _PRIME: Final = 2654435761
@@ -59,7 +59,7 @@ def measure_ranks(
     """Time probes over all ranks of ``torch.distributed``; collective.
 
     Args:
-        seconds: to spend, about: two seconds for each set of tables, more with more ranks.
+        seconds: to spend, about: 2.5 for each set of tables, more with more ranks.
         progress: is given the sets tried, and how often any will be.
 
     Raises:
@@ -134,7 +134,7 @@ class _Subject:
         size, generator = self._ranks.size, self._generator
         every, tables = tuple(range(size)), range(len(self._tables))
         found = [[Sharding("data_parallel", every)] * len(tables)]
-        for exchange in ("rows", "rows", "pooled"):
+        for exchange in ("rows", "rows", "pooled", "pooled"):
             share, most = generator.choice([0.0, 0.5, 1.0]), 1 if generator.random() < 0.25 else size
             by_rows, places = generator.random(len(tables)) < share, (np.arange(len(tables)) + generator.integers(size))
             found.append([
