@@ -41,6 +41,7 @@ ORDER: Final = (
     "serve",
     "plan",
     "dist",
+    "dist_costs",
     "gpu",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""

@@ -22,6 +22,8 @@ _DRAWN_IDS: Final = 20_000_000
 _DRAWN_BATCHES: Final = 8
 _TABLES_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
+_BEAM: Final = "beam"
+_SEARCHES: Final = (_BEAM, "size", "dim", "lookups", "size-lookups", "random")
 _OPTIMIZERS: Final = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
 
@@ -52,13 +54,16 @@ def _describe_costs(costs: "RankCosts") -> str:
     for name, meaning in WORDS.items():
         figures = (1e9 * getattr(getattr(costs.seconds, kind), name) for kind in KINDS)
         rows.append((f"  {name}", *(f"{figure:,.3g}" for figure in figures), meaning))
-    rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step that was timed"))
+    rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step's time"))
+    if (learned := costs.learned_errors) is not None:
+        figures = (f"{getattr(learned, kind):.0%}" for kind in KINDS)
+        rows.append(("  with correction", *figures, f"learned; used for {', '.join(costs.learned_kinds) or 'none'}"))
     return "\n".join([costs.source, "", "Of a training step, ns by exchange", *columns_of(rows)])
 
 
 def _plan(options: argparse.Namespace) -> int:
     from ..dist import Plan, Sharding
-    from ..dist.placement import RankCosts, Search, demand_of, predict
+    from ..dist.placement import RankCosts, Search, demand_of, greedy, predict
     from ..plan.presets import load_workload
     from ..system.output import require_new, require_other
     from ..trace import read_trace
@@ -72,8 +77,11 @@ def _plan(options: argparse.Namespace) -> int:
     tables, ranks = _tables_of(workload), costs.world_size
     demand = demand_of(_drawn(workload) if options.trace is None else read_trace(options.trace), tables, ranks)
     search = Search(tables, demand, costs, rank_bytes=limit)
-    with progress_bar("planning", unit=" rounds") as show:
-        found = search.best(show)
+    if options.search == _BEAM:
+        with progress_bar("planning", unit=" rounds") as show:
+            found = search.best(show)
+    else:
+        found = greedy(tables, demand, costs, options.search, rank_bytes=limit)
     found.plan.save(options.plan)
     by_rows = Plan(ranks, {table.name: Sharding("row_wise", tuple(range(ranks))) for table in tables})
     print(
@@ -165,9 +173,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg(
                 "--seconds",
                 type=float,
-                default=60.0,
+                default=120.0,
                 metavar="N",
-                help="of steps, about; to make tables takes some 30 more (default: 60)",
+                help="to spend, about; more give more sets of tables (default: 120)",
             ),
             arg("--force", help="replace PATH if it exists"),
         ),
@@ -184,6 +192,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("--trace", metavar="TRACE.npz", help="what is looked up (default: Zipf's law, as the workload says)"),
             arg(
                 "--limit", old="--room", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"
+            ),
+            arg(
+                "--search",
+                default=_BEAM,
+                choices=_SEARCHES,
+                help="beam, or table-wise by a greedy rule, to compare with (default: beam)",
             ),
             arg("--force", help="replace PLAN.json if it exists"),
         ),

@@ -328,7 +328,7 @@ class _RankWork(_Work):
             tables = pool.bags / (setup.workload.batch_samples / setup.hosts)
             amounts = amounts_of(over_all, dim, demand, bags=pool.bags, ranks=setup.hosts, tables=tables)
             group = group_of(over_all, dim)
-            seconds += setup.rank_costs.group_s(group, setup.rank_costs.work_s(group, amounts))
+            seconds += setup.rank_costs.group_s(group, amounts)
         return seconds
 
     def _network_s(self, _sent_bytes: float, seconds: Mapping[str, float]) -> float:

@@ -54,7 +54,13 @@ _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
 _MAX_NAME: Final = 100
-_TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_TYPE_NAMES: Final = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+}
 _Description = TypeVar("_Description")
 
 

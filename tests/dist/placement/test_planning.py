@@ -56,7 +56,7 @@ def test_costs_are_found_again_from_steps(cores: int) -> None:
     def probe(kind: Kind, parts: int) -> Probe:
         amounts = np.outer([100.0, 50, 25, 0], generator.random(len(AMOUNTS)))  # rank 0 is the busiest in all
         group = Group(kind, 8, parts)
-        return Probe(group, amounts, given.group_s(group, given.work_s(group, amounts)))
+        return Probe(group, amounts, given.group_s(group, amounts))
 
     probes = [probe(kind, 1 + number % 2) for kind in KINDS for number in range(40)]
     found = RankCosts.fitted(probes, world_size=4, local_world_size=4, cores=cores, optimizer="sgd")

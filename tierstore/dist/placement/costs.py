@@ -9,8 +9,10 @@ share its cores, so a group takes at least what a host's owners do in total over
 import dataclasses
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -25,6 +27,7 @@ from ...system.excerpt import excerpt
 from ...system.output import write_text
 from ...trace import Trace
 from ..plan import Sharding
+from .learned import Correction
 
 _RANGES: Final = 64
 _EVENLY: Final = np.ones(1)
@@ -156,7 +159,7 @@ class Kinds:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors(_Checked):
-    """The mean relative error of the steps that were timed, by kind of exchange."""
+    """Mean relative errors of the time of steps, by kind of exchange."""
 
     rows: float = _work("where rows cross")
     pooled: float = _work("where pooled bags cross")
@@ -248,10 +251,31 @@ class RankCosts(_Checked):
     reduce_us: float = _work("of averaging the gradients of a dense model over the ranks, beyond its own backward")
     reduce_busy_us: float = _work("the same, while a thread fetches rows")
 
+    learned: Correction | None = None
+    """Of the linear costs, for some kinds."""
+    learned_errors: Errors | None = None
+    """With the correction, on the same steps as ``errors``."""
+    learned_kinds: tuple[Kind, ...] = ()
+    """Where the correction errs less than the linear costs alone, so that it is used."""
+
     @classmethod
-    def fitted(cls, probes: Sequence[Probe], *, cores: int, local_world_size: int, **others: Any) -> "RankCosts":
-        """From steps of one group each; ``others``: fields as they are."""
-        seconds, errors = dict[str, Seconds](), dict[str, float]()
+    def fitted(
+        cls,
+        probes: Sequence[Probe],
+        *,
+        held_out: Sequence[Probe] = (),
+        cores: int,
+        local_world_size: int,
+        **others: Any,
+    ) -> "RankCosts":
+        """From steps of one group each.
+
+        Args:
+            held_out: steps that are not fitted, of which errors are; without them, errors are of ``probes``, and no
+                correction is learned.
+            others: fields as they are.
+        """
+        seconds = dict[str, Seconds]()
         for kind in KINDS:
             own = [probe for probe in probes if probe.group.kind == kind]
             rows = [
@@ -261,9 +285,24 @@ class RankCosts(_Checked):
             matrix = np.array(rows) / np.array([[probe.seconds] for probe in own])  # relative errors count
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
-            errors[kind] = float(np.abs(matrix @ found - 1).mean())
         others |= {"cores": cores, "local_world_size": local_world_size}
-        return cls(seconds=Kinds(**seconds), errors=Errors(**errors), **others)
+        linear = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
+        linear = replace(linear, errors=linear.errors_of(held_out or probes))
+        if not held_out:
+            return linear
+        logs = [math.log(seconds / linear.group_s(group, amounts)) for group, amounts, seconds in probes]
+        features = np.stack([linear.features(group, amounts) for group, amounts, _ in probes])
+        learned = replace(linear, learned=Correction.fitted(features, np.array(logs)), learned_kinds=KINDS)
+        errors = learned.errors_of(held_out)
+        better = tuple(kind for kind in KINDS if getattr(errors, kind) < getattr(linear.errors, kind))
+        return replace(learned, learned_errors=errors, learned_kinds=better)
+
+    def errors_of(self, probes: Sequence[Probe]) -> Errors:
+        """Mean relative errors of what is predicted of steps; 0 for a kind that none is of."""
+        found = dict[str, list[float]]()
+        for group, amounts, seconds in probes:
+            found.setdefault(group.kind, []).append(abs(self.group_s(group, amounts) / seconds - 1))
+        return Errors(**{kind: statistics.fmean(each) for kind, each in found.items()})
 
     def work_s(self, group: Group, amounts: Float64s) -> Float64s:
         """float64 [ranks, 2], of each rank's work: as a requester, alike on all ranks, and as an owner."""
@@ -271,11 +310,26 @@ class RankCosts(_Checked):
         seconds = amounts * np.array([getattr(costs, name) for name in AMOUNTS])
         return np.stack([seconds[:, :_OWNED].sum(1), seconds[:, _OWNED:].sum(1)], axis=1)
 
-    def group_s(self, group: Group, work_s: Float64s) -> float:
-        """Of a step's lookups and updates in a group; ``work_s``: of all its tables."""
+    def group_s(self, group: Group, amounts: Float64s) -> float:
+        """A group's part of a step; ``amounts``: float64 [ranks, 12], of all its tables."""
+        asked_s, owned_s = self.work_s(group, amounts).T
+        linear_s = float(self.fixed_s(group) + asked_s[0] + busiest(owned_s, self.cores, self.local_world_size))
+        if self.learned is None or group.kind not in self.learned_kinds:
+            return linear_s
+        return linear_s * float(self.learned.factors(self.features(group, amounts)[None])[0])
+
+    def features(self, group: Group, amounts: Float64s) -> Float64s:
+        """float64 [features], of a group's work, which a correction is learned from: logarithms of a requester's work,
+        the busiest owner's and a host's over its cores; and the group itself."""
+        owned = amounts[:, _OWNED:]
+        work = [amounts[0, :_OWNED], owned.max(0), busiest(owned, self.cores, self.local_world_size)]
+        of_group = [math.log2(group.dim), math.log2(group.parts), *(float(group.kind == kind) for kind in KINDS)]
+        return np.concatenate([np.log1p(np.concatenate(work)), of_group])
+
+    def fixed_s(self, group: Group) -> float:
+        """Of a group, whatever its tables."""
         costs = getattr(self.seconds, group.kind)
-        fixed = costs.groups + (costs.split_groups if group.parts > 1 else 0.0)
-        return float(fixed + work_s[0, 0] + busiest(work_s[:, 1], self.cores, self.local_world_size))
+        return float(costs.groups + (costs.split_groups if group.parts > 1 else 0.0))
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=2) + "\n", force=force)
@@ -287,6 +341,11 @@ class RankCosts(_Checked):
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError("expected a table")
-            return described(cls, content, "costs of ranks", is_whole=True)
+            nothing: dict[str, Any] = {
+                "learned": None,
+                "learned_errors": None,
+                "learned_kinds": [],
+            }  # as in files of older releases
+            return described(cls, nothing | content, "costs of ranks", is_whole=True)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; tierstore shard measure writes costs of ranks") from None

@@ -1,19 +1,18 @@
 """Steps over the ranks that run now, timed: what ``RankCosts`` are found from. Every rank makes the same calls.
 
-A probe has one group of tables, all rows in memory. Probes differ in columns, tables, samples, ids a bag and how often
-ids repeat; in each, rows are over all ranks alike and on the first one alone, so that an owner's work is separate from
-a requester's. They are timed in short trials, all probes in each round and in another order, as others use the machine
-too: what slows it for seconds is then in one trial of many probes and not in all of one.
+A probe has one group of tables, all rows in memory. Sets of tables are drawn: how many, their columns, rows, ids a bag
+and how often ids repeat; so is where each table is. A trial makes a set's tables and takes a few steps. All sets are
+tried in each of some rounds, in another order, and a probe's time is the median over rounds, as others use the machine
+too: what slows it for seconds is then in one trial of some probes and not in all of one.
 """
 
 import copy
-import itertools
 import os
 import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,53 +20,34 @@ import torch
 from torch import nn
 
 from ...config import TableConfig
-from ...kernels.arrays import Int64s
+from ...kernels.arrays import Float64s, Int64s
 from ...nn import KeyedJaggedTensor
 from ...optim import Optimizer
 from ...trace import TableTrace, Trace
 from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel
-from ..plan import Exchange, Sharding, ShardingType
+from ..plan import Sharding
 from ..ranks import Ranks
 from ..store import open_sharded
-from .costs import OPTIMIZERS, OptimizerName, Probe, RankCosts, amounts_of, demand_of, group_of
+from .costs import OPTIMIZERS, Group, OptimizerName, Probe, RankCosts, amounts_of, demand_of, group_of
 
-_ROUNDS: Final = 2
-_BATCHES: Final = 4
-_MOST_STEPS: Final = 100
-_TABLES_BYTES: Final = 128 << 20
-"""Of a probe's weights: more than processors' caches hold. With state and index they take up to eight times as much."""
+_ROUNDS: Final = 3
+_BATCHES: Final = 3
+_STEPS: Final = 5
+"""Of a trial, after two that warm it."""
+_FEWEST_SETS: Final = 4
+_SET_SECONDS: Final = 2.5
+"""That all trials of a set take, about, on two cores."""
+_HELD_OUT: Final = 5
+"""Each so manieth set is not fitted, and what is predicted of it is compared with what it takes."""
+_TABLES_BYTES: Final = 64 << 20
+"""Of a set's weights at most: more than processors' caches hold."""
+_MOST_IDS: Final = 60_000
+"""Of a rank's batch."""
+_MOST_ID_COLUMNS: Final = 6_000_000
 _OTHER_BYTES: Final = 16 << 20
 """That are read and written between steps, as a model does: then few rows are still in the processor's own caches."""
 _PRIME: Final = 2654435761
 """No table has so many rows: times it, rows are a permutation of rows."""
-
-
-class _Shape(NamedTuple):
-    """Of a probe's tables and batches; ``samples`` of a rank's batch, ``exponent`` of Zipf's law, which is not 1."""
-
-    tables: int
-    samples: int
-    pooling_factor: int
-    exponent: float
-
-
-_SHAPES: Final = (
-    _Shape(2, 64, 1, 0.0),
-    _Shape(4, 1024, 16, 0.4),
-    _Shape(24, 2048, 1, 1.2),
-    _Shape(8, 2048, 1, 0.0),
-    _Shape(8, 2048, 8, 1.05),
-    _Shape(24, 512, 1, 0.8),
-)
-_DIMS: Final = (16, 64, 128)
-"""Of columns; a shape has one of them, or two if there is time."""
-_FORMS: Final[tuple[tuple[ShardingType, Exchange], ...]] = (
-    ("row_wise", "rows"),
-    ("row_wise", "pooled"),
-    ("table_wise", "pooled"),
-    ("column_wise", "rows"),
-    ("data_parallel", "rows"),
-)
 
 
 def measure_ranks(
@@ -79,97 +59,126 @@ def measure_ranks(
     """Time probes over all ranks of ``torch.distributed``; collective.
 
     Args:
-        seconds: to spend in steps, about, besides making their tables, which takes half a minute, more with more
-            ranks. With fewer than 60 there are half as many probes, of smaller tables.
-        progress: is given the trials done, and how many there are.
+        seconds: to spend, about: 2.5 for each set of tables, more with more ranks.
+        progress: is given the sets tried, and how often any will be.
 
     Raises:
         ValueError: a wrong argument. Others as of ``open_sharded``.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
-    ranks, share = Ranks(), min(1.0, seconds / 60)
-    probes = list(
-        _probes(ranks, OPTIMIZERS[optimizer](), max(1 << 16, int(share * _TABLES_BYTES)), dims=1 + int(share))
-    )
-    trials, reduces = [list[float]() for _ in probes], list[tuple[float, float]]()
+    ranks, rule = Ranks(), OPTIMIZERS[optimizer]()
+    sets = max(_FEWEST_SETS, int(seconds / _SET_SECONDS))
+    trials, reduces = dict[tuple[int, int], list[float]](), list[tuple[float, float]]()
+    works = dict[tuple[int, int], _Work]()
     for number in range(_ROUNDS):
         reduces.append((_reduce_us(ranks, is_busy=False), _reduce_us(ranks, is_busy=True)))
-        for done, place in enumerate(np.random.default_rng(number).permutation(len(probes)), number * len(probes) + 1):
-            subject, shardings = probes[place]
-            trials[place].append(subject.step_s(shardings, seconds / (_ROUNDS * len(probes))))
+        for done, seed in enumerate(np.random.default_rng(number).permutation(sets).tolist(), number * sets + 1):
+            subject = _Subject(ranks, rule, seed)
+            for place, own in enumerate(subject.plans()):
+                trials.setdefault((seed, place), []).append(subject.step_s(own))
+                if not number:
+                    works[seed, place] = subject.work(own)
             if progress is not None:
-                progress(done, _ROUNDS * len(probes))
-    timed = [subject.probe(own, statistics.median(taken)) for (subject, own), taken in zip(probes, trials, strict=True)]
+                progress(done, _ROUNDS * sets)
+    probes = {key: Probe(*works[key], statistics.median(taken)) for key, taken in trials.items()}
+    is_apart = sets >= 2 * _HELD_OUT
+    held_out = [probe for (seed, _), probe in probes.items() if is_apart and seed % _HELD_OUT == 0]
+    fitted = [probe for (seed, _), probe in probes.items() if not is_apart or seed % _HELD_OUT]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
     where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
     reduce_us, reduce_busy_us = map(statistics.median, zip(*reduces, strict=True))
     return RankCosts.fitted(
-        timed, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
-        source=f"tierstore shard measure, {where}", reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
+        fitted, held_out=held_out, world_size=ranks.size, local_world_size=local, cores=cores, optimizer=optimizer,
+        source=f"tierstore shard measure, {where}; {len(probes)} steps of {sets} sets of tables",
+        reduce_us=reduce_us, reduce_busy_us=reduce_busy_us,
     )  # fmt: skip
 
 
-def _probes(
-    ranks: Ranks, rule: Optimizer, tables_bytes: int, *, dims: int
-) -> Iterator[tuple["_Subject", list[Sharding]]]:
-    """Tables and where they are, of each probe; ``dims``: of each shape."""
-    for (number, shape), beyond in itertools.product(enumerate(_SHAPES), range(dims)):
-        subject = _Subject(ranks, rule, shape, _DIMS[(number + beyond) % len(_DIMS)], tables_bytes)
-        for sharding_type, exchange in _FORMS:
-            for owners in [ranks.size] if sharding_type in ("data_parallel", "column_wise") else [ranks.size, 1]:
-                every, is_whole = tuple(range(owners)), sharding_type == "table_wise"
-                places = [(table % owners,) if is_whole else every for table in range(shape.tables)]
-                yield subject, [Sharding(sharding_type, place, exchange) for place in places]
+class _Work(NamedTuple):
+    """Of a plan's one group, as ``Probe`` has it."""
+
+    group: Group
+    amounts: Float64s
 
 
 class _Subject:
-    """A probe's tables and batches; all ranks draw the same ones."""
+    """A set of tables of one width, drawn by a seed, and batches; all ranks draw the same ones."""
 
-    def __init__(self, ranks: Ranks, rule: Optimizer, shape: _Shape, dim: int, tables_bytes: int) -> None:
-        self._ranks, self._shape, self._dim, self._ddr = ranks, shape, dim, 8 * tables_bytes + (64 << 20)
-        num_rows, names = max(2, tables_bytes // (shape.tables * 4 * dim)), [f"t{n}" for n in range(shape.tables)]
+    def __init__(self, ranks: Ranks, rule: Optimizer, seed: int) -> None:
+        self._ranks, self._generator = ranks, np.random.default_rng(seed)
+        draw, count = self._generator.uniform, round(2 ** self._generator.uniform(0, 5))
+        self._dim, names = int(2 ** self._generator.integers(2, 8)), [f"t{n}" for n in range(count)]
+        factors = np.where(draw(size=count) < 0.5, 1, 2 ** draw(0, 5 * (draw() < 0.7), count)).astype(np.int64)
+        most = min(_MOST_IDS, _MOST_ID_COLUMNS / self._dim) / factors.sum()
+        self._samples = max(8, int(min(2 ** draw(5, 11.5), most)))
+        num_rows = 10 ** draw(2, 5.7, count)
+        num_rows *= min(1.0, _TABLES_BYTES / (num_rows.sum() * 4 * self._dim))
         self._tables = [
-            TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, optimizer=rule) for name in names
+            TableConfig(name=name, num_embeddings=max(2, int(rows)), embedding_dim=self._dim, optimizer=rule)
+            for name, rows in zip(names, num_rows, strict=True)
         ]
-        generator, size = np.random.default_rng(dim), (_BATCHES, ranks.size, shape.samples * shape.pooling_factor)
-        ids = {name: _zipf(generator, num_rows, shape.exponent, size) for name in names}
-        offsets = np.arange(0, ids["t0"].size + 1, shape.pooling_factor)
-        tables = {name: TableTrace(own.ravel(), offsets) for name, own in ids.items()}
-        demand = demand_of(Trace(tables=tables, batch_samples=ranks.size * shape.samples), self._tables, ranks.size)
-        self._demands = demand.tables.values()
-        lengths = torch.full((len(names) * shape.samples,), shape.pooling_factor, dtype=torch.int64)
-        own = ([each[number, ranks.rank] for each in ids.values()] for number in range(_BATCHES))
+        self._ids = [
+            _zipf(self._generator, table.num_embeddings, draw(0, 1.3), (_BATCHES, ranks.size, self._samples * factor))
+            for table, factor in zip(self._tables, factors.tolist(), strict=True)
+        ]
+        self._factors = factors
+        lengths = torch.from_numpy(factors).repeat_interleave(self._samples)
+        own = ([each[number, ranks.rank] for each in self._ids] for number in range(_BATCHES))
         self._batches = [KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(e)), lengths=lengths) for e in own]
 
-    def step_s(self, shardings: Sequence[Sharding], seconds: float) -> float:
-        """Median of the steps that fit in so many seconds, each as long as in its slowest rank."""
-        with open_sharded(cold="memory", ddr=self._ddr) as store:
+    def plans(self) -> list[list[Sharding]]:
+        """Of one group each: rows or bags of tables that are by rows or whole, by chance, once evenly and once not;
+        columns; and copies."""
+        size, generator = self._ranks.size, self._generator
+        every, tables = tuple(range(size)), range(len(self._tables))
+        found = [[Sharding("data_parallel", every)] * len(tables)]
+        for exchange in ("rows", "rows", "pooled", "pooled"):
+            share, most = generator.choice([0.0, 0.5, 1.0]), 1 if generator.random() < 0.25 else size
+            by_rows, places = generator.random(len(tables)) < share, (np.arange(len(tables)) + generator.integers(size))
+            found.append([
+                Sharding("row_wise", every, exchange)
+                if by_rows[table]
+                else Sharding("table_wise", (int(places[table]) % most,), exchange)
+                for table in tables
+            ])  # fmt: skip
+        parts = [count for count in (2, 4, 8, 16) if count <= size and self._dim // count >= 4]
+        if parts:
+            count = int(generator.choice(parts))
+            of_table = [tuple((table + place) % size for place in range(count)) for table in tables]
+            found.append([Sharding("column_wise", own) for own in of_table])
+        return found
+
+    def step_s(self, shardings: Sequence[Sharding]) -> float:
+        """Median of some steps, each as long as in its slowest rank."""
+        table_bytes = sum(table.size_bytes(4096) for table in self._tables)
+        with open_sharded(cold="memory", ddr=4 * table_bytes + (64 << 20)) as store:
             for table, sharding in zip(self._tables, shardings, strict=True):
                 store.create_table(table, **sharding._asdict())
             module = ShardedTieredEmbeddingBagCollection(store)
-            gradient = torch.full((self._shape.samples, len(self._tables) * self._dim), 1e-3)
-            other = torch.zeros(_OTHER_BYTES // 4)
+            gradient = torch.full((self._samples, len(self._tables) * self._dim), 1e-3)
+            other, found = torch.zeros(_OTHER_BYTES // 4), []
+            for number in range(2 + _STEPS):
+                other.add_(1)
+                begun = time.perf_counter()
+                module(self._batches[number % _BATCHES]).values().backward(gradient)
+                found.append(time.perf_counter() - begun)
+            steps: list[float] = [max(step) for step in zip(*self._ranks.gather(found), strict=True)]
+            return statistics.median(steps[2:])
 
-            def timed(steps: int) -> list[float]:
-                found = []
-                for number in range(steps):
-                    other.add_(1)
-                    begun = time.perf_counter()
-                    module(self._batches[number % _BATCHES]).values().backward(gradient)
-                    found.append(time.perf_counter() - begun)
-                return [max(step) for step in zip(*self._ranks.gather(found), strict=True)]
-
-            warm = min(timed(_BATCHES))
-            return statistics.median(timed(max(_BATCHES, min(_MOST_STEPS, int(seconds / warm)))))
-
-    def probe(self, shardings: Sequence[Sharding], seconds: float) -> Probe:
+    def work(self, shardings: Sequence[Sharding]) -> _Work:
+        size, samples = self._ranks.size, self._samples
+        tables = {
+            table.name: TableTrace(ids.ravel(), np.arange(0, ids.size + 1, factor))
+            for table, ids, factor in zip(self._tables, self._ids, self._factors.tolist(), strict=True)
+        }
+        demand = demand_of(Trace(tables=tables, batch_samples=size * samples), self._tables, size).tables.values()
         amounts = [
-            amounts_of(sharding, self._dim, demand, bags=self._shape.samples, ranks=self._ranks.size)
-            for sharding, demand in zip(shardings, self._demands, strict=True)
+            amounts_of(sharding, self._dim, own, bags=samples, ranks=size)
+            for sharding, own in zip(shardings, demand, strict=True)
         ]
-        return Probe(group_of(shardings[0], self._dim), np.sum(amounts, axis=0), seconds)
+        return _Work(group_of(shardings[0], self._dim), np.sum(amounts, axis=0))
 
 
 def _zipf(generator: np.random.Generator, num_rows: int, exponent: float, size: tuple[int, ...]) -> Int64s:

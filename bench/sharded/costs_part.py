@@ -1,0 +1,54 @@
+"""Part "errors": costs of ranks, and how far they are off on sets of tables that they were not fitted to."""
+
+from dataclasses import asdict
+from typing import Any, Final
+
+from tierstore.dist.placement import RankCosts
+from tierstore.dist.placement.costs import KINDS
+from tierstore.dist.placement.measure import measure_ranks
+from tierstore.settings.sections import described
+
+from ..common import Goal, Part, Run, Table, Told
+from .ranks import run_ranks
+
+__all__ = ["PART", "costs_of"]
+
+
+def costs_of(figures: dict[str, Any]) -> dict[int, RankCosts]:
+    """By the number of ranks, as the part "errors" found them."""
+    if "errors" not in figures:
+        raise SystemExit("This part needs the costs of --only errors, or the file of --json that has them.")
+    found = (described(RankCosts, each, "costs") for each in figures["errors"]["costs"])
+    return {costs.world_size: costs for costs in found}
+
+
+def _in_rank(seconds: float) -> RankCosts:
+    return measure_ranks(seconds=seconds)
+
+
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    sizes = request.config["ranks"]
+    return {"costs": [asdict(run_ranks(_in_rank, size, request.config["measure_s"])[0]) for size in sizes]}
+
+
+def _tell(figures: dict[str, Any]) -> Told:
+    rows, goals = [], []
+    for costs in figures["costs"]:
+        linear, learned = costs["errors"], costs["learned_errors"]
+        for kind in KINDS:
+            own = [f"{linear[kind]:.1%}", f"{learned[kind]:.1%}" if learned else ""]
+            rows.append(
+                [str(costs["world_size"]), kind, *own, "learned" if kind in costs["learned_kinds"] else "linear"]
+            )
+            if learned:
+                name = f"error of the costs in use, {costs['world_size']} ranks, {kind}"
+                goals.append(Goal(name=name, value=round(min(linear[kind], learned[kind]), 3), at_most=0.15))
+    table = Table(
+        title="mean error of what is predicted of a step, sets of tables that were not fitted",
+        columns=["ranks", "exchange", "linear", "with the learned correction", "in use"], rows=rows,
+    )  # fmt: skip
+    note = "; ".join(costs["source"].partition("measure, ")[2] for costs in figures["costs"])
+    return Told(tables=[table], goals=goals, notes=[f"Costs: {note}; each fifth set is held out."])
+
+
+PART: Final = Part(_measure, _tell)
