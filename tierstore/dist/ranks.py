@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankError
+from .pace import NOTHING_TOLD, Pace
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 """TorchRec's names. "int8": each row as 8-bit integers and one float32, the largest magnitude of the row over 127."""
@@ -121,6 +122,7 @@ class Ranks:
         rank: this one's number in the group. size: how many there are.
         traffic: of this object's exchanges.
         run: the identity of what is trained, once it is known: calls of different runs differ.
+        pace: of the steps that backward passes of this object's calls are in, or None.
 
     Raises:
         ValueError: this process is not in the group, or the group cannot exchange tensors on the CPU.
@@ -140,6 +142,7 @@ class Ranks:
         self._numbers = range(self.size) if numbers is None else numbers
         self.traffic = Traffic()
         self.run = ""
+        self.pace: Pace | None = None
         self._backend: Any = group or dist.group.WORLD
         self._options = dist.AllToAllOptions()
         self._ones = [1] * self.size
@@ -269,9 +272,17 @@ class Ranks:
     def _meet(self, call: str, given: Sequence[int]) -> tuple[list[int], list[int]]:
         """Of each rank what it calls, as a number, and what it has for this one."""
         word = zlib.crc32(f"{self.run} {call}".encode())
-        sent = torch.tensor([[word, count] for count in given], dtype=torch.int64)
-        words, counts = self._exchange(sent, self._ones, self._ones).T.tolist()
+        told = NOTHING_TOLD if self.pace is None else self.pace.told
+        sent = torch.tensor([[word, count, *told] for count in given], dtype=torch.int64)
+        words, counts, windows, *times_us = self._exchange(sent, self._ones, self._ones).T.tolist()
+        if self.pace is not None:
+            self.pace.note(windows, times_us, self.rank, self._numbers)
         return words, counts
+
+    def note_backward(self, table: str) -> None:
+        """See ``Pace``."""
+        if self.pace is not None:
+            self.pace.note_backward(table)
 
     def _calls(self, call: str) -> list[str]:
         own = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")

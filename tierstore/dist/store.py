@@ -33,6 +33,7 @@ from ..store.optimizer import TieredOptimizer
 from ..store.version import MAX_ANCESTORS
 from ..system.checks import require_choice
 from .opening import OwnPart, open_to_read, require_alike
+from .pace import Pace, StepTime
 from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic
@@ -75,12 +76,14 @@ class Load(NamedTuple):
         size_bytes: of them with their optimizer state, were they all in memory.
         lookups: rows that ranks asked it for.
         traffic: of its exchanges, but for those of ids that ``prefetch`` sent ahead.
+        step: of its last 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
     """
 
     num_rows: int
     size_bytes: int
     lookups: int
     traffic: Traffic
+    step: StepTime
 
 
 def open_sharded(
@@ -231,6 +234,7 @@ class ShardedStore:
         self.tables: dict[str, ShardedTable] = {}
         self.shown = Shown()
         self.planned = planned
+        self._pace = ranks.pace = Pace(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         with ranks.together():
             own = Commits.of(local)
         self._number = self._attempt = 0
@@ -389,7 +393,7 @@ class ShardedStore:
         with self.ranks.telling():
             local = [table.local for table in self.tables.values()]
             rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
-            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic)
+            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
         return self.ranks.gather(own, "balance")
 
     # What a module asks of a store.
