@@ -8,6 +8,7 @@ from .collection import (
     average,
     data_parallel,
 )
+from .even import even
 from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
@@ -22,6 +23,7 @@ __all__ = [
     "Sharding",
     "average",
     "data_parallel",
+    "even",
     "open_sharded",
     "shard",
 ]
