@@ -9,6 +9,7 @@ from .collection import (
     data_parallel,
     own_tensors,
 )
+from .even import even
 from .model import shard
 from .plan import Plan, Sharding
 from .store import ShardedStore, open_sharded
@@ -26,6 +27,7 @@ __all__ = [
     "TowerTieredEmbeddingCollection",
     "average",
     "data_parallel",
+    "even",
     "open_sharded",
     "own_tensors",
     "shard",

@@ -18,6 +18,7 @@ from ..nn.module import TieredModule, arguments_of
 from ..pool.bags import Features
 from ..store import Table
 from .device import DeviceRowsLookup
+from .even import Even
 from .ids import DynamicLookupOverRanks
 from .lookup import ReplicatedLookup, RowsLookup, ShardedLookup
 from .pooled import PooledLookup
@@ -25,6 +26,7 @@ from .ranks import Ranks
 from .store import ShardedStore
 from .table import Owners, ShardedTable
 
+_NO_MORE: Final = object()
 _NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
 
@@ -43,6 +45,20 @@ class Ahead:
         self._module = module
         self._ranks = ranks
         self._is_over = False
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        """Read from batches; of ``even`` with exchanges in the pass's thread, over its ranks."""
+        if not isinstance(batches, Even):
+            return iter(batches)
+        return self._in_pass(batches.over(self._ranks))
+
+    def _in_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self._ending_for_all():
+                batch = next(batches, _NO_MORE)
+            if batch is _NO_MORE:
+                return
+            yield batch
 
     def prepare(self, features: Any) -> Prepared:
         """Exchange the ids of a batch; see ``TieredModule.prepare``. RuntimeError: another rank failed, or has no

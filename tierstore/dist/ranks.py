@@ -352,5 +352,5 @@ def _differing(calls: Sequence[str], numbers: Sequence[int]) -> str:
     told = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in by_call.items())
     return (
         f"ranks make different calls ({told}). All ranks must make the same calls in the same order; where one has "
-        "fewer batches, give it empty ones, or leave the others' last ones out"
+        "fewer batches, tierstore.dist.even gives it empty ones"
     )

@@ -219,8 +219,12 @@ class TieredEmbeddingCollection(Collection):
     def _prepare(self, features: JaggedLike) -> Prepared:
         sources = _sources(features)
         checked, place = self._checked(features, sources)
-        lookups = [self._lookup(table, checked.on_host, place) for table in self.tables]
-        elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
+        of_tables = [self._ids_of(table, checked.on_host, place) for table in self.tables]
+        lookups = [
+            self._make_lookup(ids.join(Features.of([table], [0]), [0]), table.config.pooling)
+            for table, ids in zip(self.tables, of_tables, strict=True)
+        ]  # whose ``joined`` is not asked for: of dynamic ids it may be an exchange with other ranks
+        elements = sum(ids.batch * table.layout.dim for table, ids in zip(self.tables, of_tables, strict=True))
         return Prepared(lookups, (elements,), None, sources, self.store)
 
     def embedding_configs(self) -> list[TableConfig]:
@@ -234,13 +238,13 @@ class TieredEmbeddingCollection(Collection):
             raise ValueError(f"tables have embedding_dim {sorted(dims)}: ask each one's config")
         return dims.pop()
 
-    def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> AnyLookup:
+    def _ids_of(self, table: Table, jagged: Jagged, place: dict[str, int]) -> Jagged:
+        """A bag for each id of the table's features."""
         bounds = [place[name] * jagged.batch for name in table.config.feature_names]
         lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
         ids: Any = np.concatenate(lists)
         offsets: Any = np.arange(len(ids) + 1, dtype=jagged.offsets.dtype)
-        joined = Jagged(ids, offsets, len(ids)).join(Features.of([table], [0]), [0])
-        return self._make_lookup(joined, table.config.pooling)
+        return Jagged(ids, offsets, len(ids))
 
 
 def _sources(features: JaggedLike) -> _Sources:

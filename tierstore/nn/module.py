@@ -4,7 +4,7 @@ import copy
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -99,6 +99,10 @@ class TieredModule(Unpicklable, nn.Module, ABC):
         return all(
             table.in_pool(lambda pool: pool.rows.are_all_in and not pool.tier.on_device) for table in self._tables
         )
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        """See ``tierstore.prefetch``, which reads batches so."""
+        return iter(batches)
 
     def end(self) -> None: ...
 

@@ -142,7 +142,8 @@ def _plain(
     batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     if not lookahead:
-        for batch in _begun(batches):
+        _wait_for(batches)
+        for batch in batches:
             yield batch, _position_of(batches)
         return
     reader = _Reader(batches, module, lookahead, get_features)
@@ -153,12 +154,11 @@ def _plain(
         finish(reader.end)
 
 
-def _begun(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Its iterator, once no earlier pass reads from it: two threads in one iterator would break it, as that of a loader
-    with persistent workers."""
+def _wait_for(batches: Iterable[Any]) -> None:
+    """Wait until no earlier pass reads from it: two threads in one iterator would break it, as that of a loader with
+    persistent workers."""
     if (left := _LEFT.get(id(batches))) is not None:
         left.wait()
-    return iter(batches)
 
 
 class _Ahead(NamedTuple):
@@ -248,9 +248,12 @@ class _Reader:
         assert self._get_features is not None
         try:
             if self._iterator is None:
-                self._iterator = _begun(self._batches)
-                if self.is_closed:
+                _wait_for(self._batches)
+                module = self.module
+                if self.is_closed or module is None:
                     return False
+                self._iterator = module.begin(self._batches)
+                del module
             batch = next(self._iterator)
             item = _Ahead(batch, self._get_features(batch), _position_of(self._batches))
         finally:

@@ -1,6 +1,6 @@
 """What the prefetch pipeline drives: a module over tables, or several as one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from .function import Announced
@@ -20,6 +20,9 @@ class Preparable(Protocol):
 
     def has_all_rows(self) -> bool:
         """Whether all rows of its tables are in memory to stay: there is nothing to bring in."""
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        """``iter(batches)``, which the thread that calls ``prepare`` reads from."""
 
     def end(self) -> None:
         """The pass brings no more in; called once by whom ``prepare`` is called by."""
@@ -51,6 +54,9 @@ class _Several:
 
     def has_all_rows(self) -> bool:
         return all(module.has_all_rows() for module in self._modules)
+
+    def begin(self, batches: Any) -> Iterator[Any]:
+        return self._modules[0].begin(batches)
 
     def end(self) -> None:
         for module in self._modules:
