@@ -141,6 +141,10 @@ class KeyedJaggedTensor(JaggedTensor):
         lengths: integer [F * B] or [F, B], length of each bag, key-major. Give this or ``offsets``.
         offsets: integer [F * B + 1], from 0 to N.
         stride: B, which is counted otherwise; without keys it is 0.
+        stride_per_key_per_rank: samples of each feature, where they differ: a list with one number for each, which may
+            be a sum of several. ``lengths`` and ``offsets`` are then of so many bags.
+        inverse_indices: (features, integer [F, B]): which of its own samples each feature has for each of the B of the
+            batch, as where samples share a user. Pooled results are of these B.
 
     Raises:
         TypeError: as ``JaggedTensor``, or ``keys`` is one str. ValueError: shapes that do not fit together.
@@ -154,14 +158,20 @@ class KeyedJaggedTensor(JaggedTensor):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         stride: int | None = None,
+        stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
+        inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
         super().__init__(values, weights, lengths, offsets)
         require_names(keys, "keys")
         bags = len(self._offsets) - 1
-        self._stride = bags // max(len(keys), 1) if stride is None else stride
-        if bags < 0 or bags != self._stride * len(keys):
+        self._is_uneven = stride_per_key_per_rank is not None
+        even = bags // max(len(keys), 1) if stride is None else stride
+        given = stride_per_key_per_rank or [[even]] * len(keys)
+        self._strides = [sum(of_ranks) for of_ranks in given]
+        if bags < 0 or len(given) != len(keys) or bags != sum(self._strides):
             raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample")
-        self._keys = list(keys)
+        self._keys, self._inverse = list(keys), inverse_indices
+        self._stride = max(self._strides, default=even) if inverse_indices is None else inverse_indices[1].shape[1]
 
     @classmethod
     def from_lengths_sync(
@@ -185,6 +195,7 @@ class KeyedJaggedTensor(JaggedTensor):
             ValueError: they have not, or only some have weights.
         """
         strides = {part.stride() for part in parts}
+        is_uneven = any(part.variable_stride_per_key() for part in parts)
         weights = [part.weights_or_none() for part in parts]
         given = [each for each in weights if each is not None]
         if len(strides) > 1 or 0 < len(given) < len(weights):
@@ -195,6 +206,8 @@ class KeyedJaggedTensor(JaggedTensor):
             torch.cat(given) if given else None,
             torch.cat([part.lengths() for part in parts]),
             stride=next(iter(strides), None),
+            stride_per_key_per_rank=[[each] for part in parts for each in part._strides] if is_uneven else None,
+            inverse_indices=next((part._inverse for part in parts if part._inverse is not None), None),
         )
 
     def keys(self) -> list[str]:
@@ -202,8 +215,20 @@ class KeyedJaggedTensor(JaggedTensor):
         return self._keys
 
     def stride(self) -> int:
-        """Samples in the batch."""
+        """Samples in the batch; of features with different numbers, without ``inverse_indices``, the most."""
         return self._stride
+
+    def stride_per_key(self) -> list[int]:
+        """Samples of each feature."""
+        return self._strides
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether features may have different numbers of samples."""
+        return self._is_uneven
+
+    def inverse_indices_or_none(self) -> tuple[Sequence[str], Tensor] | None:
+        """See the constructor."""
+        return self._inverse
 
     def length_per_key(self) -> list[int]:
         """How many values each feature has."""
@@ -212,8 +237,7 @@ class KeyedJaggedTensor(JaggedTensor):
 
     def offset_per_key(self) -> list[int]:
         """Where each feature's values begin, and where the last end."""
-        batch = self.stride()
-        return [int(self._offsets[place * batch]) for place in range(len(self._keys) + 1)]
+        return [int(self._offsets[bag]) for bag in itertools.accumulate(self._strides, initial=0)]
 
     def split(self, segments: Sequence[int]) -> "list[KeyedJaggedTensor]":
         """Features in groups of so many each, in order; values are views.
@@ -223,15 +247,18 @@ class KeyedJaggedTensor(JaggedTensor):
         """
         if sum(segments) != len(self._keys):
             raise ValueError(f"segments={list(segments)} are {sum(segments)} features, not {len(self._keys)}")
-        starts, batch, parts, first = self.offset_per_key(), self.stride(), [], 0
+        starts, bags, parts, first = self.offset_per_key(), [0, *itertools.accumulate(self._strides)], [], 0
         for count in segments:
-            own = slice(starts[first], starts[first + count])
-            offsets = self._offsets[first * batch : (first + count) * batch + 1]
+            own, last = slice(starts[first], starts[first + count]), first + count
+            offsets = self._offsets[bags[first] : bags[last] + 1] - starts[first]
             weights = None if self._weights is None else self._weights[own]
-            keys = self._keys[first : first + count]
-            offsets = offsets - starts[first]
-            parts.append(KeyedJaggedTensor(keys, self._values[own], weights, offsets=offsets, stride=batch))
-            first += count
+            strides = [[each] for each in self._strides[first:last]] if self._is_uneven else None
+            part = KeyedJaggedTensor(
+                self._keys[first:last], self._values[own], weights, offsets=offsets, stride=self._stride,
+                stride_per_key_per_rank=strides, inverse_indices=self._inverse,
+            )  # fmt: skip
+            parts.append(part)
+            first = last
         return parts
 
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
