@@ -161,9 +161,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "measure": command(
         _measure,
         (
-            arg(
-                "--out", old="--json", default="ranks.json", metavar="PATH", help="where they go (default: ranks.json)"
-            ),
+            arg("--out", default="ranks.json", metavar="PATH", help="where they go (default: ranks.json)"),
             arg(
                 "--optimizer",
                 default="rowwise_adagrad",
@@ -190,9 +188,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
             arg("plan", metavar="PLAN.json", help="the plan that is written, for open_sharded and ranks.plan"),
             arg("--costs", required=True, metavar="FILE", help="of the ranks, by tierstore shard measure"),
             arg("--trace", metavar="TRACE.npz", help="what is looked up (default: Zipf's law, as the workload says)"),
-            arg(
-                "--limit", old="--room", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"
-            ),
+            arg("--limit", metavar="SIZE", help="of each rank's rows with optimizer state (default: none)"),
             arg(
                 "--search",
                 default=_BEAM,

@@ -27,20 +27,15 @@ class Argument(NamedTuple):
     settings: dict[str, Any]
     group: tuple[str, str] | None
     """Title and description of those that the help shows together."""
-    old: str
-    """A former name that is still taken, and that the help does not show."""
 
     def add_to(self, parser: Any) -> None:
-        action = parser.add_argument(*self.names, **self.settings)
-        if self.old:
-            hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            parser.add_argument(self.old, **(self.settings | hidden))
+        parser.add_argument(*self.names, **self.settings)
 
 
-def arg(*names: str, group: tuple[str, str] | None = None, old: str = "", **settings: Any) -> Argument:
+def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
     """An argument; a word with dashes that has no metavar is a flag."""
     is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
-    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group, old)
+    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group)
 
 
 def command(
