@@ -1,7 +1,6 @@
 """The command line: ``tierstore COMMAND``."""
 
 import argparse
-import importlib
 import io
 import shlex
 import sys
@@ -249,9 +248,22 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
-def _commands_of(module: str) -> "Callable[[], Mapping[str, Command]]":
-    """What loads the commands of a group, once they are wanted."""
-    return lambda: importlib.import_module(module, __package__).COMMANDS
+def _shard_commands() -> "Mapping[str, Command]":
+    from .shard import COMMANDS
+
+    return COMMANDS
+
+
+def _trace_commands() -> "Mapping[str, Command]":
+    from .trace import COMMANDS
+
+    return COMMANDS
+
+
+def _plan_commands() -> "Mapping[str, Command]":
+    from ..plan.command import COMMANDS
+
+    return COMMANDS
 
 
 def _values(what: str | tuple[str, ...]) -> dict[str, Any]:
@@ -340,12 +352,10 @@ _COMMANDS: Final = {
     "compact": COMPACT,
     "reshard": RESHARD,
     "shard": group(
-        _commands_of(".shard"),
-        "plan which rank gets which tables",
-        "Measure ranks, and plan which of them gets which tables.",
+        _shard_commands, "plan which rank gets which tables", "Measure ranks, and plan which of them gets which tables."
     ),
     "trace": group(
-        _commands_of(".trace"),
+        _trace_commands,
         "write down, draw and describe which rows are looked up",
         "Traces: which rows are looked up, for tierstore plan, shard plan, compact and serve --warm-up.",
         of_file="record",
@@ -368,7 +378,7 @@ _COMMANDS: Final = {
     "publish": PUBLISH,
     "compile": COMPILE,
     "plan": group(
-        _commands_of("..plan.command"),
+        _plan_commands,
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
