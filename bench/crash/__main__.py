@@ -32,7 +32,7 @@ def _settings(generator: random.Random) -> Settings:
     return Settings(
         policy=generator.choice(["lru", "lfu"]),
         keep=generator.choice([2, 3, 4]),
-        ddr=generator.choice(["464KiB", "512KiB"]),
+        ddr=generator.choice(["496KiB", "512KiB"]),
         hbm=generator.choice(["0", "0", "160KiB"]),
         growth_bytes=generator.choice([64, 256, 1024]) * 2**10,
         depth=generator.choice([0, 2, 2]),

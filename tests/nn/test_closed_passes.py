@@ -25,6 +25,9 @@ class _OfRanks:
     def ahead(self) -> "_OfRanks":
         return self
 
+    def begin(self, batches: Any) -> Iterator[Any]:
+        return iter(batches)
+
     def end(self) -> None:
         self.ended_in.append(threading.current_thread().name)
 

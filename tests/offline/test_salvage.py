@@ -375,13 +375,13 @@ def test_the_manifest_of_another_store(cleaned: History, scattered: History, tmp
         _salvaged(tmp_path, cleaned.files | {"manifest.json": other._text().encode()})
 
 
-def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
+def test_a_store_of_another_release(cleaned: History, tmp_path: Path) -> None:
     image = Image(cleaned.files["rows.lmdb"], cleaned.version)
     at = _record(image, STORE_ITEM)
-    for number, expected in ((3, "run tierstore export"), (9, "this release reads")):
+    for number in (3, 9):
         body = image.data[at : at + 8] + struct.pack("<Q", number) + image.data[at + 16 : at + 32]
         change = at, body + struct.pack("<Q", bytes_checksum(body))
-        with pytest.raises(FormatError, match=rf"rows\.lmdb: format version {number}.*{expected}"):
+        with pytest.raises(FormatError, match=rf"rows\.lmdb: format version {number}.*the release that wrote it"):
             _salvaged(tmp_path, _changed(cleaned.files, [change]))
 
 

@@ -113,7 +113,10 @@ def unpack_store(data: bytes) -> bytes:
     if magic != _MAGIC:
         raise ValueError("the record is not a tierstore record")
     if version not in (_FORMAT, _FORMAT_BEFORE) or len(body) != 32:
-        raise OtherFormatError(f"format version {version}; this release reads {_FORMAT_BEFORE} and {_FORMAT}")
+        raise OtherFormatError(
+            f"format version {version}; this release reads {_FORMAT_BEFORE} and {_FORMAT}. Open it with the release "
+            "that wrote it"
+        )
     return bytes(store_id)
 
 

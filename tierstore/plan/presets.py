@@ -141,14 +141,14 @@ def _read(path: Path) -> Workload:
 
 
 def _of_run(path: Path) -> Workload:
-    """What a run trains: its tables, batch and optimizer, and the work of its DLRM. How many ids a sample has, and how
-    unevenly they are asked for, only its data says."""
+    """What a run trains: its tables, batch and optimizer, and the work of its DLRM, as without towers. How many ids a
+    sample has, and how unevenly they are asked for, only its data says."""
     from ..train.config import load
 
     run = load(path)
     dim, columns = run.embedding.dim, run.data.sparse_columns
     ids, counts = run.embedding.ids, run.embedding.ids == "dynamic" and run.embedding.admit_after > 1
-    layers: dict[str, Any] = asdict(run.model)
+    layers: dict[str, Any] = {name: each for name, each in asdict(run.model).items() if not name.startswith("tower")}
     return specified(
         [
             TableSpec(name=name, num_embeddings=size, embedding_dim=dim, ids=ids, candidates=counts * size)
