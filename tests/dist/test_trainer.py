@@ -17,15 +17,17 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import tierstore
 from bench.data import ROOT
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
 from tierstore.cli import main
 from tierstore.dist import Plan, Sharding
 from tierstore.pool.stats import total
+from tierstore.serve.models.ranking import Ranking
 from tierstore.settings.sections import to_toml
 from tierstore.train import RunConfig, Summary, train, trainer
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.metrics import Predictions
+from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.summary import digest_bits
 
 from .ranks import DIED, as_torchrun_starts, run
@@ -57,14 +59,14 @@ def one_process(made: RunConfig, parts: int) -> tuple[str, float, float]:
     """What the ranks must come to: each batch's parts one after another, gradients divided and summed in that order."""
     reader, hasher = open_data(made)
 
-    def batches(part: int, parts: int, begin: int, end: int) -> Any:
-        return reader.batches(hasher, batch_size=BATCH, start_row=begin, stop_row=end, part=part, parts=parts)
+    def batches(part: int) -> Any:
+        return reader.batches(hasher, batch_size=BATCH, stop_row=TRAIN_ROWS, part=part, parts=parts)
 
     with open_run_store(made) as store:
         built = build_run(made, store)
         rows, dense = store.optimizer(), list(built.model.dense_parameters().values())
         for _ in range(made.train.epochs):
-            for together in zip(*(batches(part, parts, 0, TRAIN_ROWS) for part in range(parts)), strict=True):
+            for together in zip(*map(batches, range(parts)), strict=True):
                 rows.zero_grad()
                 total = [torch.zeros_like(each) for each in dense]
                 for batch in filter(len, together):
@@ -76,13 +78,19 @@ def one_process(made: RunConfig, parts: int) -> tuple[str, float, float]:
                 for sums, each in zip(total, dense, strict=True):
                     each.grad = sums
                 rows.step()
+                if made.optimizer.dense_clip_norm:
+                    torch.nn.utils.clip_grad_norm_(dense, made.optimizer.dense_clip_norm)
                 built.optimizer.step()
-        predictions = Predictions()
-        with torch.no_grad():
-            for batch in batches(0, 1, TRAIN_ROWS, TRAIN_ROWS + TEST_ROWS):
-                predictions.add(batch.labels, built.model(batch.dense, batch.sparse))
-        found = predictions.evaluate()
+        found = evaluated(made, built.model)
         return digest_bits(built), found.auc, found.log_loss
+
+
+@torch.no_grad()
+def evaluated(made: RunConfig, model: torch.nn.Module) -> Evaluation:
+    predictions, (reader, hasher) = Predictions(), open_data(made)
+    for batch in reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + TEST_ROWS):
+        predictions.add(batch.labels, model(batch.dense, batch.sparse))
+    return predictions.evaluate()
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +183,58 @@ def test_ranks_started_again_after_one_died_end_in_the_same_bits(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["step"], summary["bits"]) == (STEPS, expected[0])
     assert summary["rows"] < 2 * TRAIN_ROWS
+
+
+TOWERS = [[f"C{i}" for i in range(start, 27, 2)] for start in (1, 2)]
+
+
+def train_on_hosts(made: RunConfig, on_host: int, dies_at: int = 0) -> tuple[Summary, str]:
+    """Goes on if there is a commit; and what the model has as embeddings. Rank 1 ends in a step."""
+    os.environ["LOCAL_WORLD_SIZE"] = f"{on_host}"
+    found, build, step = [], trainer.build_run, trainer.train_step
+
+    def built(*arguments: Any) -> Any:
+        found.append(build(*arguments))
+        return found[0]
+
+    def stepped(run: Any, *arguments: Any) -> Any:
+        if dies_at and torch.distributed.get_rank() and next(steps) == dies_at:
+            os._exit(DIED)
+        return step(run, *arguments)
+
+    trainer.build_run, trainer.train_step, steps = built, stepped, iter(range(1, 1_000_000))
+    return train_rank(made, resume=True), type(found[0].model.embeddings).__name__
+
+
+@pytest.mark.parametrize(("interaction", "dense"), [("dot", "sgd"), ("dcn", "adam")])
+def test_towers_on_their_hosts_are_killed_resumed_and_served_by_one_process(
+    tmp_path: Path, interaction: str, dense: str
+) -> None:
+    changes = {"model__towers": TOWERS, "model__interaction": interaction, "optimizer__dense": dense}
+    changes |= {"optimizer__dense_clip_norm": 0.05, "optimizer__dense_lr": 0.1 if dense == "sgd" else 0.001}
+    _, auc, log_loss = one_process(config(tmp_path, "one", **changes), 2)
+    made = config(tmp_path, "run", **changes)
+    whole = run(train_on_hosts, 2, tmp_path, config(tmp_path, "whole", **changes), 1)
+    assert run(train_on_hosts, 2, tmp_path, made, 1, 7, statuses=[1, DIED]) == [None, None]
+    resumed = run(train_on_hosts, 2, tmp_path, made, 1)
+    for summary, kind in whole + resumed:
+        assert (summary.bits, summary.test) == (whole[0][0].bits, whole[0][0].test)
+        assert kind == "TowerTieredEmbeddingBagCollection"
+    on_one_host = run(train_on_hosts, 2, tmp_path, made, 2)
+    for summary, kind in on_one_host + run(train_on_hosts, 3, tmp_path, made, 3):
+        assert (summary.bits, kind) == (whole[0][0].bits, "Towers")
+    found = whole[0][0].test
+    assert (found.auc, found.log_loss) == (pytest.approx(auc, abs=1e-4), pytest.approx(log_loss, abs=1e-5))
+    with tierstore.open(tmp_path / "whole", mode="r", ddr="8MiB") as store:
+        served = evaluated(made, Ranking(store, made, None)._model)
+    assert (served.auc, served.log_loss) == (pytest.approx(found.auc, abs=1e-6), pytest.approx(found.log_loss))
+
+
+def test_towers_of_other_hosts_are_joined_by_each_rank(tmp_path: Path) -> None:
+    """Rows of a run that began on one host stay where they are, also when it goes on on two."""
+    made = config(tmp_path, "run", model__towers=TOWERS)
+    run(train_on_hosts, 2, tmp_path, made, 2, 7, statuses=[1, DIED])
+    assert {kind for _, kind in run(train_on_hosts, 2, tmp_path, made, 1)} == {"Towers"}
 
 
 @pytest.mark.soak

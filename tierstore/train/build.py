@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import init, optim
 from ..config import TableConfig
+from ..dist import TowerTieredEmbeddingBagCollection
 from ..ids import LFU, LRU, DynamicIds, Frequency
 from ..kernels.arrays import Int64s
 from ..models import DLRM, DCNTower, DLRMTower, Towers
@@ -112,8 +113,9 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     for table_config in configs:
         store.create_table(table_config)
     torch.manual_seed(config.train.seed)
-    embeddings = processes.make_embeddings(store, [table_config.name for table_config in configs])
-    model = build_model(config, embeddings)
+    modules = build_towers(config)
+    embeddings = processes.make_embeddings(store, [table_config.name for table_config in configs], modules)
+    model = build_model(config, embeddings, modules)
     model.to(processes.local(store).device)
     section = config.optimizer
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
@@ -121,9 +123,11 @@ def build_run(config: RunConfig, store: Any, processes: Processes = ALONE) -> Ru
     return Run(store, model, embeddings, optimizer, processes, section.dense_clip_norm)
 
 
-def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:
-    """The model over these tables, its weights drawn from torch's random numbers, on the CPU."""
-    modules: Any = build_towers(config)
+def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection, towers: Any = None) -> DLRM:
+    """The model over these tables, its weights drawn from torch's random numbers, on the CPU; ``towers``: modules that
+    were drawn before, which ``embeddings`` over towers' hosts runs itself."""
+    modules: Any = build_towers(config) if towers is None else towers
+    is_plain = not modules or isinstance(embeddings, TowerTieredEmbeddingBagCollection)
     shape = {"num_features": len(config.data.sparse_columns), "embedding_dim": config.embedding.dim}
     if modules and config.model.interaction == "dot":
         vectors = sum(module.num_vectors for module in modules)
@@ -132,7 +136,7 @@ def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> 
         width = sum(module.out_features for module in modules)
         shape = {"num_features": width, "embedding_dim": 1, "dense_dim": config.embedding.dim}
     return DLRM(
-        Towers(embeddings, config.model.towers, modules) if modules else embeddings,
+        embeddings if is_plain else Towers(embeddings, config.model.towers, modules),
         **shape,
         num_dense=len(config.data.dense_columns),
         bottom_mlp=config.model.bottom_mlp,

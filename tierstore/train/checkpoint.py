@@ -45,6 +45,7 @@ class Position:
 def commit_run(run: Run, config: RunConfig, position: Position, files: Sequence[DataFile] = ()) -> PendingCommit:
     """Begin to commit rows and everything else of the run, atomically; ``files`` are what the position counts rows
     of."""
+    run.embeddings.gather([run.optimizer])
     dense = run.model.dense_parameters()
     tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}
     names, states = list(dense), run.optimizer.state_dict()["state"]

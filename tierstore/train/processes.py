@@ -7,13 +7,20 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..dist import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection, average, open_sharded
+from ..dist import (
+    ShardedTieredEmbeddingBagCollection,
+    ShardedTieredEmbeddingCollection,
+    TowerTieredEmbeddingBagCollection,
+    average,
+    open_sharded,
+)
 from ..dist.ranks import Ranks
 from ..errors import RankError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
@@ -41,7 +48,13 @@ class OneProcess:
         """The store of this process, or its part."""
         return store
 
-    def make_embeddings(self, store: Store, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+    def make_embeddings(
+        self,
+        store: Store,
+        tables: Sequence[str],
+        modules: Sequence[nn.Module],  # noqa: ARG002
+    ) -> TieredEmbeddingBagCollection:
+        """Over all tables; over hosts with ``modules``, one for each tower."""
         return TieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Store, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:
@@ -80,7 +93,8 @@ class ManyProcesses:
                 )
         if section.ddr == StoreSection().ddr:
             options["ddr"] = None
-        return open_sharded(
+        opened = partial(
+            open_sharded,
             section.path,
             plan=config.ranks.plan or None,
             forward_precision=config.ranks.forward_precision,
@@ -88,12 +102,22 @@ class ManyProcesses:
             keep=max(section.keep, _MIN_KEPT),
             **options,
         )
+        towers, on_host = config.model.towers, self.gather(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)))
+        if len(towers) > 1 and set(on_host) == {self.size / len(towers)}:
+            with contextlib.suppress(ValueError):  # the plan, or the last commit, has tables on other hosts
+                return opened(towers=towers)
+        return opened()
 
     def local(self, store: Any) -> Store:
         local: Store = store.local
         return local
 
-    def make_embeddings(self, store: Any, tables: Sequence[str]) -> TieredEmbeddingBagCollection:
+    def make_embeddings(
+        self, store: Any, tables: Sequence[str], modules: Sequence[nn.Module]
+    ) -> TieredEmbeddingBagCollection:
+        is_pooled = all(store.tables[name].sharding.exchange == "pooled" for name in tables)
+        if store.owners.towers is not None and is_pooled:
+            return TowerTieredEmbeddingBagCollection(store, modules, tables=tables)
         return ShardedTieredEmbeddingBagCollection(store, tables=tables)
 
     def commit(self, store: Any, extra: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCommit:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..dist import own_tensors
 from ..nn.prefetch import prefetch
@@ -23,12 +24,15 @@ def train_step(run: Run, batch: Batch, wants_stop: Callable[[], bool] = lambda: 
     loss = _mean_loss(run.model(batch.dense, batch.sparse), batch.labels) * share
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    own = own_tensors(run.model).values()
-    averaged = [each for each in run.model.dense_parameters().values() if not any(each is other for other in own)]
-    gradients = [each.grad for each in averaged if each.grad is not None]
+    dense, own = run.model.dense_parameters(), own_tensors(run.model)
+    gradients = [each.grad for name, each in dense.items() if name not in own and each.grad is not None]
     agreed = run.processes.average(gradients, loss.detach(), wants_stop())
     if run.clip_norm:
-        torch.nn.utils.clip_grad_norm_(run.model.dense_parameters().values(), run.clip_norm)
+        norm = get_total_norm(gradients)
+        if of_towers := [dense[name].grad for name in own if name in dense]:
+            norms = run.processes.gather([0.0 if each is None else float(each.norm()) for each in of_towers])
+            norm = torch.tensor([norm, *map(max, *norms)]).norm()  # each host has the gradients of its own tower
+        clip_grads_with_norm_(dense.values(), run.clip_norm, norm)
     run.optimizer.step()
     return agreed
 
