@@ -27,6 +27,8 @@ from .store import ShardedStore
 from .table import Owners, ShardedTable
 
 _NO_MORE: Final = object()
+_FEW_VALUES: Final = 2**16
+"""Sent once to each rank, they cost less than a second exchange; between 2 ranks so many bytes cross either way."""
 _NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
 
@@ -252,28 +254,35 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name.lstrip("."): own for name, own in found}
 
 
-def average(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+def average(tensors: Sequence[Tensor], ranks: Ranks, among: Ranks | None = None) -> None:
     """Replace tensors by their means over the ranks, in place; collective. For dense gradients between ``backward``
     and ``step``, in place of ``DistributedDataParallel``.
 
     A mean is the sum, in order of the ranks, of each one's value divided by their number: the same bits on all ranks
-    and whenever it is done again, which gloo's own sum does not promise. Each rank sums a part of the values.
+    and whenever it is done again, which gloo's own sum does not promise. Each rank sums a part of the values, or all
+    if they are few.
 
     Args:
         tensors: float32, on the CPU, of the same shapes on all ranks.
         ranks: ``ShardedStore.ranks``.
+        among: a part of the ranks, in a call of all that has begun.
     """
+    size = (among or ranks).size
     with ranks.telling():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / ranks.size
-        part = -(-len(flat) // ranks.size)
-        counts = [part] * ranks.size
-        padded = nn.functional.pad(flat, (0, part * ranks.size - len(flat)))
-    ranks.counts(counts, f"average of {len(flat)} values", then=2)
-    parts = ranks.exchange(padded, counts, counts).view(ranks.size, part)
-    total = parts[0].clone()
-    for each in parts[1:]:
-        total += each
-    means = ranks.exchange(total.repeat(ranks.size), counts, counts)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / size
+        part = len(flat) if len(flat) * (size - 2) <= _FEW_VALUES else -(-len(flat) // size)
+        is_whole = part == len(flat)
+        sent = flat.repeat(size) if is_whole else nn.functional.pad(flat, (0, part * size - len(flat)))
+    if among is None:
+        ranks.counts([0] * size, f"average of {len(flat)} values")
+    counts = [part] * size
+    ranks.one_more()
+    means, *others = ranks.exchange(sent, counts, counts, among).view(size, part)
+    for each in others:
+        means += each
+    if not is_whole:
+        ranks.one_more()
+        means = ranks.exchange(means.repeat(size), counts, counts, among)
     begin = 0
     for tensor in tensors:
         tensor.copy_(means[begin : begin + tensor.numel()].view(tensor.shape))

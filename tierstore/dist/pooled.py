@@ -48,9 +48,11 @@ class _Request(NamedTuple):
     scale: Floats
 
 
-def _joined(tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int) -> Joined:
+def _joined(
+    tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int, order: Sequence[int]
+) -> Joined:
     """The bags that all ranks ask this one for, feature by feature, in it rank by rank, as in one batch of all; results
-    in a flat output rank by rank.
+    in a flat output by ranks in this order.
 
     Args:
         tables: all, as this rank has them.
@@ -59,7 +61,8 @@ def _joined(tables: Sequence[Table], features: Sequence[Table], requests: Sequen
         width: columns of a result.
     """
     ends = [np.append(0, request.sizes.sum(1).cumsum()) for request in requests]
-    bags = np.append(0, np.cumsum([request.sizes.size for request in requests]))
+    first_bags = itertools.accumulate((requests[rank].sizes.size for rank in order), initial=0)
+    bags = dict(zip(order, first_bags, strict=False))
     starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
     sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
     table_bags, high, samples = [0], 0, sum(request.sizes.shape[1] for request in requests)
@@ -103,7 +106,12 @@ class PooledLookup(RoutedLookup[_Route]):
     @cached_property
     def own(self) -> AnyLookup:
         features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
-        return make_lookup(_joined(self.tables, features, self._route.requests, self._width), mode="sum")
+        return make_lookup(_joined(self.tables, features, self._route.requests, self._width, self._order), mode="sum")
+
+    @property
+    def _order(self) -> Sequence[int]:
+        """Of the ranks, by which this one has what they want."""
+        return range(self._ranks.size)
 
     @property
     def _feature_tables(self) -> Sequence[ShardedTable]:

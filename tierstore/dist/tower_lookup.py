@@ -53,6 +53,12 @@ class TowerBags(_OfTowers, PooledLookup):
         return slice(self._towers.host.rank, None, self._towers.on_host)
 
     @property
+    def _order(self) -> Sequence[int]:
+        """A rank of this host sends one of its peers after another what it got."""
+        on_host = self._towers.on_host
+        return [rank for number in range(on_host) for rank in range(number, self._ranks.size, on_host)]
+
+    @property
     def _of_host(self) -> list[list[_Place]]:
         first = self._towers.own * self._towers.on_host
         return self._places[first : first + self._towers.on_host]
@@ -63,12 +69,12 @@ class TowerBags(_OfTowers, PooledLookup):
     def _find_route(self, ranks: Ranks) -> _BagsRoute:
         route, towers = super()._find_route(ranks), self._towers
         samples = sum(request.sizes.shape[1] for request in route.requests[self._own])
-        route = route._replace(asked=[len(places) * samples for places in self._of_host])
+        wanted = sums([route.given[rank] for rank in self._order], towers.hosts)
+        route = route._replace(given=wanted, asked=[len(places) * samples for places in self._of_host])
         if self.mode == "mean":
-            own = torch.from_numpy(np.concatenate([request.sizes.ravel() for request in route.requests]))
-            sent, counts = transposed(own, route.given, towers.on_host)
+            own = torch.from_numpy(np.concatenate([route.requests[rank].sizes.ravel() for rank in self._order]))
             ranks.one_more()
-            self._sizes = towers.within_host(ranks, sent, sums(counts, towers.hosts), route.asked)
+            self._sizes = towers.within_host(ranks, own, wanted, route.asked)
         return route
 
     def _bag_sizes(self) -> dict[int, Tensor]:
@@ -81,15 +87,10 @@ class TowerBags(_OfTowers, PooledLookup):
         return {feature: sizes.clamp_(min=1)[:, None].to(self._device) for feature, sizes in found.items()}
 
     def _carried(self, rows: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
-        towers = self._towers
-        sent, counts = transposed(rows, given, towers.on_host)
-        return self._ranks.exchange(sent, sums(counts, towers.hosts), asked, towers.host)
+        return self._ranks.exchange(rows, given, asked, self._towers.host)
 
     def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:
-        towers = self._towers
-        counts = [given[rank] for number in range(towers.on_host) for rank in range(number, len(given), towers.on_host)]
-        taken = self._ranks.exchange(gradients, asked, sums(counts, towers.hosts), towers.host)
-        return transposed(taken, counts, towers.hosts)[0]
+        return self._ranks.exchange(gradients, asked, given, self._towers.host)
 
 
 class TowerRows(_OfTowers, RowsLookup):
@@ -97,7 +98,7 @@ class TowerRows(_OfTowers, RowsLookup):
 
     def _find_route(self, ranks: Ranks) -> _RowsRoute:
         route, towers = super()._find_route(ranks), self._towers
-        counts = transposed(torch.tensor(route.given), [1] * len(route.given), towers.on_host)[0]
+        counts = torch.tensor(route.given).view(-1, towers.on_host).T.reshape(-1)
         ranks.one_more()
         each = [towers.hosts] * towers.on_host
         self._passing: list[int] = towers.within_host(ranks, counts, each, each).tolist()  # by owner, then peer

@@ -15,7 +15,7 @@ from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbedd
 from .lookup import ShardedLookup
 from .ranks import Precision, Ranks, decoded, encoded
 from .store import ShardedStore
-from .table import ShardedTable, Wire
+from .table import Owners, ShardedTable
 from .tower_lookup import DeviceTowerRows, TowerBags, TowerRows
 from .towers import Towers
 
@@ -95,7 +95,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             given = self._compressed(pooled)
             if torch.is_grad_enabled() and not given.requires_grad and any(p.requires_grad for p in self.parameters()):
                 given = given.detach().requires_grad_()  # another tower has gradients, so all exchange them
-        out = _ToPeers.apply(given, _Way(towers, self._owners.wire, self.widths, batch))  # type: ignore[no-untyped-call]
+        out = _ToPeers.apply(given, _Way(self._owners, towers.peers, self.widths, batch))  # type: ignore[no-untyped-call]
         if self.towers is None:
             return KeyedTensor(self.feature_names, self._dims, out if self._order is None else out[:, self._order])
         return KeyedTensor([f"tower{number}" for number in range(towers.hosts)], self.widths, out)
@@ -139,7 +139,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         module = self.towers[own]
         weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
         if weights and torch.is_grad_enabled():
-            shared = _OfHost.apply(self._towers, *weights.values())  # type: ignore[no-untyped-call]
+            shared = _OfHost.apply(self._owners, *weights.values())  # type: ignore[no-untyped-call]
             found: Tensor = torch.func.functional_call(module, dict(zip(weights, shared, strict=True)), (pooled,))
         else:
             found = module(pooled)
@@ -197,23 +197,24 @@ class _OfHost(torch.autograd.Function):
     host have among them."""
 
     @staticmethod
-    def forward(ctx: Any, towers: Towers, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.towers = towers
+    def forward(ctx: Any, owners: Owners, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.owners = owners
         return tuple(each.view_as(each) for each in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        means = [each / ctx.towers.hosts for each in gradients]
-        average(means, ctx.towers.host)
+        towers = ctx.owners.towers
+        means = [each / towers.hosts for each in gradients]
+        average(means, ctx.owners.ranks, towers.host)  # in the call that ``_ToPeers`` began
         return None, *means
 
 
 class _Way(NamedTuple):
     """Of results to a rank that has ``batch`` samples, from towers that give ``widths``."""
 
-    towers: Towers
-    wire: Wire
+    owners: Owners
+    peers: Ranks
     widths: Sequence[int]
     batch: int
 
@@ -223,33 +224,30 @@ class _ToPeers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, way: _Way) -> Tensor:
-        peers = way.towers.peers
+        peers, precision = way.peers, way.owners.wire.forward
         ctx.way = way
         ctx.samples = peers.counts([way.batch] * peers.size, "results of towers", then=1)
-        sent, taken = list(torch.split(given, ctx.samples)), [(way.batch, width) for width in way.widths]
-        return torch.cat(_exchanged(peers, sent, taken, way.wire.forward), dim=1)
+        widths = [_width(each, precision) for each in way.widths]
+        sent, taken = encoded(given, precision).reshape(-1), [way.batch * width for width in widths]
+        found = peers.exchange(sent, [count * widths[peers.rank] for count in ctx.samples], taken)
+        parts = zip(torch.split(found, taken), widths, strict=True)
+        return torch.cat([decoded(part.view(way.batch, width), precision) for part, width in parts], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        way, peers = ctx.way, ctx.way.towers.peers
-        peers.counts([0] * peers.size, "gradients of towers' results", then=1)
-        taken = [(samples, way.widths[peers.rank]) for samples in ctx.samples]
-        sent = torch.split(gradient, list(way.widths), dim=1)
-        return torch.cat(_exchanged(peers, sent, taken, way.wire.backward)), None
+        way, ranks, precision = ctx.way, ctx.way.owners.ranks, ctx.way.owners.wire.backward
+        ranks.counts([0] * ranks.size, "backward of towers", then=1)
+        parts = torch.split(gradient, list(way.widths), dim=1)
+        sent, width = [encoded(each, precision).reshape(-1) for each in parts], way.widths[way.peers.rank]
+        taken = [count * _width(width, precision) for count in ctx.samples]
+        found = ranks.exchange(torch.cat(sent), [each.numel() for each in sent], taken, way.peers)
+        return decoded(found.view(-1, _width(width, precision)), precision), None
 
 
-def _exchanged(
-    peers: Ranks, sent: Sequence[Tensor], shapes: Sequence[tuple[int, int]], precision: Precision
-) -> list[Tensor]:
-    """Send each peer rows, float32 [n, its columns]; what came from each, of these shapes."""
-    messages = [encoded(each.contiguous(), precision) for each in sent]
-    widths = [encoded(torch.empty(1, width), precision).shape[1] for _, width in shapes]
-    taken = [rows * width for (rows, _), width in zip(shapes, widths, strict=True)]
-    flat = torch.cat([each.reshape(-1) for each in messages])
-    found = torch.split(peers.exchange(flat, [each.numel() for each in messages], taken), taken)
-    parts = zip(found, shapes, widths, strict=True)
-    return [decoded(part.view(rows, width), precision) for part, (rows, _), width in parts]
+def _width(columns: int, precision: Precision) -> int:
+    """Of a row on its way."""
+    return encoded(torch.empty(1, columns), precision).shape[1]
 
 
 def _require_towers(store: ShardedStore, tables: Sequence[str] | None) -> Towers:
