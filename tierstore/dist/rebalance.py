@@ -77,7 +77,7 @@ def moved_rows(
 ) -> Iterator[None]:
     """New owners have their rows within, too; if that, or what is within, fails, tables are as before. Collective.
     TableError: rows are in use. Others as of ``Store.use_rows`` and ``write_rows``."""
-    moved = [(table, planned[table.name]) for table in tables if table.name in planned]
+    moved = [(table, new) for table in tables if (new := planned.get(table.name, table.sharding)) != table.sharding]
     try:
         with ranks.together("rebalance"):
             local.use_rows({table.name: _hull(table, new, ranks.rank) for table, new in moved})
