@@ -20,7 +20,7 @@ from ..store import Store
 from ..system.killpoints import reach
 from .plan import Sharding
 from .ranks import Ranks
-from .table import ShardedTable, local_config
+from .table import ShardedTable
 
 _WAY: Final = (
     "tierstore reshard OLD_DIR NEW_DIR --ranks N --plan FILE makes a copy so, and all ranks start again on that; or "
@@ -39,21 +39,21 @@ def require_idle(local: Store, ranks: Ranks) -> None:
         raise TableError("store.optimizer() has gradients of rows; call its step() and zero_grad() before rows move")
 
 
-def require_movable(tables: Iterable[ShardedTable], planned: Mapping[str, Sharding], size: int) -> None:
+def require_movable(tables: Iterable[ShardedTable], planned: Mapping[str, Sharding]) -> None:
     """TableError if a table cannot get its planned sharding while it is in use."""
     for table in tables:
         new = planned.get(table.name, table.sharding)
-        if new != table.sharding and (reason := _reason(table, new, size)):
+        if new != table.sharding and (reason := _reason(table, new)):
             raise TableError(f"table {table.name!r} cannot become {_named(new)} in an open store: {reason}. {_WAY}")
 
 
-def _reason(table: ShardedTable, new: Sharding, size: int) -> str:
+def _reason(table: ShardedTable, new: Sharding) -> str:
     old = table.sharding
     if "data_parallel" in (old.sharding_type, new.sharding_type) or old.exchange != new.exchange:
         return f"modules look it up as {_named(old)}"
     if old.parts > 1 or new.parts > 1:
         return "ranges of columns are tables of another shape"
-    if any(local_config(table.config, old, rank) != local_config(table.config, new, rank) for rank in range(size)):
+    if table.config.ids is not None and old.ranks != new.ranks:
         return f"its dynamic ids belong to the ranks {list(old.ranks)}"
     return ""
 

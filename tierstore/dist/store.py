@@ -489,7 +489,7 @@ class ShardedStore:
         require_alike(self.ranks, plan=planned)
         with self.ranks.together(call):
             self._require_within(planned)
-            require_movable(self.tables.values(), planned, self.ranks.size)
+            require_movable(self.tables.values(), planned)
         with moved_rows(self.tables.values(), planned, self.local, self.ranks):
             number = self._commit(self._attempt + 1, extra, tensors, planned)
         self.planned = {**self.planned, **planned}
