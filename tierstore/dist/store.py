@@ -463,31 +463,23 @@ class ShardedStore:
         tensors: Mapping[str, Tensor] | None = None,
     ) -> int:  # fmt: skip
         """Move rows, with optimizer state, to the owners that a plan names, and commit; collective. Modules and
-        optimizers go on with the same bits.
-
-        Ranks that are killed meanwhile open with all rows at their old owners, or all at the new ones.
+        optimizers go on, with the same bits. After an error, or a kill, all rows have their old owners, or all the new.
 
         Args:
-            plan: or its file, the same on all ranks. Tables that it does not name stay; those that are not there yet
-                will be created so.
-            extra, tensors: as for ``commit``.
-
-        Returns:
-            the number of the commit.
+            plan: or its file, the same on all ranks. Tables that it does not name stay; new ones will be created so.
+            extra, tensors: as for ``commit``, which the result is of, too.
 
         Raises:
-            TableError: rows are in use by a batch, a prefetch pass is in flight, or gradients are collected; a table
-                would be exchanged otherwise, or divided by columns, or has dynamic ids that would move.
-            ValueError: the plan is for another number of ranks, differs between ranks, or has a tower's table on
-                another host. RuntimeError: another rank failed. Others: as of ``commit``, and of ``Plan.load``.
-            After an error rows belong to their old owners.
+            TableError: rows are in use by a batch, a prefetch pass is in flight, gradients are collected; or a table
+                would have another exchange or kind of lookup, has ranges of columns, or dynamic ids that would move.
+            ValueError: the plan is for another number of ranks, differs between ranks, or moves a tower's table to
+                another host. Others: as of ``commit``, and of ``Plan.load``.
         """
-        call = "rebalance"
-        with self.ranks.together(call):
+        with self.ranks.together("rebalance"):
             require_idle(self.local, self.ranks)
             planned = planned_tables(plan, self.ranks)
         require_alike(self.ranks, plan=planned)
-        with self.ranks.together(call):
+        with self.ranks.together("rebalance"):
             self._require_within(planned)
             require_movable(self.tables.values(), planned)
         with moved_rows(self.tables.values(), planned, self.local, self.ranks):
@@ -502,7 +494,8 @@ class ShardedStore:
         for table in tables:
             table.take(shardings[table.name])
         if tables:
-            self.owners.change(self.tables.values())
+            self.owners.set(self.tables.values())
+            self.owners.epoch += 1
             if (optimizer := self.local.optimizer_in_use) is not None:
                 optimizer.zero_grad()  # of rows that are others' now
             self.local.use_rows({})  # caches are made for the rows that are left

@@ -218,11 +218,6 @@ class Owners:
         pairs = [np.array(sorted(parts[part]), np.int64) for part in sorted(parts)]
         self._by_part = [_Firsts(each[:, 0].copy(), each[:, 1].astype(np.uint16)) for each in pairs]
 
-    def change(self, tables: Iterable[ShardedTable]) -> None:
-        """``set``, where rows have other owners than before."""
-        self.set(tables)
-        self.epoch += 1
-
     def of(self, keys: Int64s, num_parts: int) -> Ranks16:
         """uint16 [n, num_parts]: the rank of each range of columns of each key's row."""
         found = np.empty((len(keys), num_parts), np.uint16)

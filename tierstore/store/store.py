@@ -212,8 +212,7 @@ class Store(Unpicklable):
 
     @shielded
     def use_rows(self, rows: Mapping[str, range]) -> None:
-        """Use these rows of tables, by name, from now on. TableError: rows are in use. DiskFullError: dirty rows could
-        not be written. ReadOnlyError, ClosedError. Nothing changed then."""
+        """Use these rows of tables, by name, from now on. TableError: rows are in use. DiskFullError, ReadOnlyError."""
         self.require_writable()
         self._commits.end_pending()
         with self._pools.lock:  # pools are made for the rows that are used
