@@ -177,13 +177,13 @@ def test_a_reader_goes_by_the_owners_of_the_version_that_it_shows(tmp_path: Path
     folder = tmp_path / "store"
     run(train, 2, tmp_path, folder, [None], {"keep": 9}, False)
     with tierstore.open(folder, mode="r", **SMALL) as store:
-        for steps, plan in zip(range(1, 5), (AFTER, BEFORE, None, AFTER), strict=True):
+        for steps, plan in ((1, AFTER), (3, BEFORE)):
             assert contents(store) == still[steps]
-            run(train, 2, tmp_path, folder, [plan], {"keep": 9}, False)
+            run(train, 2, tmp_path, folder, [plan, None], {"keep": 9}, False)  # trained at the new owners, too
             newer = store.find_newer()
             assert newer is not None
             assert contents(store) == still[steps]
-            assert newer.show() == steps + 1
+            assert newer.show() == steps + 2
         assert contents(store) == still[5]
     for version in range(1, 6):
         assert contents(folder, version=version) == still[version]

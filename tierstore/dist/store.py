@@ -496,7 +496,7 @@ class ShardedStore:
         if tables:
             self.owners.set(self.tables.values())
             self.owners.epoch += 1
-            if (optimizer := self.local.optimizer_in_use) is not None:
+            if (optimizer := self.local.optimizer_in_use) is not None and optimizer.has_grad:
                 optimizer.zero_grad()  # of rows that are others' now
             self.local.use_rows({})  # caches are made for the rows that are left
 
