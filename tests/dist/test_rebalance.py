@@ -14,6 +14,7 @@ from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist import rebalance as dist_rebalance
+from tierstore.dist.parts import read_commits
 from tierstore.errors import ReadOnlyError, TableError
 from tierstore.exchange.rows import read_rows
 from tierstore.ids import DynamicIds
@@ -144,10 +145,12 @@ def test_ranks_that_are_killed_have_all_rows_at_old_or_all_at_new_owners(
         steps = reader.extra["steps"]
         assert steps in ((2,) if "durable" not in point else (2, 3))
         assert contents(reader) == still[steps]
-    assert cli.main(["reshard", str(store), str(tmp_path / "plain"), "--plain"]) == 0
-    assert contents(tmp_path / "plain") == still[steps]
+    owners, copy = (AFTER if steps == 2 else BEFORE).tables, tmp_path / "copy"
+    assert cli.main(["reshard", str(store), str(copy), "--ranks", "2"]) == 0
+    assert contents(copy) == still[steps]
+    assert read_commits(copy / "0-of-2").shardings["a"] == owners["a"].to_json()
     found = run(train, 2, tmp_path, store, [None] * (5 - steps), {}, False)
-    assert [each[0] for each in found] == [FIXED | (AFTER if steps == 2 else BEFORE).tables] * 2
+    assert [each[0] for each in found] == [FIXED | owners] * 2
     assert contents(store) == still[5]
 
 
@@ -176,15 +179,15 @@ def test_rollback_brings_the_owners_of_its_commit_back(tmp_path: Path, still: li
 def test_a_reader_goes_by_the_owners_of_the_version_that_it_shows(tmp_path: Path, still: list[Any]) -> None:
     folder = tmp_path / "store"
     run(train, 2, tmp_path, folder, [None], {"keep": 9}, False)
-    with tierstore.open(folder, mode="r", **SMALL) as store:
+    with tierstore.open(folder, mode="r", **SMALL) as store, tierstore.open(folder, mode="r", **SMALL) as idle:
         for steps, plan in ((1, AFTER), (3, BEFORE)):
             assert contents(store) == still[steps]
             run(train, 2, tmp_path, folder, [plan, None], {"keep": 9}, False)  # trained at the new owners, too
             newer = store.find_newer()
             assert newer is not None
             assert contents(store) == still[steps]
-            assert newer.show() == steps + 2
-        assert contents(store) == still[5]
+            assert newer.show() == idle.refresh() == steps + 2
+        assert contents(store) == contents(idle) == still[5]  # from memory, and from files
     for version in range(1, 6):
         assert contents(folder, version=version) == still[version]
 
