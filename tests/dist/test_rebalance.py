@@ -205,9 +205,13 @@ def reset(folder: Path, step: int) -> None:
 
 def test_an_update_has_rows_that_moved_as_they_began(tmp_path: Path) -> None:
     folder, replica = tmp_path / "store", tmp_path / "replica"
+    since = 0
     for step in (0, 1):
         run(reset, 2, tmp_path, folder, step)
-        apply_update(replica, write_update(folder, tmp_path / f"update-{step}").path)
+        made = write_update(folder, tmp_path / f"update-{step}", since=since)
+        assert made.header.since == since
+        since = made.header.origin.version
+        apply_update(replica, made.path)
         assert [each[0] for each in contents(replica).values()] == [each[0] for each in contents(folder).values()]
 
 
