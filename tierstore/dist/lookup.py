@@ -224,6 +224,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self._known_route: _R | None = None
+        self._epoch = 0
         self._batch = ""
 
     @abstractmethod
@@ -232,8 +233,13 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
 
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
-            self._known_route = self._find_route(ranks)
+            self._known_route, self._epoch = self._find_route(ranks), self._owners.epoch
             self._batch = ranks.next_batch()
+        elif self._epoch != self._owners.epoch:
+            raise RuntimeError(
+                f"rows of {self._names} may have other owners since this batch's ids were exchanged, by rebalance or "
+                "rollback: look the batch up again"
+            )
 
     @property
     def _route(self) -> _R:
@@ -266,6 +272,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
 
     def _sending(self, *, then: int = 1) -> AbstractContextManager[None]:
         """Around what makes gradients to be sent, which are then exchanged."""
+        self.route(self._ranks)
         return self._ranks.together(f"backward of {self._names}, {self._batch}, {self._rates}", then=then)
 
     def _to_owners(self, gradients: Tensor, given: Sequence[int], asked: Sequence[int]) -> Tensor:

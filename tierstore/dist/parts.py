@@ -172,9 +172,9 @@ def _commits_of(parts: Sequence[Part]) -> tuple[list[Commits], list[str]]:
     return found, wrong
 
 
-def read_commits(path: Path) -> Commits:
-    """Of a rank's part; errors as of ``open_store``, and of ``Commits.of``."""
-    with open_store(path, mode="r", ddr="16MiB") as store:
+def read_commits(path: Path, version: int | None = None) -> Commits:
+    """Of a rank's part, as its version, or the newest, says; errors as of ``open_store``, and of ``Commits.of``."""
+    with open_store(path, mode="r", version=version, ddr="16MiB") as store:
         return Commits.of(store)
 
 
@@ -237,7 +237,7 @@ def open_parts(directory: Path, source: Source | None = None) -> Iterator[Parts]
             whole = {name: Sharding("row_wise", (0,)) for name in store.tables}
             yield Parts(store, max(store.version, 1), secrets.token_hex(8), whole, (directory,))
         else:
-            own = found.commits[0]
+            own = read_commits(first, found.commits[0].versions[found.number])  # the newest may be rank 0's alone
             shardings = {name: Sharding.from_json(own.shardings[name], found.size) for name in store.tables}
             paths = tuple(directory / f"{rank}-of-{found.size}" for rank in range(found.size))
             yield Parts(store, found.number, own.run, shardings, paths)

@@ -170,6 +170,11 @@ class Ranks:
         found._is_idle, found._pass_name = False, f" of prefetch {self._num_passes}"
         return found
 
+    @property
+    def has_busy_twin(self) -> bool:
+        """Whether a ``twin`` is not released yet."""
+        return not all(twin._is_idle for twin in self._twins)
+
     def release(self) -> None:
         """Of a ``twin``: this rank does not use it any more."""
         self._is_idle = True

@@ -119,11 +119,12 @@ def share_bytes(parts: Parts, plan: Plan, rank: int, stored: Mapping[str, int]) 
     total = _EMPTY_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in parts.store.tensors().values())
     for name, whole in parts.store.tables.items():
         config, sharding, page_bytes = whole.config, plan.tables[name], whole.layout.page_bytes
+        rows = min(stored[name], config.num_embeddings)  # former owners of a row may have it, too
         local = local_config(config, sharding, rank)
         layout = local.layout(page_bytes)
         for shard in sharding.shards(local.num_rows, config.embedding_dim):
             if shard.rank == rank:
-                total += page_bytes * layout.pages_for(-(-stored[name] * shard.num_rows // config.num_embeddings))
+                total += page_bytes * layout.pages_for(-(-rows * shard.num_rows // config.num_embeddings))
     return total
 
 

@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -37,6 +37,7 @@ from .pace import Pace, StepTime
 from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Precision, Ranks, Traffic
+from .rebalance import moved_rows, require_idle, require_movable
 from .table import Owners, ShardedTable, Wire, local_config, whole_config
 from .towers import Towers
 
@@ -457,10 +458,55 @@ class ShardedStore:
         """
         return self._commit(self._attempt + 1, extra, tensors)
 
-    def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
+    def rebalance(
+        self, plan: Plan | str | os.PathLike[str], *, extra: dict[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> int:  # fmt: skip
+        """Move rows, with optimizer state, to the owners that a plan names, and commit; collective. Modules and
+        optimizers go on, with the same bits. After an error, or a kill, all rows have their old owners, or all the new.
+
+        Args:
+            plan: or its file, the same on all ranks. Tables that it does not name stay; new ones will be created so.
+            extra, tensors: as for ``commit``, which the result is of, too.
+
+        Raises:
+            TableError: rows are in use by a batch, a prefetch pass is in flight, gradients are collected; or a table
+                would have another exchange or kind of lookup, has ranges of columns, or dynamic ids that would move.
+            ValueError: the plan is for another number of ranks, differs between ranks, or moves a tower's table to
+                another host. Others: as of ``commit``, and of ``Plan.load``.
+        """
+        with self.ranks.together("rebalance"):
+            require_idle(self.local, self.ranks)
+            planned = planned_tables(plan, self.ranks)
+        require_alike(self.ranks, plan=planned)
+        with self.ranks.together("rebalance"):
+            self._require_within(planned)
+            require_movable(self.tables.values(), planned)
+        with moved_rows(self.tables.values(), planned, self.local, self.ranks):
+            number = self._commit(self._attempt + 1, extra, tensors, planned)
+        self.planned = {**self.planned, **planned}
+        self._reshard(planned)
+        return number
+
+    def _reshard(self, shardings: Mapping[str, Sharding]) -> None:
+        """Go by these, of a commit whose rows are there."""
+        tables = [table for name, table in self.tables.items() if shardings.get(name, table.sharding) != table.sharding]
+        for table in tables:
+            table.take(shardings[table.name])
+        if tables:
+            self.owners.set(self.tables.values())
+            self.owners.epoch += 1
+            if (optimizer := self.local.optimizer_in_use) is not None and optimizer.has_grad:
+                optimizer.zero_grad()  # of rows that are others' now
+            self.local.use_rows({})  # caches are made for the rows that are left
+
+    def _commit(
+        self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None,
+        moved: Mapping[str, Sharding] = MappingProxyType({}),
+    ) -> int:  # fmt: skip
         commit_id = self._agree_to_commit(number)
         self._attempt = number
-        shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
+        shardings = {name: moved.get(name, each.sharding).to_json() for name, each in self.tables.items()}
         last, place = self._versions.get(self._number, 0), Place(self.ranks.rank, self.ranks.size)
         with self.ranks.together(f"end of commit {number}"):
             ids = self._ids | {number: commit_id}
@@ -486,8 +532,9 @@ class ShardedStore:
     def rollback(self, version: int) -> None:
         """Go back to a commit that all ranks keep; collective. Later ones, and what was not committed, are dropped.
 
-        Tables that were created later stay, empty. If ranks are killed meanwhile, the next opening goes to this commit,
-        or to the last one, in all ranks.
+        Tables that were created later stay, empty. Rows have the owners of that commit again; if these are others,
+        ``optimizer()`` forgets gradients. If ranks are killed meanwhile, the next opening goes to this commit, or to
+        the last one, in all ranks.
 
         Raises:
             ValueError: it is not one of ``versions`` of all ranks. TableError: rows are in use by a batch under way.
@@ -504,7 +551,8 @@ class ShardedStore:
                 )
             self.local.rollback(self._versions[version])
         self._number = version
-        _, self._versions, _, self._ids = Commits.told(self.local.extra[SECTION], self.local.version)
+        _, self._versions, saved, self._ids = Commits.told(self.local.extra[SECTION], self.local.version)
+        self._reshard({name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved.items()})
         self._steps = {table.name: table.local.state.step for table in self.tables.values()}
         self._note_agreed()
 

@@ -36,14 +36,19 @@ class ShardedTable:
 
     def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
         self.config = config
-        self.sharding = sharding
-        self.shards = sharding.shards(config.num_rows, config.embedding_dim)
         self.local = local
         self.layout: RowLayout = config.layout(local.layout.page_bytes)
-        own = next((shard for shard in self.shards if shard.rank == rank), Shard(rank, 0, 0, 0, 0))
+        self._rank = rank
+        self.take(sharding)
+
+    def take(self, sharding: Sharding) -> None:
+        """Be sharded so."""
+        self.sharding = sharding
+        self.shards = sharding.shards(self.config.num_rows, self.config.embedding_dim)
+        own = next((shard for shard in self.shards if shard.rank == self._rank), Shard(self._rank, 0, 0, 0, 0))
         self.rows = range(own.first_row, own.first_row + own.num_rows)
         self.columns = range(own.first_column, own.first_column + own.num_columns)
-        local.rows = self.rows or range(1)  # nobody asks for that row: a store has no table without rows
+        self.local.rows = self.rows or range(1)  # nobody asks for that row: a store has no table without rows
 
     @property
     def name(self) -> str:
@@ -179,12 +184,14 @@ class Owners:
         ranks: the group.
         wire: how values cross.
         towers: groups of tables on hosts of their own, if there are any.
+        epoch: counts how often rows got other owners: what goes by earlier ones is to be made again.
     """
 
     def __init__(self, ranks: Ranks, wire: Wire, towers: Towers | None = None) -> None:
         self.ranks = ranks
         self.wire = wire
         self.towers = towers
+        self.epoch = 0
         self._by_part: list[_Firsts] = []
 
     @property

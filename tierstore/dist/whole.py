@@ -53,6 +53,11 @@ class WholeTable:
                 first = shard.first_row
                 yield shard.rank, range(first, first + shard.num_rows)
 
+    def with_first_values(self, found: "Found", keys: Int64s) -> "Found":
+        """With those of rows that were not found."""
+        found.fill_first_values(self._pieces[0], keys, np.flatnonzero(~found.present))
+        return found._replace(present=np.ones(len(keys), np.bool_))
+
     def read(self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words) -> Bools:
         """``ColdTier.read`` by each rank's; returns ``present``."""
         if self._pieces[0].layout.dim < self.layout.dim:
@@ -159,6 +164,16 @@ def _joint_id(commit_ids: Sequence[str]) -> str:
     return hashlib.sha256("".join(commit_ids).encode()).hexdigest()[:16] if all(commit_ids) else ""
 
 
+def _read_by(
+    reads: Sequence[RowSource], tables: Mapping[int, WholeTable],
+    keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools,
+) -> None:  # fmt: skip
+    indices = keys >> KEY_ROW_BITS
+    for index in np.unique(indices).tolist():
+        own = np.flatnonzero(indices == index)
+        present[own] = tables[index].read(reads, keys[own], slots[own], weights, state)
+
+
 class WholeTier:
     """A read-only ``ColdTier`` of whole tables. Versions are the commits that all ranks have.
 
@@ -186,6 +201,7 @@ class WholeTier:
         return Manifest(store_id=2 * run, page_bytes=self.page_bytes, tables=tuple(whole), has_rows=True)
 
     def _sharding_of(self, table_index: int) -> Sharding:
+        """Of the commit that was found last."""
         config = self._configs[0][table_index]
         name = self._configs[0][table_index - config.is_table_of_ids].name  # ids are where their rows are
         return self._latest.shardings.get(name, Sharding("table_wise", (0,)))  # one that was begun has no rows
@@ -193,22 +209,28 @@ class WholeTier:
     # -- tables
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        pieces: dict[int, Piece] = {}
         try:
-            for rank, (configs, tier) in enumerate(zip(self._configs, self._tiers, strict=True)):
-                config = configs[table_index]
-                tier.add_table(table_index, own := config.layout(tier.page_bytes), num_rows)
-                sharding = self._sharding_of(table_index)
-                whole = whole_config(config, sharding)
-                shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
-                if rank in shards:
-                    pieces[rank] = Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
+            for configs, tier in zip(self._configs, self._tiers, strict=True):
+                tier.add_table(table_index, configs[table_index].layout(tier.page_bytes), num_rows)
+            self.tables[table_index] = self._whole(table_index, layout, num_rows)
         except BaseException:
             self.set_tables({index: (table.layout, table.num_rows) for index, table in self.tables.items()})
             raise
+
+    def _whole(self, table_index: int, layout: RowLayout, num_rows: int) -> WholeTable:
+        """Of the commit that was found last."""
+        pieces: dict[int, Piece] = {}
+        sharding = self._sharding_of(table_index)
+        for rank, configs in enumerate(self._configs):
+            config = configs[table_index]
+            whole = whole_config(config, sharding)
+            shards = {each.rank: each for each in sharding.shards(num_rows, whole.embedding_dim)}
+            if rank in shards:
+                own = config.layout(self.page_bytes)
+                pieces[rank] = Piece(shards[rank], config, own, state_columns(whole, shards[rank]))
         ordered = [pieces[rank] for rank in sharding.ranks if rank in pieces]
         kept = ordered[:1] if sharding.sharding_type == "data_parallel" else ordered
-        self.tables[table_index] = WholeTable(layout, num_rows, kept)
+        return WholeTable(layout, num_rows, kept)
 
     def set_tables(self, shapes: Mapping[int, tuple[RowLayout, int]]) -> None:
         """Know only these of its tables; the tables of ranks do not change."""
@@ -227,15 +249,7 @@ class WholeTier:
                     yield own
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        self.read_by([tier.read for tier in self._tiers], keys, slots, weights, state, present)
-
-    def read_by(
-        self, reads: Sequence[RowSource], keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools
-    ) -> None:
-        indices = keys >> KEY_ROW_BITS
-        for index in np.unique(indices).tolist():
-            own = np.flatnonzero(indices == index)
-            present[own] = self.tables[index].read(reads, keys[own], slots[own], weights, state)
+        _read_by([tier.read for tier in self._tiers], self.tables, keys, slots, weights, state, present)
 
     @contextlib.contextmanager
     def changes(self, since: int) -> Iterator["WholeChanges"]:
@@ -281,10 +295,12 @@ class WholeTier:
                 each.close()
             return None
         self._latest = joined
-        return _NewerWhole(self, found, joined)
+        tables = {index: self._whole(index, each.layout, each.num_rows) for index, each in self.tables.items()}
+        return _NewerWhole(self, found, joined, tables)
 
-    def move(self, joined: _Joined) -> None:
+    def move(self, joined: _Joined, tables: Mapping[int, WholeTable]) -> None:
         self._shown = joined
+        self.tables |= tables  # rows may have other owners
 
     def write(self, *_arguments: Any, **_more: Any) -> NoReturn:
         """Raises ReadOnlyError."""
@@ -318,10 +334,13 @@ class WholeTier:
 
 
 class _NewerWhole:
-    def __init__(self, tier: WholeTier, found: Sequence[NewerVersion], joined: _Joined) -> None:
+    def __init__(
+        self, tier: WholeTier, found: Sequence[NewerVersion], joined: _Joined, tables: Mapping[int, WholeTable]
+    ) -> None:
         self._tier = tier
         self._found = found
         self._joined = joined
+        self._tables = tables
 
     @property
     def version(self) -> int:
@@ -336,12 +355,12 @@ class _NewerWhole:
         return np.unique(np.concatenate([each.changed for each in self._found]))
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        self._tier.read_by([each.read for each in self._found], keys, slots, weights, state, present)
+        _read_by([each.read for each in self._found], self._tables, keys, slots, weights, state, present)
 
     def show(self) -> None:
         for each in self._found:
             each.show()
-        self._tier.move(self._joined)
+        self._tier.move(self._joined, self._tables)
 
     def close(self) -> None:
         for each in self._found:
@@ -362,6 +381,8 @@ class WholeChanges:
             chunk = np.array(keys[start : start + step], np.int64)
             found = Found.empty(whole.layout, len(chunk))
             self._tier.read(chunk, np.arange(len(chunk), dtype=np.int32), *found)
+            if self._written is not None:  # a row that moved to a rank with the same bits was not written there
+                found = whole.with_first_values(found, chunk)
             if found.present.any():
                 yield ChangedRows(chunk[found.present] & ROW_MASK, found.weights[found.present])
 

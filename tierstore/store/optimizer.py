@@ -216,6 +216,11 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     def _rows(self) -> Iterator[_GradAnchor]:
         return (rows for group in self._row_groups for rows in group["params"])
 
+    @property
+    def has_grad(self) -> bool:
+        """Whether rows have gradients, applied or not."""
+        return any(rows.has_grad for rows in self._rows)
+
     def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
         rows = [self._rows_of(table) for table in lookup.tables]
@@ -264,7 +269,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     @shielded
     def _apply(self) -> None:
-        if not any(rows.has_grad for rows in self._rows):
+        if not self.has_grad:
             return  # the rates in force stay those of the last update
         self._set_rates()
         passes = dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None)

@@ -106,7 +106,7 @@ class Pools:
         with self.lock:
             self.look()
             while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
-                self.require_unused("create and change tables")
+                self.require_unused("create and change tables, or move rows,")
                 for pool in self:
                     pool.flush()
             self.close()

@@ -210,6 +210,16 @@ class Store(Unpicklable):
         with self._changing(name) as table:
             drop(self._catalog, table)
 
+    @shielded
+    def use_rows(self, rows: Mapping[str, range]) -> None:
+        """Use these rows of tables, by name, from now on. TableError: rows are in use. DiskFullError, ReadOnlyError."""
+        self.require_writable()
+        self._commits.end_pending()
+        with self._pools.lock:  # pools are made for the rows that are used
+            self._pools.retire()
+            for name, own in rows.items():
+                self[name].rows = own
+
     @contextlib.contextmanager
     def _changing(self, name: str) -> Iterator[Table]:
         self.require_writable()

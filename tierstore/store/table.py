@@ -59,7 +59,7 @@ class Table(Unpicklable):
             to since the store was opened.
         ids: of a table with dynamic ids, which have rows; else None.
         rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
-            first use.
+            first use, or by ``Store.use_rows``.
     """
 
     def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:

@@ -49,8 +49,9 @@ COPY_POINTS: Final = (
     "reshard: parts opened",
     "reshard: replaced part set aside",
     "reshard: done",
+    "rebalance: rows written",
 )
-"""Those of copies that are made in a place of their own, and of ranks that reshard."""
+"""Those of copies that are made in a place of their own, and of ranks that reshard or exchange rows."""
 
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""
