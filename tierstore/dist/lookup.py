@@ -280,7 +280,7 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
         return self._ranks.exchange_rows(gradients, asked, given, self._owners.wire.backward)
 
 
-class _Route(NamedTuple):
+class RowsRoute(NamedTuple):
     """The way of a batch's rows.
 
     Attributes:
@@ -299,7 +299,7 @@ class _Route(NamedTuple):
     keys: Int64s
 
 
-class RowsLookup(RoutedLookup[_Route]):
+class RowsLookup(RoutedLookup[RowsRoute]):
     """A lookup whose distinct rows come from their owners. Where a table's columns are on several ranks, each gives
     its part of the row."""
 
@@ -326,7 +326,7 @@ class RowsLookup(RoutedLookup[_Route]):
     def _dim(self) -> int:
         return self.joined.tables[0].layout.dim
 
-    def _find_route(self, ranks: Ranks) -> _Route:
+    def _find_route(self, ranks: Ranks) -> RowsRoute:
         with ranks.telling():
             inverse, keys = self.joined.distinct
             owners = self._owners.of(keys, self._num_parts).ravel()
@@ -338,7 +338,7 @@ class RowsLookup(RoutedLookup[_Route]):
         places = np.arange(len(keys), dtype=np.int32)
         if self._num_parts == 1:
             places[order] = places.copy()
-        return _Route(inverse, order, places, asked, given, wanted.numpy())
+        return RowsRoute(inverse, order, places, asked, given, wanted.numpy())
 
     @cached_property
     def _slots(self) -> Int32s:
@@ -382,7 +382,7 @@ class RowsLookup(RoutedLookup[_Route]):
         return own
 
     def _merged(self, grad_out: Tensor) -> Tensor:
-        """float32 [U, dim]: the gradient of each row, where ``_Route.places`` has it."""
+        """float32 [U, dim]: the gradient of each row, where ``RowsRoute.places`` has it."""
         joined, route = self.joined, self._route
         groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
         found = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,12 +40,13 @@ from .collection import (
 )
 from .opening import require_alike
 from .parts import of_columns, open_parts
-from .placement import RankCosts
-from .placement.auto import found_plan
 from .plan import Plan, Sharding
 from .reshard import copied
 from .store import ShardedStore, planned_tables
 from .table import ShardedTable
+
+if TYPE_CHECKING:
+    from .placement import RankCosts
 
 PathLike = str | os.PathLike[str]
 _TIERED: Final = (TieredEmbeddingBag, TieredEmbedding, TieredEmbeddingBagCollection, TieredEmbeddingCollection)
@@ -81,7 +82,7 @@ def shard(
     init: Initializer | None = None,
     source: PathLike | Store | None = None,
     demand: Any = None,
-    costs: RankCosts | PathLike | None = None,
+    costs: "RankCosts | PathLike | None" = None,
     rank_bytes: float = float("inf"),
     **options: Any,
 ) -> nn.Module:
@@ -129,7 +130,7 @@ def shard(
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
         if plan == "auto" and (unplanned := [each.config for name, each in new.items() if name not in store.planned]):
-            planned = found_plan(store, unplanned, demand, costs, rank_bytes)
+            planned = _found(store, unplanned, demand, costs, rank_bytes)
         for name, each in found.tables.items():
             store.create_table(each.config, **planned[name]._asdict() if name in planned else {})
         with store.ranks.together("shard"):
@@ -141,6 +142,13 @@ def shard(
     model = replaced(model, made)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
     return data_parallel(model, **options) if is_trained else model
+
+
+def _found(store: ShardedStore, *arguments: Any) -> Mapping[str, Sharding]:
+    """As of ``found_plan``, which training without it has no use for."""
+    from .placement.auto import found_plan
+
+    return found_plan(store, *arguments)
 
 
 class _Model:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ..system.checks import require_choice, require_int
 from ..system.excerpt import excerpt
+from ..system.output import write_text
 
 ShardingType = Literal[
     "data_parallel", "table_wise", "row_wise", "table_row_wise", "column_wise", "table_column_wise", "grid_shard"
@@ -125,7 +126,7 @@ class Plan(NamedTuple):
         fields = {name: each.to_json() for name, each in self.tables.items()}
         lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in fields.items())
         inner = ",\n  ".join(lines)
-        Path(path).write_text(f'{{"world_size": {self.world_size},\n "tables": {{\n  {inner}}}}}\n', encoding="utf-8")
+        write_text(Path(path), f'{{"world_size": {self.world_size},\n "tables": {{\n  {inner}}}}}\n', force=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

@@ -6,6 +6,7 @@ its owners, who merge each row's and update the row once, as one process does wi
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -27,7 +28,7 @@ _HEADER: Final = 3
 """Numbers before a rank's sizes and keys: its samples, weights and ids."""
 
 
-class _Place(NamedTuple):
+class PooledPlace(NamedTuple):
     """A feature whose table a rank has a part of, and the columns of the output where its results go."""
 
     feature: int
@@ -66,8 +67,9 @@ def _joined(
     starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
     sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
     table_bags, high, samples = [0], 0, sum(request.sizes.shape[1] for request in requests)
+    counts = Counter(features)
     for table in tables:
-        low, high = high, high + features.count(table)
+        low, high = high, high + counts[table]
         for place, (rank, request) in itertools.product(range(low, high), enumerate(requests)):
             batch = request.sizes.shape[1]
             sizes.append(request.sizes[place])
@@ -83,7 +85,7 @@ def _joined(
     )  # fmt: skip
 
 
-class _Route(NamedTuple):
+class BagsRoute(NamedTuple):
     """The way of a batch's bags.
 
     Attributes:
@@ -98,14 +100,15 @@ class _Route(NamedTuple):
     requests: list[_Request]
 
 
-class PooledLookup(RoutedLookup[_Route]):
+class PooledLookup(RoutedLookup[BagsRoute]):
     @classmethod
     def merged(cls, lookups: Sequence["PooledLookup"], widths: Sequence[int]) -> "_MergedPooled":
         return _MergedPooled(lookups, widths)
 
     @cached_property
     def own(self) -> AnyLookup:
-        features = [self._feature_tables[place.feature].local for place in self._places[self._ranks.rank]]
+        tables = self._feature_tables
+        features = [tables[place.feature].local for place in self._places[self._ranks.rank]]
         return make_lookup(_joined(self.tables, features, self._route.requests, self._width, self._order), mode="sum")
 
     @property
@@ -120,16 +123,16 @@ class PooledLookup(RoutedLookup[_Route]):
         return found
 
     @cached_property
-    def _places(self) -> list[list[_Place]]:
-        found: list[list[_Place]] = [[] for _ in range(self._ranks.size)]
+    def _places(self) -> list[list[PooledPlace]]:
+        found: list[list[PooledPlace]] = [[] for _ in range(self._ranks.size)]
         columns = self.joined.bags.columns.tolist()
         for feature, (table, column) in enumerate(zip(self._feature_tables, columns, strict=True)):
             for shard in table.shards:
                 first = column + shard.first_column
-                found[shard.rank].append(_Place(feature, slice(first, first + shard.num_columns)))
+                found[shard.rank].append(PooledPlace(feature, slice(first, first + shard.num_columns)))
         return found
 
-    def _find_route(self, ranks: Ranks) -> _Route:
+    def _find_route(self, ranks: Ranks) -> BagsRoute:
         joined, features = self.joined, [[place.feature for place in places] for places in self._places]
         with ranks.telling():
             positions, messages = self._requests_of(features)
@@ -145,7 +148,7 @@ class PooledLookup(RoutedLookup[_Route]):
             scales = torch.split(ranks.exchange(scale, [len(chosen) for chosen in positions], ids), ids)
             requests = [one._replace(scale=scale.numpy()) for one, scale in zip(requests, scales, strict=True)]
         asked = [len(own) * joined.batch for own in features]
-        return _Route(asked, [request.sizes.size for request in requests], positions, requests)
+        return BagsRoute(asked, [request.sizes.size for request in requests], positions, requests)
 
     def _requests_of(self, features: Sequence[Sequence[int]]) -> tuple[list[Int64s], list[Int64s]]:
         """Of each rank, whose ``features`` are given: the batch's positions whose rows it has, and what to ask it."""
@@ -174,14 +177,14 @@ class PooledLookup(RoutedLookup[_Route]):
         """Of the output."""
         return self.joined.batch
 
-    def _pieces(self) -> Iterator[tuple[slice, _Place]]:
+    def _pieces(self) -> Iterator[tuple[slice, PooledPlace]]:
         """What owners give, in order: of which samples of the output and where."""
         return ((slice(0, self.joined.batch), place) for place in itertools.chain(*self._places))
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         sums, pieces = self._from_owners(self._route.given, self._route.asked, keep=keep), list(self._pieces())
         is_set = set[tuple[int, int]]()
-        for (samples, place), bags in zip(pieces, torch.split(sums, _lengths(pieces)), strict=True):
+        for (samples, place), bags in zip(pieces, torch.split(sums, piece_sizes(pieces)), strict=True):
             if (samples.stop, place.columns.start) in is_set:
                 out[samples, place.columns] += bags
             else:
@@ -189,10 +192,11 @@ class PooledLookup(RoutedLookup[_Route]):
                 is_set.add((samples.stop, place.columns.start))
         if self.mode == "mean":
             dim = self._sharded[0].layout.dim
-            for feature, sizes in self._bag_sizes().items():
+            for feature, sizes in self._bag_sizes.items():
                 column = int(self.joined.bags.columns[feature])
                 out[:, column : column + dim] /= sizes
 
+    @cached_property
     def _bag_sizes(self) -> dict[int, Tensor]:
         """Of each feature of the output: float32 [samples, 1] ids of each bag, 1 where there is none."""
         sizes = np.diff(self.joined.bags.starts).reshape(len(self.joined.bags.columns), -1)
@@ -217,7 +221,7 @@ class PooledLookup(RoutedLookup[_Route]):
         with self._sending():
             sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
             if self.mode == "mean":
-                sizes = self._bag_sizes()
+                sizes = self._bag_sizes
                 of_pieces = (sizes[place.feature][samples] for samples, place in self._pieces())
                 sent *= 1 / torch.cat([sent.new_empty(0, 1), *of_pieces])
         return Sent(self.own, self._sent(sent))
@@ -258,7 +262,7 @@ class _MergedPooled(SendsGradients):
         return Sent(lookup, torch.cat([each.gradient for each in sent], dim=1))
 
 
-def _lengths(pieces: Sequence[tuple[slice, _Place]]) -> list[int]:
+def piece_sizes(pieces: Sequence[tuple[slice, PooledPlace]]) -> list[int]:
     return [samples.stop - samples.start for samples, _ in pieces]
 
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import operator
+import os
 import pickle
 import time
 import weakref
@@ -95,6 +96,18 @@ def _gone(members: list[int], rank: int, size: int) -> list[int]:
         return [each for each, key in enumerate(keys) if not reports.check([key])]
     except RuntimeError:  # rank 0 had the reports, and is gone
         return []
+
+
+def leave(group: Any) -> None:
+    """Leave a group that was made here, unless torch has left all."""
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def ranks_on_host(size: int) -> int:
+    """How many of so many ranks each host has: as torchrun says, or all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 class Traffic(NamedTuple):
@@ -188,9 +201,8 @@ class Ranks:
         if not self._is_world:
             return
         for twin in self._twins:
-            if twin._is_idle and dist.is_initialized():
-                with contextlib.suppress(ValueError):  # torch has left all groups, and this one with them
-                    dist.destroy_process_group(twin.group)
+            if twin._is_idle:
+                leave(twin.group)
         self._twins = []
 
     def next_batch(self) -> str:
@@ -239,7 +251,10 @@ class Ranks:
         return [pickle.loads(each.numpy().tobytes()) for each in found]
 
     def first(self, value: _T) -> _T:
-        return self.gather(value, _OPENING)[0]
+        """What rank 0 has; collective."""
+        found: list[Any] = self.gather(value if self.rank == 0 else None, _OPENING)
+        of_first: _T = found[0]
+        return of_first
 
     def end(self) -> None:
         """Tell the others, who go on with batches or end too, that this one has no more. Errors as of ``counts``."""

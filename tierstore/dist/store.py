@@ -36,7 +36,7 @@ from .opening import OwnPart, open_to_read, require_alike
 from .pace import Pace, StepTime
 from .parts import SECTION, Commits, Place, in_common, packed
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Precision, Ranks, Traffic
+from .ranks import Precision, Ranks, Traffic, ranks_on_host
 from .rebalance import moved_rows, require_idle, require_movable
 from .table import Owners, ShardedTable, Wire, local_config, whole_config
 from .towers import Towers
@@ -118,7 +118,7 @@ def open_sharded(
             "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
         keep: commits that stay, at least 2.
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
-            on it (torchrun's LOCAL_WORLD_SIZE).
+            on it (torchrun's LOCAL_WORLD_SIZE, or all).
         threads: of each rank; default: the CPUs this process may use, divided likewise.
         cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``. If the group has a backend for such
             devices, as "cpu:gloo,cuda:nccl" has, rows and gradients go from device to device.
@@ -140,7 +140,7 @@ def open_sharded(
             planned = planned_tables(plan, ranks)
         require_alike(ranks, mode=mode, plan=planned, precision=wire, towers=towers)
         groups, planned = _towers(towers, ranks, mesh, planned, opened)
-        options = _options(ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
+        options = _options(ranks.size, ddr=ddr, hbm=hbm, device=device, policy=policy, threads=threads)
         writing, own = dict[str, Any](cold=cold, keep=keep, slack=slack), None
         if folder is None or cold == "memory":
             with ranks.together():
@@ -164,9 +164,9 @@ def _checked_wire(forward: Precision, backward: Precision) -> Wire:
     return Wire(forward, backward)
 
 
-def _options(*, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
+def _options(size: int, *, ddr: int | str | None, threads: int | None, **others: Any) -> dict[str, Any]:
     """Of ``open_store``, with a rank's share of its host by default."""
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_host = ranks_on_host(size)
     others["ddr"] = f"{50 / on_host:.3f}%" if ddr is None else ddr
     others["threads"] = max(default_threads() // on_host, 1) if threads is None else threads
     return others
@@ -199,11 +199,6 @@ def planned_tables(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> 
     if found.world_size != ranks.size:
         raise ValueError(f"the plan is for {found.world_size} ranks, and there are {ranks.size}")
     return found.tables
-
-
-def _on_host(size: int) -> int:
-    """How many of so many ranks each host has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def _require_same(own: Mapping[str, float], others: Mapping[str, float], rank: int, what: str, way: str) -> None:
@@ -347,7 +342,7 @@ class ShardedStore:
         within = None if towers is None else towers.ranks_of(name)
         places = self._default(kind, within) if ranks is None else ranks
         if column_ranges is None:
-            column_ranges = -(-len(places) // _on_host(self.ranks.size)) if kind == "grid_shard" else 1
+            column_ranges = -(-len(places) // ranks_on_host(self.ranks.size)) if kind == "grid_shard" else 1
         usual: Exchange = "rows" if within is None or kind == "data_parallel" else "pooled"
         sharding = Sharding.checked(kind, places, exchange or usual, self.ranks.size, column_ranges)
         self._require_within({name: sharding})
@@ -355,19 +350,23 @@ class ShardedStore:
             raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {list(known.ranks)}")
         return sharding
 
-    def _default(self, sharding_type: str, within: range | None) -> Sequence[int]:
-        """``within``: the ranks of the table's tower, if it is in one."""
-        size = self.ranks.size
-        used = [0.0] * size
+    def _used_bytes(self) -> list[float]:
+        """Of the tables that each rank has."""
+        used = [0.0] * self.ranks.size
         for table in self.tables.values():
             for rank in table.sharding.ranks:
                 used[rank] += table.config.size_bytes(table.layout.page_bytes) / len(table.shards)
+        return used
+
+    def _default(self, sharding_type: str, within: range | None) -> Sequence[int]:
+        """``within``: the ranks of the table's tower, if it is in one."""
+        size = self.ranks.size
         if sharding_type == "table_wise":
-            return [min(within or range(size), key=used.__getitem__)]
+            return [min(within or range(size), key=self._used_bytes().__getitem__)]
         if within is not None and sharding_type != "data_parallel":
             return within
         if sharding_type in ("table_row_wise", "table_column_wise"):
-            on_host = _on_host(size)
+            used, on_host = self._used_bytes(), ranks_on_host(size)
             hosts = [range(first, min(first + on_host, size)) for first in range(0, size, on_host)]
             return min(hosts, key=lambda host: sum(used[rank] for rank in host))
         return range(size)

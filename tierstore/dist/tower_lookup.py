@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from .device import DeviceRowsLookup
-from .lookup import RowsLookup
-from .lookup import _Route as _RowsRoute
-from .pooled import PooledLookup, _lengths, _Place
-from .pooled import _Route as _BagsRoute
+from .lookup import RowsLookup, RowsRoute
+from .pooled import BagsRoute, PooledLookup, PooledPlace, piece_sizes
 from .ranks import Ranks
 from .towers import Towers, sums, transposed
 
@@ -54,33 +52,32 @@ class TowerBags(_OfTowers, PooledLookup):
 
     @property
     def _order(self) -> Sequence[int]:
-        """A rank of this host sends one of its peers after another what it got."""
-        on_host = self._towers.on_host
-        return [rank for number in range(on_host) for rank in range(number, self._ranks.size, on_host)]
+        return self._towers.order
 
     @property
-    def _of_host(self) -> list[list[_Place]]:
+    def _of_host(self) -> list[list[PooledPlace]]:
         first = self._towers.own * self._towers.on_host
         return self._places[first : first + self._towers.on_host]
 
-    def _pieces(self) -> Iterator[tuple[slice, _Place]]:
+    def _pieces(self) -> Iterator[tuple[slice, PooledPlace]]:
         return ((samples, place) for places in self._of_host for samples in self._samples for place in places)
 
-    def _find_route(self, ranks: Ranks) -> _BagsRoute:
+    def _find_route(self, ranks: Ranks) -> BagsRoute:
         route, towers = super()._find_route(ranks), self._towers
         samples = sum(request.sizes.shape[1] for request in route.requests[self._own])
-        wanted = sums([route.given[rank] for rank in self._order], towers.hosts)
+        wanted = sums([route.given[rank] for rank in towers.order], towers.hosts)
         route = route._replace(given=wanted, asked=[len(places) * samples for places in self._of_host])
         if self.mode == "mean":
-            own = torch.from_numpy(np.concatenate([route.requests[rank].sizes.ravel() for rank in self._order]))
+            own = torch.from_numpy(np.concatenate([route.requests[rank].sizes.ravel() for rank in towers.order]))
             ranks.one_more()
             self._sizes = towers.within_host(ranks, own, wanted, route.asked)
         return route
 
+    @cached_property
     def _bag_sizes(self) -> dict[int, Tensor]:
         pieces = list(self._pieces())
         found: dict[int, Tensor] = {}
-        for (samples, place), sizes in zip(pieces, torch.split(self._sizes, _lengths(pieces)), strict=True):
+        for (samples, place), sizes in zip(pieces, torch.split(self._sizes, piece_sizes(pieces)), strict=True):
             if place.columns.start == self.joined.bags.columns[place.feature]:  # of all ranges of columns, once
                 of_bags = found.setdefault(place.feature, torch.zeros(self.num_samples))
                 of_bags[samples] += sizes
@@ -96,9 +93,9 @@ class TowerBags(_OfTowers, PooledLookup):
 class TowerRows(_OfTowers, RowsLookup):
     """A lookup of rows that leave their owners' host by the requester's peer there."""
 
-    def _find_route(self, ranks: Ranks) -> _RowsRoute:
+    def _find_route(self, ranks: Ranks) -> RowsRoute:
         route, towers = super()._find_route(ranks), self._towers
-        counts = torch.tensor(route.given).view(-1, towers.on_host).T.reshape(-1)
+        counts = torch.tensor([route.given[rank] for rank in towers.order])
         ranks.one_more()
         each = [towers.hosts] * towers.on_host
         self._passing: list[int] = towers.within_host(ranks, counts, each, each).tolist()  # by owner, then peer
@@ -121,7 +118,7 @@ class TowerRows(_OfTowers, RowsLookup):
         wire = self._owners.wire.backward
         passing = ranks.exchange_rows(gradients, sums(asked, towers.on_host), of_peers, wire, towers.peers)
         back = transposed(passing, counts, towers.on_host)[0]
-        counts = [given[rank] for number in range(towers.on_host) for rank in range(number, len(given), towers.on_host)]
+        counts = [given[rank] for rank in towers.order]
         taken = ranks.exchange(back, of_owners, sums(counts, towers.hosts), towers.host)
         return transposed(taken, counts, towers.hosts)[0]
 

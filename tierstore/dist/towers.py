@@ -4,8 +4,6 @@ With H hosts of L ranks, rank h * L + l is number l of host h. Its peers are the
 of the rows of tower h go to the ranks of host h, each of which takes those for its peers' samples; then to the peers.
 """
 
-import contextlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .plan import Sharding
-from .ranks import Ranks
+from .ranks import Ranks, leave, ranks_on_host
 
 
 def transposed(rows: Tensor, counts: Sequence[int], inner: int) -> tuple[Tensor, list[int]]:
@@ -40,6 +38,8 @@ class Towers:
 
     Attributes:
         tables, host, peers: as given. hosts, on_host: how many there are, and ranks of each.
+        order: all ranks, by their numbers in their hosts: a rank of this host sends one of its peers after another what
+            it got.
     """
 
     def __init__(self, tables: Sequence[Sequence[str]], host: Ranks, peers: Ranks, made: Sequence[Any] = ()) -> None:
@@ -47,6 +47,7 @@ class Towers:
         self.host = host
         self.peers = peers
         self.hosts, self.on_host = peers.size, host.size
+        self.order = [rank for number in range(host.size) for rank in range(number, host.size * peers.size, host.size)]
         self._tower_of = {name: tower for tower, names in enumerate(self.tables) for name in names}
         self._made = made
 
@@ -59,7 +60,7 @@ class Towers:
                 ranks or in another order, or a table is in two towers.
         """
         members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
-        counts = ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)), "open_sharded")
+        counts = ranks.gather(ranks_on_host(ranks.size), "open_sharded")
         with ranks.together():
             shape = _shape(counts, mesh, members)
             _require_towers(tables, shape[0])
@@ -119,9 +120,7 @@ class Towers:
     def close(self) -> None:
         """Leave the groups that were made here."""
         for group in self._made:
-            if dist.is_initialized():
-                with contextlib.suppress(ValueError):  # torch has left all groups
-                    dist.destroy_process_group(group)
+            leave(group)
         self._made = ()
 
 

@@ -145,7 +145,7 @@ class TieredEmbeddingBagCollection(Collection):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        pooled = self._run((features,), _sources(features))
+        pooled = self._run((features,), sources_of(features))
         strides = strides_of(features)
         if strides is not None:
             pooled = self._expanded(pooled, features, strides)
@@ -178,7 +178,7 @@ class TieredEmbeddingBagCollection(Collection):
         return self._is_weighted
 
     def _prepare(self, features: JaggedLike) -> Prepared:
-        sources = _sources(features)
+        sources = sources_of(features)
         scale = sources[2] if self._is_weighted else None
         jagged, place = self._checked(features, sources, scale)
         for table in self.tables if scale is not None else ():
@@ -225,13 +225,13 @@ class TieredEmbeddingCollection(Collection):
 
         Raises: as ``TieredEmbeddingBagCollection.forward``.
         """
-        values, keys = self._run((features,), _sources(features)), list(features.keys())
+        values, keys = self._run((features,), sources_of(features)), list(features.keys())
         offsets = features.offsets().cpu()
         strides = strides_of(features) or [(len(offsets) - 1) // max(len(keys), 1)] * len(keys)
         bags = [0, *itertools.accumulate(strides)]
-        out, start = {}, 0
+        out, start, places = {}, 0, {name: place for place, name in enumerate(keys)}
         for feature in self._features.values():
-            place = keys.index(feature.name)
+            place = places[feature.name]
             own = offsets[bags[place] : bags[place + 1] + 1]
             stop = start + int(own[-1] - own[0]) * feature.table.layout.dim
             rows = values[start:stop].view(-1, feature.table.layout.dim)
@@ -240,7 +240,7 @@ class TieredEmbeddingCollection(Collection):
         return out
 
     def _prepare(self, features: JaggedLike) -> Prepared:
-        sources = _sources(features)
+        sources = sources_of(features)
         checked, place = self._checked(features, sources)
         of_tables = [self._ids_of(table, checked.on_host, place) for table in self.tables]
         lookups = [
@@ -275,7 +275,7 @@ def strides_of(features: Any) -> list[int] | None:
     return list(features.stride_per_key()) if getattr(features, "variable_stride_per_key", bool)() else None
 
 
-def _sources(features: JaggedLike) -> _Sources:
+def sources_of(features: JaggedLike) -> _Sources:
     if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
         raise TypeError(
             f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "

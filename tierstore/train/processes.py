@@ -21,7 +21,7 @@ from ..dist import (
     average,
     open_sharded,
 )
-from ..dist.ranks import Ranks
+from ..dist.ranks import Ranks, ranks_on_host
 from ..errors import RankError
 from ..nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ..store import Store, open_store
@@ -102,7 +102,7 @@ class ManyProcesses:
             keep=max(section.keep, _MIN_KEPT),
             **options,
         )
-        towers, on_host = config.model.towers, self.gather(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)))
+        towers, on_host = config.model.towers, self.gather(ranks_on_host(self.size))
         if len(towers) > 1 and set(on_host) == {self.size / len(towers)}:
             with contextlib.suppress(ValueError):  # the plan, or the last commit, has tables on other hosts
                 return opened(towers=towers)

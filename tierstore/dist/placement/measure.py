@@ -26,7 +26,7 @@ from ...optim import Optimizer
 from ...trace import TableTrace, Trace
 from ..collection import ShardedTieredEmbeddingBagCollection, data_parallel
 from ..plan import Sharding
-from ..ranks import Ranks
+from ..ranks import Ranks, ranks_on_host
 from ..store import open_sharded
 from .costs import OPTIMIZERS, Group, OptimizerName, Probe, RankCosts, amounts_of, demand_of, group_of
 
@@ -85,7 +85,7 @@ def measure_ranks(
     is_apart = sets >= 2 * _HELD_OUT
     held_out = [probe for (seed, _), probe in probes.items() if is_apart and seed % _HELD_OUT == 0]
     fitted = [probe for (seed, _), probe in probes.items() if not is_apart or seed % _HELD_OUT]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    local = ranks_on_host(ranks.size)
     cores = len(set[int]().union(*ranks.gather(os.sched_getaffinity(0))[:local]))
     where = f"{ranks.size} ranks, {local} on each host of {cores} cores as {platform.node()}"
     reduce_us, reduce_busy_us = map(statistics.median, zip(*reduces, strict=True))
