@@ -187,10 +187,34 @@ def test_a_rank_that_leaves_the_loop_early_is_named(tmp_path: Path) -> None:
         assert "rank 0: balance; rank 1: next batch" in told
 
 
+def beside_a_plain_module() -> int:
+    with tierstore.open(cold="memory", ddr="1MiB") as plain, opened(None) as store:
+        plain.create_table(tierstore.TableConfig(name="frozen", num_embeddings=9, embedding_dim=4))
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
+        frozen = tierstore.TieredEmbeddingBagCollection(plain).requires_grad_(False)
+        trained, rank = ShardedTieredEmbeddingBagCollection(store, tables=["t"]), store.ranks.rank
+        each = tierstore.KeyedJaggedTensor(["t", "frozen"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        own, seen = [each.to("cpu") for _ in range(3 + 2 * rank)], 0
+        for batch in tierstore.prefetch(even(own, store), torch.nn.ModuleList([frozen, trained])):
+            (trained(batch).values().sum() + frozen(batch).values().sum()).backward()
+            seen += 1
+        return seen
+
+
+def test_the_pass_exchanges_for_the_sharded_module_though_a_plain_one_comes_first(tmp_path: Path) -> None:
+    assert run(beside_a_plain_module, 2, tmp_path) == [5, 5]
+
+
 @dataclasses.dataclass
 class Fields:
     ids: Tensor
     more: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Counted:
+    ids: Tensor
+    count: int = dataclasses.field(init=False, default=3)
 
 
 def test_an_empty_batch_has_the_shape_of_a_full_one() -> None:
@@ -203,5 +227,6 @@ def test_an_empty_batch_has_the_shape_of_a_full_one() -> None:
     assert (jagged.stride(), len(jagged.values()), len(jagged.weights())) == (0, 0, 0)
     lists = empty_of(tierstore.JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2])))
     assert (len(lists.values()), len(lists.lengths())) == (0, 0)
-    with pytest.raises(TypeError, match="empty="):
-        empty_of(object())
+    for unknown in (object(), Counted(torch.ones(3))):
+        with pytest.raises(TypeError, match="empty="):
+            empty_of(unknown)

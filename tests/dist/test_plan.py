@@ -84,6 +84,7 @@ def test_plans_of_torchrec_come_in() -> None:
     [
         ("{", "is no JSON"),
         ('{"world_size": 0, "tables": {}}', "world_size=0"),
+        ('{"world_size": 1, "tables": []}', "is no plan"),
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "row_wise"}}}', "table 't'.*sharding_type, ranks"),
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "rowwise", "ranks": [0]}}}', "table 't'.*'rowwise'"),
         ('{"world_size": 2, "tables": {"t": {"sharding_type": "table_wise", "ranks": [0, 1]}}}', "one rank"),
@@ -100,6 +101,12 @@ def test_what_is_no_plan_is_refused(text: str, said: str, tmp_path: Path) -> Non
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
         Plan.load(path)
+
+
+def test_a_sharding_is_no_word(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"world_size": 1, "tables": {"t": "row_wise"}}')
+    with pytest.raises(TypeError, match="table 't': 'row_wise': a sharding is a table of"):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

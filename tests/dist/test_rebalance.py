@@ -14,6 +14,7 @@ from tierstore import optim
 from tierstore.cli import entry as cli
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
 from tierstore.dist import rebalance as dist_rebalance
+from tierstore.dist.lookup import RowsLookup
 from tierstore.dist.parts import read_commits
 from tierstore.errors import ReadOnlyError, TableError
 from tierstore.exchange.rows import read_rows
@@ -250,6 +251,17 @@ def refuse(folder: Path) -> None:
         optimizer.zero_grad()
         assert store.rebalance(BEFORE) == store.version  # nothing moves
         assert job.shardings() == FIXED | BEFORE.tables | {"ids": Sharding("row_wise", (0, 1))}
+        found = RowsLookup._find_route
+
+        def overtaken(lookup: Any, ranks: Any) -> Any:
+            route = found(lookup, ranks)
+            store.owners.epoch += 1  # as by a rollback in another thread
+            return route
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowsLookup, "_find_route", overtaken)
+            with pytest.raises(RuntimeError, match="look the batch up again"):
+                job.module(batch(5, rank))
         ahead, last = job.module.ahead(), batch(4, rank)
         ahead.prepare(last)
         ahead.end()

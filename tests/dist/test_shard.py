@@ -31,6 +31,7 @@ from tierstore.dist import (
     open_sharded,
     shard,
 )
+from tierstore.dist import model as dist_model
 from tierstore.dist.placement import Demand, demand_of
 from tierstore.dist.placement.auto import _demand
 from tierstore.errors import RankError, TableError
@@ -373,3 +374,28 @@ def test_what_cannot_be_sharded_is_named(tmp_path: Path) -> None:
     assert "rank 1 cannot take part" in first[-1]
     with pytest.raises(TypeError, match="store must be a ShardedStore"):
         shard(nn.Linear(1, 1), object())  # type: ignore[arg-type]
+
+
+def tried_again(folder: Path) -> None:
+    weights, write_rows = words().bag.weight.detach().clone(), dist_model.write_rows
+    with open_sharded(**SMALL) as store:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist_model, "write_rows", write_rows if store.ranks.rank else _fail)
+            with pytest.raises((OSError, RankError)):
+                shard(words(), store, None, tables=NAMES, optimizer=RULE)
+        shard(words(), store, None, tables=NAMES, optimizer=RULE)
+        own = store["item"].rows
+        assert torch.equal(store["item"].local.read(torch.arange(own.start, own.stop)), weights[own.start : own.stop])
+        swapped = Plan(2, {name: Sharding("table_wise", (1,)) for name in store.tables})
+        store.rebalance(swapped)
+        Plan(2, {name: Sharding("row_wise", (0, 1)) for name in store.tables}).save(folder / f"{store.ranks.rank}.json")
+        shard(words(), store, folder / f"{store.ranks.rank}.json", tables=NAMES, optimizer=RULE)
+        assert {name: each.sharding for name, each in store.tables.items()} == swapped.tables
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("once")
+
+
+def test_a_call_that_failed_is_tried_again_and_one_that_resumes_leaves_tables_where_they_are(tmp_path: Path) -> None:
+    run(tried_again, 2, tmp_path, tmp_path)

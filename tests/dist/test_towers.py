@@ -447,3 +447,28 @@ def test_a_mesh_gives_the_hosts_and_peers_get_results_alone(tmp_path: Path) -> N
     for out, sent in run(by_mesh, 4, tmp_path):
         assert out.shape == (2, 8)
         assert sent == 7 * 8 + 2 * 4 * 4, "to one peer: how a call begins, and results of two samples"
+
+
+class Half(Tower):
+    def forward(self, pooled: Tensor) -> Tensor:
+        found: Tensor = super().forward(pooled).bfloat16()
+        return found
+
+
+def of_two_types() -> torch.dtype:
+    """What towers give of which one makes another type; a sharded store has no commit in the background."""
+    with open_hosts(2, towers=TOWERS[2]) as store:
+        for config in configs(CASE):
+            store.create_table(config)
+        half = Half(sum(2 * DIMS[name] for name in TOWERS[2][0]), HIDDEN[0])
+        module = TowerTieredEmbeddingBagCollection(store, [half, towers_of_two()[1]])
+        values = module(next(batches(CASE, store.ranks.rank))[0]).values()
+        values.sum().backward()
+        as_one: Any = store
+        with pytest.raises(TypeError, match=r"tierstore\.checkpoint\.save"):
+            tierstore.checkpoint.save_async(as_one, module)
+        return values.dtype
+
+
+def test_towers_give_one_type_as_under_autocast_they_may_not(tmp_path: Path) -> None:
+    assert run(of_two_types, 2, tmp_path) == [torch.float32] * 2

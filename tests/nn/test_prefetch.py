@@ -509,3 +509,13 @@ def test_a_wrong_id_in_one_of_several_modules_leaves_nothing_announced() -> None
             with pytest.raises(ValueError, match="is not a row of table 'b'"):
                 next(tierstore.prefetch([[right, wrong]], bags, depth=0, lookahead=2, features=lambda each: each))
         assert store["a"].pool.can_announce(500)
+
+
+def test_a_module_of_the_users_may_have_a_method_of_that_name(store_dir: Path) -> None:
+    class Model(torch.nn.Module):
+        def prepare(self) -> None: ...
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        model = Model()
+        model.rows = make_collection(store)
+        assert len(list(tierstore.prefetch([batch(1), batch(2)], model))) == 2

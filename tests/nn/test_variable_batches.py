@@ -105,6 +105,30 @@ def test_a_batch_without_a_way_to_side_by_side_is_refused() -> None:
         )
 
 
+def test_as_many_samples_of_each_feature_need_no_inverse_indices() -> None:
+    ids, lengths = torch.arange(6), torch.ones(6, dtype=torch.int64)
+    with tierstore.open(cold="memory", ddr="1MiB") as store, torch.no_grad():
+        module = make(store)
+        found = module(tierstore.KeyedJaggedTensor(NAMES, ids, lengths=lengths, stride_per_key_per_rank=[[2]] * 3))
+        assert torch.equal(found.values(), module(tierstore.KeyedJaggedTensor(NAMES, ids, lengths=lengths)).values())
+
+
+def test_parts_of_several_batches_keep_what_each_says_of_its_samples() -> None:
+    def part(name: str, chosen: list[int]) -> tierstore.KeyedJaggedTensor:
+        return tierstore.KeyedJaggedTensor(
+            [name], torch.arange(2), lengths=torch.ones(2, dtype=torch.int64), stride_per_key_per_rank=[[2]],
+            inverse_indices=([name], torch.tensor([chosen])),
+        )  # fmt: skip
+
+    found = tierstore.KeyedJaggedTensor.concat([part("a", [0, 1, 1]), part("b", [1, 0, 0])]).inverse_indices_or_none()
+    assert found is not None
+    assert found[0] == ["a", "b"]
+    assert found[1].tolist() == [[0, 1, 1], [1, 0, 0]]
+    plain = tierstore.KeyedJaggedTensor(["c"], torch.arange(3), lengths=torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="give all some, or none"):
+        tierstore.KeyedJaggedTensor.concat([part("a", [0, 1, 1]), plain])
+
+
 def test_features_keep_their_samples_when_they_are_taken_apart() -> None:
     batch = uneven()
     assert batch.stride() == SAMPLES

@@ -247,7 +247,7 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that modules over sharded tables average, by name: rows, and the weights of towers. Leave
+    """Parameters and buffers that modules over sharded tables see to, by name: rows, and the weights of towers. Leave
     their gradients out of ``average``."""
     modules = [(name, each) for name, each in model.named_modules() if isinstance(each, ShardedModule)]
     found = ((f"{prefix}.{name}", own) for prefix, each in modules for name, own in each.own_tensors().items())

@@ -92,7 +92,7 @@ def empty_of(batch: Any) -> Any:
         lengths = torch.empty(0, dtype=torch.int64, device=batch.lengths().device)
         weights = None if weights is None else empty_of(weights)
         return type(batch)(*names, empty_of(batch.values()), weights, lengths)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {each.name: empty_of(getattr(batch, each.name)) for each in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)
+    fields = dataclasses.fields(batch) if dataclasses.is_dataclass(batch) and not isinstance(batch, type) else ()
+    if fields and all(each.init for each in fields):
+        return dataclasses.replace(batch, **{each.name: empty_of(getattr(batch, each.name)) for each in fields})
     raise TypeError(f"cannot tell what a {type(batch).__name__} without samples is: pass empty=, such a batch")

@@ -233,7 +233,8 @@ class RoutedLookup(ShardedLookup, Generic[_R]):
 
     def route(self, ranks: Ranks) -> None:
         if self._known_route is None:
-            self._known_route, self._epoch = self._find_route(ranks), self._owners.epoch
+            self._epoch = self._owners.epoch  # first: owners may change meanwhile
+            self._known_route = self._find_route(ranks)
             self._batch = ranks.next_batch()
         elif self._epoch != self._owners.epoch:
             raise RuntimeError(

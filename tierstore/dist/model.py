@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -125,23 +125,32 @@ def shard(
     with contextlib.ExitStack() as opened:
         with store.ranks.together("shard"):
             found = _Model(model, tables, optimizer, init)
-            new = {name: each for name, each in found.tables.items() if name not in store.tables}
+            new = found.new_in(store)
             rows = _rows_of(source if new else None, new, opened)
             planned: Mapping[str, Sharding] = {} if plan == "auto" else planned_tables(plan, store.ranks)
         require_alike(store.ranks, weights={name: own.checksum for name, own in rows.items() if isinstance(own, _Rows)})
         if plan == "auto" and (unplanned := [each.config for name, each in new.items() if name not in store.planned]):
             planned = _found(store, unplanned, demand, costs, rank_bytes)
-        for name, each in found.tables.items():
-            store.create_table(each.config, **planned[name]._asdict() if name in planned else {})
+        _create(store, found.tables.values(), new, planned)
         with store.ranks.together("shard"):
             for name, own in rows.items():
                 _load(own, store[name], store.ranks.rank)
             made = {place: make(store) for place, make in found.made.items()}
+    store.unloaded -= new.keys()
     if isinstance(optimizer, torch.optim.Optimizer):
         leave(optimizer, found.weights)
     model = replaced(model, made)
     is_trained = any(each.requires_grad for each in model.parameters() if not isinstance(each, Anchor))
     return data_parallel(model, **options) if is_trained else model
+
+
+def _create(store: ShardedStore, tables: Iterable[_Found], new: Iterable[str], planned: Mapping[str, Sharding]) -> None:
+    """Create or find tables; collective. Until ``new`` ones have their rows, another call makes them anew."""
+    for each in tables:
+        name = each.config.name
+        is_planned = name in planned and name not in store.tables
+        store.create_table(each.config, **planned[name]._asdict() if is_planned else {})
+    store.unloaded |= set(new)
 
 
 def _found(store: ShardedStore, *arguments: Any) -> Mapping[str, Sharding]:
@@ -192,6 +201,11 @@ class _Model:
         if self._refused:
             told = "".join(f"\n  {path or 'embedding'!r}: {reason}" for path, reason in self._refused.items())
             raise ValueError(f"nothing was sharded. Change these modules, or leave them out by tables={{...}}:{told}")
+
+    def new_in(self, store: ShardedStore) -> dict[str, _Found]:
+        """Tables that the store lacks, or that an earlier call did not fill."""
+        known = store.tables.keys() - store.unloaded
+        return {name: each for name, each in self.tables.items() if name not in known}
 
     def _add(self, found: _Found) -> None:
         known = self.tables.setdefault(found.config.name, found)

@@ -20,7 +20,7 @@ _MICRO: Final = 1e6
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step of one rank, on average.
+    """Seconds of a step of one rank, on average, from one backward pass to the next.
 
     Attributes:
         busy: outside of exchanges. exchanging: in them, waiting for other ranks included.
@@ -60,7 +60,9 @@ class Pace:
 
     def note_backward(self, table: str) -> None:
         """Rows of a table and others get gradients; a step is one with the table that came first."""
-        self._counted = self._counted or table
+        if not self._counted:  # set-up is over
+            self._counted, self._begun = table, self._now()
+            return
         if table != self._counted:
             return
         self._steps += 1

@@ -107,6 +107,8 @@ class Sharding(NamedTuple):
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], world_size: int) -> "Sharding":
         """Inverse of ``to_json``; errors as of ``checked``."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"{excerpt(fields)}: a sharding is a table of sharding_type, ranks and so on")
         unknown = set(fields) - set(cls._fields)
         if unknown or "sharding_type" not in fields or "ranks" not in fields:
             raise ValueError(
@@ -139,7 +141,8 @@ class Plan(NamedTuple):
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
-        if not isinstance(fields, dict) or set(fields) != {"world_size", "tables"}:
+        is_plan = isinstance(fields, dict) and set(fields) == {"world_size", "tables"}
+        if not is_plan or not isinstance(fields["tables"], dict):
             raise ValueError(f"{path} is no plan: it has world_size and tables, and nothing else")
         size = require_int(fields["world_size"], "world_size", 1, MAX_RANKS)
         found = {}

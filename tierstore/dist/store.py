@@ -77,7 +77,7 @@ class Load(NamedTuple):
         size_bytes: of them with their optimizer state, were they all in memory.
         lookups: rows that ranks asked it for.
         traffic: of its exchanges, but for those of ids that ``prefetch`` sent ahead.
-        step: of its last 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
+        step: of its last whole window of 100 steps; a rank whose ``busy`` is far above the others' keeps them waiting.
     """
 
     num_rows: int
@@ -220,6 +220,7 @@ class ShardedStore:
         owners: of the rows.
         tables: those that all ranks have, by name.
         planned: how tables are sharded unless ``create_table`` is told otherwise, by name.
+        unloaded: names of tables that ``shard`` made, and has not filled.
         shown: see ``Store``; no rank makes a lookup again by itself.
     """
 
@@ -230,6 +231,7 @@ class ShardedStore:
         self.tables: dict[str, ShardedTable] = {}
         self.shown = Shown()
         self.planned = planned
+        self.unloaded = set[str]()
         self._pace = ranks.pace = Pace(lambda: owners.traffic.seconds, lambda: local.stats().ssd.seconds)
         with ranks.together():
             own = Commits.of(local)

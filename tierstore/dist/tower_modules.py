@@ -106,7 +106,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         return super()._checked(*arguments)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """``rows``, and the modules' parameters and buffers, which hosts average."""
+        """``rows``, and the modules' parameters, which hosts average, and buffers, which are each rank's own."""
         return dict(itertools.chain(self.named_parameters(), self.named_buffers()))
 
     def gather(self, optimizers: Sequence[Any]) -> None:
@@ -148,6 +148,7 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
             found: Tensor = torch.func.functional_call(module, dict(zip(weights, shared, strict=True)), (pooled,))
         else:
             found = module(pooled)
+        found = found.float()  # autocast may make it another type, and not on all hosts
         if found.shape != (len(pooled), self.widths[own]):
             expected = f"[{len(pooled)}, {self.widths[own]}], by its out_features"
             raise ValueError(f"tower {own} gives {list(found.shape)}, and is to give {expected}")

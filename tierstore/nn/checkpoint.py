@@ -72,6 +72,8 @@ def save_async(
             as numbers.
     """
     _require(store, optimizers, schedulers)
+    if not hasattr(store, "commit_async"):
+        raise TypeError("a sharded store commits with all ranks waiting: use tierstore.checkpoint.save")
     return store.commit_async(extra=extra, tensors=_packed(model, optimizers, schedulers))
 
 

@@ -154,6 +154,8 @@ class TieredEmbeddingBagCollection(Collection):
     def _expanded(self, pooled: Tensor, features: Any, strides: Sequence[int]) -> Tensor:
         """float32 [B, columns] of [samples of a feature, columns], by the batch's ``inverse_indices``."""
         found = features.inverse_indices_or_none()
+        if found is None and len(set(strides)) == 1:
+            return pooled
         if found is None:
             raise ValueError(
                 "the batch's features have different numbers of samples, and results lie side by side: give "

@@ -200,6 +200,14 @@ class KeyedJaggedTensor(JaggedTensor):
         given = [each for each in weights if each is not None]
         if len(strides) > 1 or 0 < len(given) < len(weights):
             raise ValueError(f"parts have {sorted(strides)} samples, {len(given)} of {len(weights)} have weights")
+        inverses = {id(part._inverse): part._inverse for part in parts}
+        if len(inverses) > 1 and None in inverses.values():
+            raise ValueError("some parts have inverse_indices, and others have none; give all some, or none")
+        inverse = next(iter(inverses.values()), None)
+        if len(inverses) > 1:
+            of_parts = [(part._keys, dict(zip(*part._inverse, strict=True))) for part in parts if part._inverse]
+            rows = [rows[key] for keys, rows in of_parts for key in keys]
+            inverse = [key for keys, _ in of_parts for key in keys], torch.stack(rows)
         return cls(
             [key for part in parts for key in part._keys],
             torch.cat([part.values() for part in parts]),
@@ -207,7 +215,7 @@ class KeyedJaggedTensor(JaggedTensor):
             torch.cat([part.lengths() for part in parts]),
             stride=next(iter(strides), None),
             stride_per_key_per_rank=[[each] for part in parts for each in part._strides] if is_uneven else None,
-            inverse_indices=next((part._inverse for part in parts if part._inverse is not None), None),
+            inverse_indices=inverse,
         )
 
     def keys(self) -> list[str]:

@@ -56,7 +56,7 @@ class _Several:
         return all(module.has_all_rows() for module in self._modules)
 
     def begin(self, batches: Any) -> Iterator[Any]:
-        return self._modules[0].begin(batches)
+        return next((each for each in self._modules if each.is_collective), self._modules[0]).begin(batches)
 
     def end(self) -> None:
         for module in self._modules:
@@ -104,11 +104,15 @@ class _Several:
 
 def as_one(module: Any) -> Preparable:
     """The modules over tables of a model, of several modules, or the one that is given."""
-    if hasattr(module, "prepare"):
+    if _is_preparable(module):
         one: Preparable = module
         return one
     given = [module] if hasattr(module, "modules") else list(module)
-    found = list(dict.fromkeys(each for model in given for each in model.modules() if hasattr(each, "prepare")))
+    found = list(dict.fromkeys(each for model in given for each in model.modules() if _is_preparable(each)))
     if not found:
         raise TypeError(f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for")
     return found[0] if len(found) == 1 else _Several(found)
+
+
+def _is_preparable(module: Any) -> bool:
+    return hasattr(module, "prepare") and hasattr(module, "is_collective")

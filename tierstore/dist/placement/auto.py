@@ -86,10 +86,12 @@ def _of_batches(ranks: Ranks, tables: Sequence[TableConfig], batches: Sequence[A
             raise ValueError("demand has no batch: give some, or leave it out")
         samples = sum(batch.stride() for batch in batches) / len(batches)
         own = [
-            [torch.cat([batch[name].values() for name in table.feature_names]).long().numpy() for table in tables]
-            for batch in batches
+            [torch.cat([lists[name].values() for name in table.feature_names]).long().numpy() for table in tables]
+            for lists in (batch.to_dict() for batch in batches)
         ]
     every = ranks.gather((samples, own), "shard")
+    if len(counts := {len(of_rank) for _, of_rank in every}) > 1:
+        raise ValueError(f"demand has {sorted(counts)} batches on different ranks: give each as many")
     traces = {}
     for place, table in enumerate(tables):  # an entry is what one rank's batch looks up
         parts = [batch[place] for of_ranks in zip(*(each for _, each in every), strict=True) for batch in of_ranks]
