@@ -23,6 +23,7 @@ from tierstore.ids.id_map import IdMap, map_bytes
 from tierstore.train import train
 from tierstore.train.config import load, parse_override
 
+from . import candidates
 from .child import Child
 from .common import Goal, Part, Report, Run, Spread, Table, Told, measure, per_second, program, run_parts
 from .data import ROOT, require_criteo
@@ -205,6 +206,13 @@ def _tell_stream(found: dict[str, Any]) -> Told:
     return Told(tables=[Table(title="training on a drifting stream", columns=columns, rows=rows)], goals=goals)
 
 
+def _measure_candidates(request: Run, _: dict[str, Any]) -> dict[str, Any]:
+    config = request.config
+    count, batch = config["counted_ids"], config["counted_batch"]
+    stream = _stream(config | {"stream_ids": count, "stream_batch": batch})
+    return candidates.compare(stream, config["candidates"], most_ids=count, times=config["candidate_times"])
+
+
 # A commit
 
 
@@ -366,6 +374,7 @@ def _tell_follower(found: dict[str, Any]) -> Told:
 PARTS: Final = {
     "map": Part(_measure_map, _tell_map),
     "stream": Part(_measure_stream, _tell_stream),
+    "candidates": Part(_measure_candidates, candidates.tell),
     "commit": Part(_measure_commit, _tell_commit),
     "criteo": Part(_measure_criteo, _tell_criteo),
     "follower": Part(_measure_follower, _tell_follower),
