@@ -38,7 +38,7 @@ def _measure(options: argparse.Namespace) -> int:
         raise ValueError("start it in every rank: torchrun --nproc-per-node 2 -m tierstore shard measure")
     if rank == 0:
         require_new(Path(options.out), force=options.force)
-    bar: Any = progress_bar("measuring", unit=" trials") if rank == 0 else contextlib.nullcontext()
+    bar: Any = progress_bar("measuring", unit=" s") if rank == 0 else contextlib.nullcontext()
     with meeting(_MEET_SECONDS), bar as show:
         found = measure_ranks(optimizer=options.optimizer, seconds=options.seconds, progress=show)
     if rank == 0:

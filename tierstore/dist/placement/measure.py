@@ -7,6 +7,7 @@ too: what slows it for seconds is then in one trial of some probes and not in al
 """
 
 import copy
+import itertools
 import os
 import platform
 import statistics
@@ -35,8 +36,6 @@ _BATCHES: Final = 3
 _STEPS: Final = 5
 """Of a trial, after two that warm it."""
 _FEWEST_SETS: Final = 4
-_SET_SECONDS: Final = 2.5
-"""That all trials of a set take, about, on two cores."""
 _HELD_OUT: Final = 5
 """Each so manieth set is not fitted, and what is predicted of it is compared with what it takes."""
 _TABLES_BYTES: Final = 64 << 20
@@ -59,8 +58,8 @@ def measure_ranks(
     """Time probes over all ranks of ``torch.distributed``; collective.
 
     Args:
-        seconds: to spend, about: 2.5 for each set of tables, more with more ranks.
-        progress: is given the sets tried, and how often any will be.
+        seconds: to spend, about; the more, the more sets of tables are tried, 4 at least.
+        progress: is given the seconds that have passed, and ``seconds``.
 
     Raises:
         ValueError: a wrong argument. Others as of ``open_sharded``.
@@ -68,19 +67,27 @@ def measure_ranks(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     ranks, rule = Ranks(), OPTIMIZERS[optimizer]()
-    sets = max(_FEWEST_SETS, int(seconds / _SET_SECONDS))
-    trials, reduces = dict[tuple[int, int], list[float]](), list[tuple[float, float]]()
-    works = dict[tuple[int, int], _Work]()
-    for number in range(_ROUNDS):
-        reduces.append((_reduce_us(ranks, is_busy=False), _reduce_us(ranks, is_busy=True)))
-        for done, seed in enumerate(np.random.default_rng(number).permutation(sets).tolist(), number * sets + 1):
-            subject = _Subject(ranks, rule, seed)
-            for place, own in enumerate(subject.plans()):
-                trials.setdefault((seed, place), []).append(subject.step_s(own))
-                if not number:
-                    works[seed, place] = subject.work(own)
-            if progress is not None:
-                progress(done, _ROUNDS * sets)
+    trials, works = dict[tuple[int, int], list[float]](), dict[tuple[int, int], _Work]()
+    begun = time.monotonic()
+
+    def tried(seed: int) -> float:
+        """The seconds that have passed, on all ranks, after trials of one set."""
+        subject = _Subject(ranks, rule, seed)
+        for place, own in enumerate(subject.plans()):
+            trials.setdefault((seed, place), []).append(subject.step_s(own))
+            if (seed, place) not in works:
+                works[seed, place] = subject.work(own)
+        passed = max(ranks.gather(time.monotonic() - begun))
+        if progress is not None:
+            progress(int(min(passed, seconds)), int(seconds))
+        return passed
+
+    reduces = [_reduces_us(ranks)]
+    sets = next(sets for sets in itertools.count(1) if tried(sets - 1) >= seconds / _ROUNDS and sets >= _FEWEST_SETS)
+    for number in range(1, _ROUNDS):
+        reduces.append(_reduces_us(ranks))
+        for seed in np.random.default_rng(number).permutation(sets).tolist():
+            tried(seed)
     probes = {key: Probe(*works[key], statistics.median(taken)) for key, taken in trials.items()}
     is_apart = sets >= 2 * _HELD_OUT
     held_out = [probe for (seed, _), probe in probes.items() if is_apart and seed % _HELD_OUT == 0]
@@ -187,6 +194,10 @@ def _zipf(generator: np.random.Generator, num_rows: int, exponent: float, size: 
     places = ((num_rows**power - 1) * generator.random(size) + 1) ** (1 / power)
     found: Int64s = (places.astype(np.int64) - 1) * _PRIME % num_rows
     return found
+
+
+def _reduces_us(ranks: Ranks) -> tuple[float, float]:
+    return _reduce_us(ranks, is_busy=False), _reduce_us(ranks, is_busy=True)
 
 
 def _reduce_us(ranks: Ranks, *, is_busy: bool) -> float:
