@@ -76,8 +76,8 @@ def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     tables, asked = _tables(config)
     measured, points = costs[max(costs)], list[dict[str, Any]]()
     for size in config["set_ranks"]:
-        # As if each rank had a core of its own, so there is nothing to learn from ranks that share cores.
-        own = replace(measured, world_size=size, local_world_size=size, cores=size, learned_kinds=())
+        # As if each rank had a core of its own.
+        own = replace(measured, world_size=size, local_world_size=size, cores=size)
         for number in [count for count in config["set_tables"] for _ in range(config["sets"])]:
             generator = np.random.default_rng((config["seed"], size, len(points)))
             chosen = [tables[place] for place in generator.choice(len(tables), number, replace=False)]

@@ -55,9 +55,6 @@ def _describe_costs(costs: "RankCosts") -> str:
         figures = (1e9 * getattr(getattr(costs.seconds, kind), name) for kind in KINDS)
         rows.append((f"  {name}", *(f"{figure:,.3g}" for figure in figures), meaning))
     rows.append(("  mean error", *(f"{getattr(costs.errors, kind):.0%}" for kind in KINDS), "of a step's time"))
-    if (learned := costs.learned_errors) is not None:
-        figures = (f"{getattr(learned, kind):.0%}" for kind in KINDS)
-        rows.append(("  with correction", *figures, f"learned; used for {', '.join(costs.learned_kinds) or 'none'}"))
     return "\n".join([costs.source, "", "Of a training step, ns by exchange", *columns_of(rows)])
 
 

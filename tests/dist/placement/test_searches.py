@@ -1,21 +1,17 @@
-"""Greedy plans by hand, searches for many tables, and costs that are learned."""
+"""Greedy plans by hand, and searches for many tables."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dist.placement.support import costs_of, drawn, table
 from tierstore.dist import Plan
-from tierstore.dist.placement import Demand, RankCosts, Search, TableDemand, greedy, predict
+from tierstore.dist.placement import Demand, Search, TableDemand, greedy, predict
 from tierstore.dist.placement.baselines import RULES, Rule
-from tierstore.dist.placement.costs import AMOUNTS, KINDS, Group, Kind, Probe, group_of
-from tierstore.dist.placement.learned import Correction
+from tierstore.dist.placement.costs import group_of
 
 # Rows and columns, and ids of a sample: each rule orders them in another way.
 SHAPES = {"a": (1000, 4, 1.0), "b": (300, 8, 30.0), "c": (500, 4, 10.0), "d": (100, 16, 1.0)}
@@ -92,77 +88,6 @@ def test_tables_change_their_form_together_to_save_a_group() -> None:
     found = Search(tables, drawn(tables, 2), costs).best()
     kinds = {group_of(each, 8).kind for each in found.plan.tables.values()}
     assert len(kinds) == 1
-
-
-def _probes(seed: int, count: int, bend: float) -> list[Probe]:
-    """Steps that take the linear costs, and more the more rows a rank looks up: as where caches overflow."""
-    generator, given, found = np.random.default_rng(seed), costs_of(2), list[Probe]()
-    for number in range(count):
-        kind: Kind = KINDS[number % 3]
-        work = 10 ** generator.uniform(0, 3, len(AMOUNTS))
-        amounts, group = np.outer([1.0, generator.random()], work), Group(kind, 8, 1)
-        seconds = given.group_s(group, amounts) * (1 + bend * np.log10(work[AMOUNTS.index("served")]) ** 2)
-        found.append(Probe(group, amounts, float(seconds * generator.lognormal(sigma=0.02))))
-    return found
-
-
-def _fitted(bend: float) -> RankCosts:
-    return RankCosts.fitted(
-        _probes(1, 360, bend), held_out=_probes(2, 90, bend), world_size=2, local_world_size=2, cores=2, optimizer="sgd"
-    )
-
-
-def test_a_correction_is_learned_of_costs_that_are_not_linear(tmp_path: Path) -> None:
-    found = _fitted(0.3)
-    assert found.learned_errors is not None
-    assert found.learned_kinds == KINDS
-    for kind in KINDS:
-        assert getattr(found.learned_errors, kind) < 0.75 * getattr(found.errors, kind)
-    # Errors are of what is predicted.
-    assert found.errors_of(_probes(2, 90, 0.3)) == found.learned_errors
-    assert _fitted(0.3) == found
-    found.save(tmp_path / "ranks.json")
-    assert RankCosts.load(tmp_path / "ranks.json") == found
-    # Far from all steps the linear costs remain.
-    group, amounts = Group("rows", 8, 1), np.full((2, len(AMOUNTS)), 1e30)
-    assert found.group_s(group, amounts) == pytest.approx(replace(found, learned_kinds=()).group_s(group, amounts))
-
-
-def test_linear_costs_stay_where_nothing_is_learned() -> None:
-    found = _fitted(0.0)
-    assert found.learned_errors is not None
-    assert all(getattr(found.errors, kind) < 0.03 for kind in KINDS)
-    for kind in KINDS:
-        is_better = getattr(found.learned_errors, kind) < getattr(found.errors, kind)
-        assert (kind in found.learned_kinds) == is_better
-
-
-def test_files_without_a_correction_are_read(tmp_path: Path) -> None:
-    path, given = tmp_path / "ranks.json", costs_of(2)
-    given.save(path)
-    content = json.loads(path.read_text())
-    for name in ("learned", "learned_errors", "learned_kinds"):
-        del content[name]
-    path.write_text(json.dumps(content))
-    assert RankCosts.load(path) == given
-    path.write_text(
-        json.dumps(content | {"learned": {"means": [0], "scales": [1], "points": [[1, 2]], "weights": [1]}})
-    )
-    with pytest.raises(ValueError, match="learned = "):
-        RankCosts.load(path)
-
-
-def test_learned_costs_choose_among_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [table("a", 500), table("b", 700)]
-    demand, linear = drawn(tables, 2), costs_of(2)
-    kept = Search(tables, demand, linear).best()
-    (kind,) = {group_of(each, 8).kind for each in kept.plan.tables.values()}
-    one = Correction(means=(0.0,), scales=(1.0,), points=((0.0,),), weights=(0.0,))
-    learned = replace(linear, learned=one, learned_kinds=(kind,))
-    monkeypatch.setattr(Correction, "factors", lambda *_: np.array([1000.0]))
-    chosen = Search(tables, demand, learned).best()
-    assert chosen.seconds == predict(tables, chosen.plan, demand, learned).seconds
-    assert chosen.seconds == predict(tables, chosen.plan, demand, linear).seconds, "of another kind"
 
 
 def test_the_command_takes_each_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

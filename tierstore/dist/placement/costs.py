@@ -9,7 +9,6 @@ share its cores, so a group takes at least what a host's owners do in total over
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +26,6 @@ from ...system.excerpt import excerpt
 from ...system.output import write_text
 from ...trace import Trace
 from ..plan import Sharding
-from .learned import Correction
 
 _RANGES: Final = 64
 _EVENLY: Final = np.ones(1)
@@ -251,13 +249,6 @@ class RankCosts(_Checked):
     reduce_us: float = _work("of averaging the gradients of a dense model over the ranks, beyond its own backward")
     reduce_busy_us: float = _work("the same, while a thread fetches rows")
 
-    learned: Correction | None = None
-    """Of the linear costs, for some kinds."""
-    learned_errors: Errors | None = None
-    """With the correction, on the same steps as ``errors``."""
-    learned_kinds: tuple[Kind, ...] = ()
-    """Where the correction errs less than the linear costs alone, so that it is used."""
-
     @classmethod
     def fitted(
         cls,
@@ -271,8 +262,7 @@ class RankCosts(_Checked):
         """From steps of one group each.
 
         Args:
-            held_out: steps that are not fitted, of which errors are; without them, errors are of ``probes``, and no
-                correction is learned.
+            held_out: steps that are not fitted, of which errors are; without them, errors are of ``probes``.
             others: fields as they are.
         """
         seconds = dict[str, Seconds]()
@@ -286,16 +276,8 @@ class RankCosts(_Checked):
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
         others |= {"cores": cores, "local_world_size": local_world_size}
-        linear = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
-        linear = replace(linear, errors=linear.errors_of(held_out or probes))
-        if not held_out:
-            return linear
-        logs = [math.log(seconds / linear.group_s(group, amounts)) for group, amounts, seconds in probes]
-        features = np.stack([linear.features(group, amounts) for group, amounts, _ in probes])
-        learned = replace(linear, learned=Correction.fitted(features, np.array(logs)), learned_kinds=KINDS)
-        errors = learned.errors_of(held_out)
-        better = tuple(kind for kind in KINDS if getattr(errors, kind) < getattr(linear.errors, kind))
-        return replace(learned, learned_errors=errors, learned_kinds=better)
+        found = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
+        return replace(found, errors=found.errors_of(held_out or probes))
 
     def errors_of(self, probes: Sequence[Probe]) -> Errors:
         """Mean relative errors of what is predicted of steps; 0 for a kind that none is of."""
@@ -313,18 +295,7 @@ class RankCosts(_Checked):
     def group_s(self, group: Group, amounts: Float64s) -> float:
         """A group's part of a step; ``amounts``: float64 [ranks, 12], of all its tables."""
         asked_s, owned_s = self.work_s(group, amounts).T
-        linear_s = float(self.fixed_s(group) + asked_s[0] + busiest(owned_s, self.cores, self.local_world_size))
-        if self.learned is None or group.kind not in self.learned_kinds:
-            return linear_s
-        return linear_s * float(self.learned.factors(self.features(group, amounts)[None])[0])
-
-    def features(self, group: Group, amounts: Float64s) -> Float64s:
-        """float64 [features], of a group's work, which a correction is learned from: logarithms of a requester's work,
-        the busiest owner's and a host's over its cores; and the group itself."""
-        owned = amounts[:, _OWNED:]
-        work = [amounts[0, :_OWNED], owned.max(0), busiest(owned, self.cores, self.local_world_size)]
-        of_group = [math.log2(group.dim), math.log2(group.parts), *(float(group.kind == kind) for kind in KINDS)]
-        return np.concatenate([np.log1p(np.concatenate(work)), of_group])
+        return float(self.fixed_s(group) + asked_s[0] + busiest(owned_s, self.cores, self.local_world_size))
 
     def fixed_s(self, group: Group) -> float:
         """Of a group, whatever its tables."""
@@ -341,11 +312,6 @@ class RankCosts(_Checked):
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError("expected a table")
-            nothing: dict[str, Any] = {
-                "learned": None,
-                "learned_errors": None,
-                "learned_kinds": [],
-            }  # as in files of older releases
-            return described(cls, nothing | content, "costs of ranks", is_whole=True)
+            return described(cls, content, "costs of ranks", is_whole=True)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; tierstore shard measure writes costs of ranks") from None

@@ -10,8 +10,7 @@ The best few go on, as the beam of D. Zha et al., Pre-train and Search: Efficien
 Pre-trained Neural Cost Models (MLSys 2023), halves of columns among the options. Each table in turn takes the option
 that makes the step fastest, until none changes. Then all tables of a group take another form together, which saves what
 a group costs whatever its tables, or two of the costliest tables change. Only sums over the tables of each group are
-kept, so an option costs the same to try however many tables there are. All this goes by linear costs; learned ones
-choose among the plans that it begins and ends with.
+kept, so an option costs the same to try however many tables there are.
 """
 
 import copy
@@ -186,8 +185,7 @@ class Search:
         starts = sorted(self._starts(), key=lambda state: state.score)
         if not starts:
             raise too_little(self._tables, self._costs, self._rank_bytes)
-        descended = [self._descended(copy.deepcopy(state)) for state in starts[:_BEAM]]
-        best = min(descended, key=lambda state: state.score)
+        best = min(map(self._descended, starts[:_BEAM]), key=lambda state: state.score)
         for done in range(_MOST_CHANGES):
             if progress is not None:
                 progress(done + 1, _MOST_CHANGES)
@@ -195,9 +193,7 @@ class Search:
             if changed.score >= best.score * (1 - _LEAST_GAIN):
                 break
             best = changed
-        if not self._costs.learned_kinds:
-            return self._predicted(best)
-        return min(map(self._predicted, [best, *descended, *starts]), key=lambda found: found.seconds)
+        return self._predicted(best)
 
     def _predicted(self, state: _State) -> Prediction:
         chosen = zip(self._tables, self._options, state.options, strict=True)
