@@ -276,8 +276,8 @@ class RankCosts(_Checked):
             found = solve_nonnegative(matrix, np.ones(len(own)))
             seconds[kind] = Seconds(**dict(zip(WORDS, found.tolist(), strict=True)))
         others |= {"cores": cores, "local_world_size": local_world_size}
-        found = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
-        return replace(found, errors=found.errors_of(held_out or probes))
+        costs = cls(seconds=Kinds(**seconds), errors=Errors(), **others)
+        return replace(costs, errors=costs.errors_of(held_out or probes))
 
     def errors_of(self, probes: Sequence[Probe]) -> Errors:
         """Mean relative errors of what is predicted of steps; 0 for a kind that none is of."""
