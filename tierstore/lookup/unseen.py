@@ -51,10 +51,10 @@ class Unseen:
 
     def add(self, out: Tensor, mode: str) -> None:
         """Join them to ``out``, float32 [batch, columns], which has the rows. Of equal maxima the row's is kept."""
-        pooled, arg_max = (np.empty(self._where[1].shape, dtype) for dtype in (np.float32, np.int32))
-        pooling = Pooling(MODES[mode], pooled, arg_max)
+        shape = self._where[1].shape
+        pooling = Pooling(MODES[mode], np.empty(shape, np.float32), np.empty(shape, np.int32))
         pool_part(self._values, self._tables[0].store.workers, self._bags, pooling, 0, self._slots)
-        values, share = (torch.from_numpy(each).to(out.device) for each in (pooled, self._known_share))
+        values, share = (torch.from_numpy(each).to(out.device) for each in (pooling.out, self._known_share))
         known = out[self._where]
         if mode == "sum":
             out[self._where] = known + values
