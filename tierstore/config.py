@@ -138,6 +138,11 @@ class TableConfig:
         if self.ids is not None:
             raise TableError(f"table {self.name!r} has dynamic ids, which are not supported by {what} yet")
 
+    @property
+    def counts_unseen(self) -> bool:
+        """Whether an id without a row counts as one, of its first value."""
+        return self.ids is not None and self.ids.unseen == "init"
+
     def table_of_ids(self, place: int) -> "TableConfig":
         """What keeps the ids of this table, which is in that place: a row for what is of all, and one for each of its
         rows; if there are candidates, those and rows in turn; all of that for each owner."""

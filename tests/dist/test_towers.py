@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -387,6 +388,9 @@ def refused() -> list[str]:
         store.create_table(C)
         told.append(error_of(lambda: TowerTieredEmbeddingCollection(store)))
     with open_hosts(2, towers=two) as store:
+        store.create_table(replace(A, ids=tierstore.DynamicIds(unseen="init")))
+        told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, tables=["a"])))
+    with open_hosts(2, towers=two) as store:
         store.create_table(A)
         store.create_table(B)
         told.append(error_of(lambda: TowerTieredEmbeddingBagCollection(store, [nn.Identity(), nn.Linear(4, 3)])))
@@ -416,6 +420,7 @@ def test_wrong_towers_are_refused_by_all_ranks(tmp_path: Path) -> None:
         "table 'a' has exchange=\"rows\": towers pool",
         r"tower 0 has none of the tables \['b'\]",
         r"table 'c' is in no tower of \[\['a'\], \['b'\]\]",
+        'table .a. has DynamicIds.unseen="init".*: take "zeros", or Sharded',
         "Identity has no out_features",
         "1 modules are given for 2 towers",
         r"tower 1 gives \[4, 3\], and is to give \[4, 2\]|rank [23] cannot take part in this step",

@@ -228,7 +228,7 @@ def test_a_configuration_is_read_back(rules: DynamicIds) -> None:
         (lambda: TTL(0), "steps"),
         (lambda: TTL(minutes=0), "minutes"),
         (lambda: TTL(3, minutes=3), "either"),
-        (lambda: DynamicIds(unseen="init"), "unseen"),  # type: ignore[arg-type]
+        (lambda: DynamicIds(unseen="ones"), "unseen"),  # type: ignore[arg-type]
         (lambda: DynamicIds(eviction=Frequency(2)), "eviction"),  # type: ignore[arg-type]
         (lambda: replace(config(), ids=LRU()), "DynamicIds"),
     ],

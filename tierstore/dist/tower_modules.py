@@ -65,6 +65,11 @@ class TowerTieredEmbeddingBagCollection(ShardedTieredEmbeddingBagCollection):
         towers = _require_towers(store, tables)
         super().__init__(store, tables=tables, is_weighted=is_weighted)
         for table in self.tables:
+            if table.config.counts_unseen:
+                raise ValueError(
+                    f'table {table.name!r} has DynamicIds(unseen="init"), and towers pool only rows: take "zeros", or '
+                    "ShardedTieredEmbeddingBagCollection"
+                )
             if store[table.name].sharding.exchange != "pooled":
                 raise ValueError(f'table {table.name!r} has exchange="rows": towers pool where rows are; use "pooled"')
         if empty := [tower for tower, width in enumerate(self._columns_of_towers) if not width]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 from ..system.checks import require_choice, require_int
 from ..system.kinds import by_kind
 
-Unseen = Literal["zeros", "error"]
+Unseen = Literal["zeros", "error", "init"]
 MAX_SEEN: Final = 255
 
 
@@ -150,7 +150,8 @@ class DynamicIds:
         admission: which ids get a row; None: all.
         eviction: which lose theirs.
         unseen: what a lookup makes of an id without a row: "zeros", where it is left out of its bag, as torch's
-            ``padding_idx`` is; or "error", an IdError.
+            ``padding_idx`` is; "error", an IdError; or "init", where it counts as the row that it would get: one of its
+            first value, in ``Table.read`` too. Nothing is trained for it.
         owners, owned: set by ``tierstore.dist``: how many ranks own ids, by a hash; and which of them are in this
             store, a range.
     """

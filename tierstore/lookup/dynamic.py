@@ -10,6 +10,13 @@ from .joined import AnyLookup, Joined, Unjoined
 from .tables import Found, LookupTable, Ready, RowGradients, Sought, Use
 
 
+def pool_all(lookup: AnyLookup, out: Tensor, *, keep: bool) -> None:
+    """``lookup.forward``, with ids that have no row where they count."""
+    lookup.forward(out, keep=keep)
+    if lookup.joined.unseen is not None:
+        lookup.joined.unseen.add(out, lookup.mode)
+
+
 class DynamicLookup(AnyLookup):
     """Of the ids that have rows, until ``admitted`` makes a lookup of one kind more. Errors as of ``Lookup``."""
 

@@ -22,6 +22,7 @@ from ..pool import Pool
 from ..pool.backward import Groups
 from ..pool.bags import NO_FLOATS, Bags, Batch, Distinct, Features, IdsOfBags, Numbering
 from .tables import Find, Hold, LookupTable, Sought, TrainsRows
+from .unseen import Unseen
 
 _INT32_MAX: Final = 2**31 - 1
 Read = Callable[[Numbering | None, NDArray[Any]], None]
@@ -47,6 +48,7 @@ class Joined:
         bags: where positions lie.
         parts: what it was merged from, or None.
         holds: what keeps the ids of its rows, if they are dynamic.
+        unseen: ids that have none, and count.
     """
 
     sent: DeviceBatch | None = None
@@ -54,6 +56,7 @@ class Joined:
     rows: DeviceRows | None = None
     parts: "Parts | None" = None
     holds: Sequence[Hold] = ()
+    unseen: Unseen | None = None
 
     def __init__(
         self, features: Features, batch: int, starts: Any, scale: Floats = NO_FLOATS, *,
@@ -107,7 +110,8 @@ class Joined:
         return made
 
     def of_rows(self, find: Find) -> "Joined":
-        """Of tables with dynamic ids: what of it has rows by ``find``. Other ids are left out of their bags."""
+        """Of tables with dynamic ids: what of it has rows by ``find``. Other ids are left out of their bags; if they
+        count, they are in ``unseen``."""
         given, begins, ends = self._ids
         places = np.concatenate([np.arange(*each) for each in zip(begins.tolist(), ends.tolist(), strict=True)])
         ids = given[places].astype(np.int64, copy=False)
@@ -116,12 +120,16 @@ class Joined:
         parts = zip(self.tables, bounds, strict=True)
         found = find([Sought(table, ids[own[0] : own[-1]], own[1:] - own[0]) for table, own in parts])
         keys = np.concatenate([each.keys for each in found])
-        starts, scale, has_row = self.bags.starts, self.bags.scale, keys >= 0
+        starts, scale, has_row, unseen = self.bags.starts, self.bags.scale, keys >= 0, None
         if not has_row.all():
             starts = np.append(0, np.cumsum(has_row))[starts]
+            count = np.repeat([table.config.counts_unseen for table in self.tables], [len(each.keys) for each in found])
+            if len(lost := np.flatnonzero(count & ~has_row)):
+                unseen = Unseen(self.tables, self.bags, lost, ids[lost], places[lost], np.diff(starts))
             keys, places, scale = keys[has_row], places[has_row], scale[has_row[: len(scale)]]
         made = Joined(self.features, self.batch, starts, scale, keys=keys, places=places)
         made.holds = [each.hold for each in found if each.hold is not None]
+        made.unseen = unseen
         return made
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup.dynamic import DynamicLookup
+from ..lookup.dynamic import DynamicLookup, pool_all
 from ..lookup.gradients import Turn, collect, note_pass, require_engine
 from ..lookup.joined import AnyLookup
 from ..lookup.tables import LookupTable
@@ -213,7 +213,7 @@ def _forward(prepared: Prepared, shape: Sequence[int], *, keep: bool) -> Tensor:
 
     def look_up() -> None:
         for lookup, part in zip(lookups, prepared.parts(out), strict=True):
-            lookup.forward(part, keep=keep)
+            pool_all(lookup, part, keep=keep)
         if prepared.padding is not None:
             prepared.padding.fill(out)
 
@@ -260,7 +260,9 @@ class _PooledLookups(torch.autograd.Function):
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
         if is_asked:
-            collect(ctx.turn, prepared.lookups, prepared.parts(gradient))
+            pairs = zip([each.joined.unseen for each in prepared.lookups], prepared.parts(gradient), strict=True)
+            of_rows = [part if unseen is None else unseen.of_rows(part) for unseen, part in pairs]
+            collect(ctx.turn, prepared.lookups, of_rows)
         else:
             prepared.release()
         return grad_anchor, grad_scale, None, None, None
@@ -274,6 +276,8 @@ def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -
     grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
     for lookup in prepared.lookups:
         lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
+        if lookup.joined.unseen is not None:
+            lookup.joined.unseen.scale_gradient(gradient.detach(), grad_scale.numpy())
     _require_unchanged(rows_read)
     return grad_scale.to(scale.device)
 

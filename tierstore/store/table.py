@@ -21,6 +21,7 @@ from ..kernels.floats import FLOAT32, code_of_dtype
 from ..kernels.rounding import NEAREST, update_seed
 from ..kernels.slots import MODES, row_keys
 from ..layout import KEY_ROW_BITS, RowLayout
+from ..lookup.dynamic import pool_all
 from ..lookup.joined import AnyLookup, DeviceJagged, Jagged
 from ..lookup.lookup import make_lookup
 from ..lookup.tables import Found, Use, id_error
@@ -321,7 +322,7 @@ class Table(Unpicklable):
         return rows
 
     def _read(self, ids: Tensor) -> tuple[Int64s, Tensor]:
-        """Keys, -1 of ids without a row, and [n, embedding_dim], zeros for those."""
+        """Keys, -1 of ids without a row, and [n, embedding_dim], for those zeros or first values."""
         keys = self._keys(ids)
         self.store.require_open()
         has_row = keys >= 0
@@ -331,6 +332,9 @@ class Table(Unpicklable):
         out = torch.zeros((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
         if len(known):
             out[torch.from_numpy(has_row)] = self.in_pool(lambda pool: pool.tier.read(known))
+        if self.config.counts_unseen:
+            unseen = torch.from_numpy(~has_row)
+            out[unseen] = self.first_values(ids[unseen]).to(out)
         return keys, out
 
     def read_state(self, ids: Tensor) -> Tensor:
@@ -515,7 +519,7 @@ class Table(Unpicklable):
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = torch.empty((jagged.batch, self.layout.dim), dtype=torch.float32, device=self.store.device)
-        self.store.shown.at_one(lambda: lookup.forward(out, keep=False))
+        self.store.shown.at_one(lambda: pool_all(lookup, out, keep=False))
         if self.store.recorder is not None:
             self.store.recorder.note_lookups([lookup.joined])
         return out

@@ -178,9 +178,8 @@ class TableIds:
 
     def _require_seen(self, ids: Int64s, rows: Int64s) -> None:
         if self._rules.unseen == "error":
-            self.require_rows(
-                ids, rows, 'it was never admitted, or was evicted. With DynamicIds(unseen="zeros") such ids give zeros'
-            )
+            way = 'With DynamicIds(unseen="zeros") such ids give zeros, with "init" their first values'
+            self.require_rows(ids, rows, f"it was never admitted, or was evicted. {way}")
 
     def require_rows(self, ids: Ids, rows: Int64s, way: str) -> None:
         """IdError, which ends with the way out, if one of these has no row: -1."""
