@@ -108,9 +108,11 @@ class AdminClient:
         answer = self._ask("GET", "/admin/updates")
         try:
             kept = tuple(map(Kept.of_name, answer.get("kept", [])))
-            origin = Origin(str(answer["source"]), int(answer["version"]), str(answer.get("commit_id", "")))
             uploads, fetch = dict(answer.get("uploads", {})), dict(answer.get("fetch") or {})
-            return ReplicaState(None if answer["source"] is None else origin, uploads, fetch, kept)
+            if answer["source"] is None:
+                return ReplicaState(None, uploads, fetch, kept)
+            origin = Origin(str(answer["source"]), int(answer["version"]), str(answer.get("commit_id", "")))
+            return ReplicaState(origin, uploads, fetch, kept)
         except (KeyError, ValueError, TypeError) as error:
             raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
 

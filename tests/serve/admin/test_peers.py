@@ -1,5 +1,6 @@
 """Updates from replica to replica: one upload for all; peers that die, stall or lie; what a replica missed."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +12,14 @@ import httpx
 import pytest
 
 from tests.children import run
+from tests.serve import whole
 from tests.serve.loops import WAIT_SECONDS, wait_for
 from tests.serve.replicas import Shown, serving
 from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import incoming
 from tierstore.serve.admin import updates as admin_updates
+from tierstore.serve.config import ServeConfig
 from tierstore.system.killpoints import UPDATE_POINTS
 from tierstore.updates import apply_update, write_update
 from tierstore.updates import client as clients
@@ -208,11 +211,12 @@ def test_a_peer_that_stalls_is_left_for_one_that_is_ahead(
 
     async def stall(path: Path, offset: int, stop: int) -> Any:
         async for data in growing(path, offset, stop):
-            yield data[:100]
             if path.parents[1].name == "replica 1":
-                stalled.set()
-                await admin_updates.asyncio.sleep(WAIT_SECONDS)
-            yield data[100:]
+                if not stalled.is_set():
+                    stalled.set()
+                    yield data[:100]
+                await asyncio.sleep(WAIT_SECONDS)
+            yield data
 
     monkeypatch.setattr(admin_updates, "_growing", stall)
     fleet.begin(3)
@@ -279,6 +283,18 @@ def test_a_replica_gets_each_version_that_it_missed_as_far_as_peers_keep_them(
     assert waiting.store is None
     assert fleet.publish(source) == [""] * 4
     fleet.require_same(source)
+
+
+def test_a_server_catches_up_when_it_starts(source: Path, tmp_path: Path) -> None:
+    with whole.serving(tmp_path / "first", updates=True) as first:
+        assert not publish(source, [first.admin], token=whole.ADMIN_TOKEN)[0].error
+        with whole.serving(tmp_path / "second", updates=True, peers=f"{first.admin}, {first.admin}") as second:
+            wait_for(lambda: second.engine.version == 1)
+            wait_for(lambda: second.engine.is_ready)
+    with pytest.raises(ValueError, match="write http"):
+        ServeConfig(store="s", updates=True, admin_token_file="t", peers="ftp://somewhere")
+    with pytest.raises(ValueError, match="give updates"):
+        ServeConfig(store="s", peers="http://somewhere")
 
 
 def test_a_version_that_was_gone_back_from_does_not_come_back(fleet: Fleet, source: Path) -> None:

@@ -183,7 +183,7 @@ class Replica:
     async def _begin_fetch(self, request: Request) -> Response:
         update_id, body = _update_id(request), await _json_of(request)
         size, peers = body.get("size_bytes"), body.get("peers")
-        if not isinstance(size, int):
+        if not isinstance(size, int) or not isinstance(peers, list):
             raise UpdateError(400, 'the body must be like {"size_bytes": 1000, "peers": [URL, ...]}')
         self._incoming.set_peers(peers)
         upload = self._begin(update_id, size)
