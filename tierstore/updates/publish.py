@@ -57,6 +57,7 @@ class _Publisher:
         self._work = work
         self._bar = bar
         self._making = threading.Lock()
+        self._is_stopped = False
         self.updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
@@ -109,11 +110,15 @@ class _Publisher:
             return Published(url, self.source.origin.version, 0, 0, 0.0)
 
         with ThreadPoolExecutor(len(urls)) as pool:
-            done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
-            for first, members in groups.items():
-                chain = sorted(members, key=urls.index)
-                bring = partial(self._bring, first, chain, iter(chain[fan_out:]), fan_out, origins)
-                done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
+            try:
+                done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
+                for first, members in groups.items():
+                    chain = sorted(members, key=urls.index)
+                    bring = partial(self._bring, first, chain, iter(chain[fan_out:]), fan_out, origins)
+                    done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
+            except BaseException:
+                self._is_stopped = True  # Ctrl-C: the threads end at their next part
+                raise
         return [done[url] for url in urls]
 
     def _bring(
@@ -125,7 +130,14 @@ class _Publisher:
             update = self.update(since)
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
-        with AdminClient(url, token=self._token) as client, self._bar(url) as show:
+
+        with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
+
+            def show(done_bytes: int, total_bytes: int) -> None:
+                if self._is_stopped:
+                    raise PublishError("interrupted")
+                bar(done_bytes, total_bytes)
+
             if place < fan_out:
                 self._send(client, update, spares, show)
             elif client.fetch(update, [chain[each] for each in parents], show):
@@ -139,7 +151,7 @@ class _Publisher:
         try:
             client.send(update, show)
         except (TierstoreError, OSError):
-            for spare in spares:
+            for spare in spares if not self._is_stopped else ():
                 with contextlib.suppress(TierstoreError, OSError), AdminClient(spare, token=self._token) as other:
                     other.send(update)
                     break
