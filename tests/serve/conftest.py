@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ def writing_child() -> Iterator[Child]:
 def warm_writer(writing_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas written by it, and not by a process for each update. ``monkeypatch.undo`` brings those back."""
 
+    turn = threading.Lock()  # of several servers
+
     class Popen:
         returncode = 0
 
@@ -40,7 +43,8 @@ def warm_writer(writing_child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
             self._arguments = command[4:]
 
         def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-            return writing_child.ask(json.dumps(self._arguments)).encode(), b""
+            with turn:
+                return writing_child.ask(json.dumps(self._arguments)).encode(), b""
 
         def kill(self) -> None: ...
 

@@ -16,7 +16,7 @@ import gc, http.client, json, multiprocessing, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tierstore.serve.client import Client
 from tierstore.system import killpoints
-from tierstore.updates.publish import AdminClient
+from tierstore.updates.client import AdminClient
 
 class Answers(BaseHTTPRequestHandler):
     '''Says which request it answers, and leaves the connection open.'''

@@ -368,7 +368,7 @@ def _publish(options: argparse.Namespace) -> int:
         return 0
     if not options.to:
         raise ValueError("give --to URL, or --dry-run to see what would be sent")
-    done = publish(options.directory, options.to, **settings)
+    done = publish(options.directory, options.to, fan_out=options.fan_out, **settings)
     for each in done:
         _describe_published(each)
     return 1 if any(each.error for each in done) else 0
@@ -403,14 +403,21 @@ PUBLISH: Final = command(
             metavar="VERSION",
             help="send what changed since it (default: since what each server has)",
         ),
-        arg("--token-file", metavar="PATH", help="file with the servers' admin token"),
+        arg(
+            "--fan-out",
+            type=int,
+            default=1,
+            metavar="N",
+            help="send to so many servers of each version; the others fetch it from these (default: 1)",
+        ),
+        arg("--token-file", metavar="PATH", help="file with the admin token of all servers"),
         arg("--dry-run", help="say what would be sent, and send nothing"),
         arg("--keep-file", metavar="PATH", help="keep the file that is sent under this name"),
     ),
     "send what changed in a store to servers",
-    "Send the rows that changed since a version, and the dense weights, to the admin ports of servers. Each applies "
-    "them as one version. An upload that was cut short goes on where it stopped: publish again. "
-    "The exit status is 1 if any server failed.",
+    "Bring the rows that changed since a version, and the dense weights, to servers by their admin ports. The first "
+    "server gets them from here, each other one from the one before it. Each applies them as one version. An upload "
+    "that was cut short goes on where it stopped: publish again. The exit status is 1 if any server failed.",
     """examples:
   tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
   tierstore publish shop --since 12 --dry-run""",

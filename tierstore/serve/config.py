@@ -81,6 +81,9 @@ class ServeConfig:
     updates: bool = option(
         False, "take updates of tierstore publish on the admin port; the store is then a replica; with an admin token"
     )
+    peers: str = option(
+        "", "admin ports of other replicas: what this one missed it gets there; else from the last publish's"
+    )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that clients must show; health stays open")
     admin_token_file: str = option(
@@ -93,6 +96,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along
+        from ..updates.client import AdminClient
 
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
@@ -114,10 +118,18 @@ class ServeConfig:
             )
         if self.updates and not self.admin_token_file:
             raise ValueError("updates come by the admin port, with a token: give an admin_token_file")
+        if self.peers and not self.updates:
+            raise ValueError("peers are those of a replica: give updates, too")
+        for url in self.peer_urls:
+            AdminClient(url).close()
         if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
             raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
         if self.admin_port + self.workers - 1 > _MAX_PORT:
             raise ValueError(f"admin_port={self.admin_port} + {self.workers - 1}, of the last worker, is no port")
+
+    @property
+    def peer_urls(self) -> list[str]:
+        return [each.strip() for each in self.peers.split(",") if each.strip()]
 
     @property
     def num_threads(self) -> int:

@@ -76,6 +76,7 @@ class Server:
             tls=tls,
             on_refused=partial(self.engine.note_refused, "http"),
         )
+        self._replica: Replica | None = None
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
             self.engine,
@@ -93,9 +94,12 @@ class Server:
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
         rollback = _refuse_rollback
         if self._config.updates:
-            replica = Replica(Path(self._config.store), extra=engine.extra, refresh=engine.refresh)
-            routes += replica.routes()
-            rollback = replica.roll_back
+            config = self._config
+            self._replica = Replica(
+                Path(config.store), extra=engine.extra, refresh=engine.refresh, token=token, peers=config.peer_urls
+            )
+            routes += self._replica.routes()
+            rollback = self._replica.roll_back
         if token is None:
             routes.append(read_only_route())
         else:
@@ -127,6 +131,8 @@ class Server:
         gc.collect()
         gc.freeze()
         tasks = {"following": self.engine.follow(), "keeping hot rows": self.engine.keep_hot_rows()}
+        if self._replica is not None:
+            tasks["catching up"] = self._replica.keep_up()
         if self.tls is not None:
             tasks["watching the certificate"] = _renew(self.tls)
         self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]

@@ -53,12 +53,21 @@ COPY_POINTS: Final = (
 )
 """Those of copies that are made in a place of their own, and of ranks that reshard or exchange rows."""
 
+UPDATE_POINTS: Final = (
+    "fetch: part written",
+    "fetch: checked",
+    "update: applied",
+    "update: shown",
+    "update: file kept",
+)
+"""Those of a server that gets an update from a peer."""
+
 hook: Callable[[str], None] | None = None
 """Called with the name of each point as it is reached, in whatever thread."""
 
 
 def reach(name: str) -> None:
-    """A point of ``POINTS`` or ``COPY_POINTS`` is reached."""
+    """A point of one of the lists is reached."""
     if hook is not None:
-        assert name in POINTS or name in COPY_POINTS, f"{name!r} is in no list of points"
+        assert name in POINTS + COPY_POINTS + UPDATE_POINTS, f"{name!r} is in no list of points"
         hook(name)

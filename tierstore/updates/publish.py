@@ -1,174 +1,35 @@
-"""A store's changes to servers, each of which gets what it lacks: by HTTP of the standard library."""
+"""A store's changes to servers: to a few of them from here, and to the others from those.
+
+The servers that begin at one version are a chain. The publisher sends the update to the first; each other one fetches
+it from the one before it while that still receives it, or from the next one before that if that fails. So the update
+crosses each link once, and all have it a little later than the first: docs/updates.md has the arithmetic.
+"""
 
 import contextlib
-import http.client
-import itertools
-import json
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from io import BufferedReader
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import TierstoreError
-from ..system.excerpt import excerpt
-from ..system.forks import disown_in_forks
 from ..system.hosts import is_loopback
 from ..system.output import require_parent
 from ..system.sizes import format_size
-from .apply import Applied
+from .client import AdminClient, Progress, PublishError
 from .delta import Update, source_of, write_update
 from .header import Origin
 
-DEFAULT_PORT: Final = 8002
-PART_BYTES: Final = 16 << 20
-"""Sent by one request."""
-_TIMEOUT_SECONDS: Final = 60.0
-_APPLY_SECONDS: Final = 4 * 3600.0
-ATTEMPTS: Final = 6
-"""Of each request, where the connection breaks."""
-FIRST_PAUSE_SECONDS: Final = 0.5
-"""Before the second attempt; twice as long before each further one."""
-_MAX_ANSWER_BYTES: Final = 1 << 20
 _LOG: Final = logging.getLogger("tierstore.updates")
 
-
-class PublishError(TierstoreError):
-    """A server could not be reached, or refused."""
-
-
-class AdminClient:
-    """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
-    ValueError: no such URL."""
-
-    def __init__(self, url: str, *, token: str | None = None) -> None:
-        self.url = url
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"--to {url}: write http://HOST:PORT or https://HOST:PORT")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=_TIMEOUT_SECONDS)
-        self._path = parts.path.rstrip("/")
-        if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname):
-            way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
-            _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        disown_in_forks(self)
-
-    def origin(self) -> Origin | None:
-        """What the replica has; None if it is empty."""
-        answer = self._ask("GET", "/admin/updates")
-        try:
-            if answer["source"] is None:
-                return None
-            return Origin(str(answer["source"]), int(answer["version"]), str(answer.get("commit_id", "")))
-        except (KeyError, ValueError, TypeError) as error:
-            raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
-
-    def send(self, update: Update, progress: Callable[[int, int], None] = lambda _done, _total: None) -> None:
-        """Send the parts that the server has not; what has arrived stays there if this fails."""
-        failures = 0
-        with update.path.open("rb") as file:
-            while (start := self._received(update)) < update.size_bytes:
-                try:
-                    for first in range(start, update.size_bytes, PART_BYTES):
-                        progress(first, update.size_bytes)
-                        self._send_part(file, first, update)
-                except _BrokenError as error:
-                    # Bytes that arrived before the connection broke are progress.
-                    failures = failures + 1 if self._received(update) == start else 0
-                    self._pause(failures, error)
-        progress(update.size_bytes, update.size_bytes)
-
-    def _received(self, update: Update) -> int:
-        uploads = self._ask("GET", "/admin/updates").get("uploads", {})
-        return int(uploads[update.id]["received_bytes"]) if update.id in uploads else 0
-
-    def _send_part(self, file: BufferedReader, start: int, update: Update) -> None:
-        file.seek(start)
-        part = file.read(PART_BYTES)
-        if not part:
-            raise PublishError(f"{update.path} became shorter while it was sent")
-        content_range = f"bytes {start}-{start + len(part) - 1}/{update.size_bytes}"
-        headers = {"Content-Type": "application/octet-stream", "Content-Range": content_range}
-        self._try("PATCH", f"/admin/updates/{update.id}", part, headers, _TIMEOUT_SECONDS)
-
-    def apply(self, update: Update, *, replaces: Origin | None = None) -> Applied:
-        """Have the server show the update; waits until it does. If that is what the server has, it may go back."""
-        query = f"?replaces={replaces.commit_id}" if replaces is not None else ""
-        answer = self._ask("POST", f"/admin/updates/{update.id}/apply{query}", timeout=_APPLY_SECONDS)
-        return Applied(int(answer["version"]), int(answer["rows"]), bool(answer["was_there"]))
-
-    def _ask(self, method: str, path: str, *, timeout: float = _TIMEOUT_SECONDS) -> dict[str, Any]:
-        """A request without a body, tried again where the connection breaks: each may be asked twice."""
-        body, headers = (b"{}", {"Content-Type": "application/json"}) if method == "POST" else (None, {})
-        for failures in itertools.count(1):
-            try:
-                return self._try(method, path, body, headers, timeout)
-            except _BrokenError as error:
-                self._pause(failures, error)
-        raise AssertionError("unreachable")
-
-    def _pause(self, failures: int, error: Exception) -> None:
-        if failures >= ATTEMPTS:
-            raise PublishError(f"{self.url}: {error}; publish again, which goes on where this stopped")
-        time.sleep(FIRST_PAUSE_SECONDS * 2**failures / 2)
-
-    def _try(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout: float
-    ) -> dict[str, Any]:
-        self._connection.timeout = timeout
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(timeout)
-        try:
-            self._connection.request(method, self._path + path, body, {**self._headers, **headers})
-            response = self._connection.getresponse()
-            content = response.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise _BrokenError(str(error) or type(error).__name__) from error
-        try:
-            answer = json.loads(content)
-        except ValueError:
-            answer = None
-        if isinstance(answer, dict) and response.status == 200:
-            return answer
-        said = answer.get("error") if isinstance(answer, dict) else None
-        words = str(said or f"{response.status} {response.reason}")
-        if response.status == 404 and path == "/admin/updates":
-            words = "this server takes no updates: start it with --updates, and give --to its admin port"
-        # Of this moment are: too slow a line, too many connections, or, of a part, an earlier connection that broke,
-        # which the server may not have noticed yet.
-        if response.status in (408, 503) or (method == "PATCH" and response.status == 409):
-            raise _BrokenError(words)
-        raise PublishError(f"{self.url}: {words}")
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def disown(self) -> None:
-        """In a forked process: what is answered on this connection is the parent's. The next request makes another."""
-        self.close()
-
-    def __enter__(self) -> "AdminClient":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class _BrokenError(Exception):
-    """The connection failed, or part of an update does not go on where the one before it ended."""
-
-
-Progress = Callable[[int, int], None]
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
 
@@ -190,10 +51,13 @@ def _no_bar(_what: str) -> AbstractContextManager[Progress]:
 class _Publisher:
     """The updates of one store, each made once, however many servers lack it."""
 
-    def __init__(self, directory: str | os.PathLike[str], work: Path, bar: Bar) -> None:
+    def __init__(self, directory: str | os.PathLike[str], work: Path, bar: Bar, token: str | None) -> None:
         self._directory = directory
+        self._token = token
         self._work = work
         self._bar = bar
+        self._making = threading.Lock()
+        self._is_stopped = False
         self.updates: dict[int, Update] = {}
         self.source = source_of(directory)
 
@@ -233,43 +97,101 @@ class _Publisher:
             )
         return since if wanted is None else wanted
 
-    def send(self, url: str, *, since: int | None, token: str | None) -> Published:
-        """Bring one server to the version; an error is part of the answer."""
-        started = time.monotonic()
+    def publish(self, urls: Sequence[str], since: int | None, fan_out: int) -> list[Published]:
+        """Bring servers to the version; errors are part of the answer."""
+        origins: dict[str, Origin | None] = {}
+        groups: dict[int, list[str]] = {}  # by the version that their update begins at
+
+        def ask(url: str) -> Published:
+            with AdminClient(url, token=self._token) as client:
+                origins[url] = client.origin()
+            if not self.source.origin.is_same(origins[url]):
+                groups.setdefault(self.begin(url, origins[url], since), []).append(url)
+            return Published(url, self.source.origin.version, 0, 0, 0.0)
+
+        with ThreadPoolExecutor(len(urls)) as pool:
+            try:
+                done = dict(zip(urls, pool.map(partial(_tried, ask), urls), strict=True))
+                for first, members in groups.items():
+                    chain = sorted(members, key=urls.index)
+                    bring = partial(self._bring, first, chain, iter(chain[fan_out:]), fan_out, origins)
+                    done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
+            except BaseException:
+                self._is_stopped = True  # Ctrl-C: the threads end at their next part
+                raise
+        return [done[url] for url in urls]
+
+    def _bring(
+        self, since: int, chain: list[str], spares: Iterator[str], fan_out: int, origins: Mapping[str, Origin | None],
+        url: str,
+    ) -> Published:  # fmt: skip
+        """Bring the update since a version to one server of those that have it, which are ``fan_out`` chains."""
+        with self._making:
+            update = self.update(since)
+        place = chain.index(url)
+        parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
+
+        with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
+
+            def show(done_bytes: int, total_bytes: int) -> None:
+                if self._is_stopped:
+                    raise PublishError("interrupted")
+                bar(done_bytes, total_bytes)
+
+            if place < fan_out:
+                self._send(client, update, spares, show)
+            elif client.fetch(update, [chain[each] for each in parents], show):
+                return Published(url, self.source.origin.version, 0, 0, 0.0)
+            done = client.apply(update, replaces=origins[url], peers=[each for each in origins if each != url])
+        return Published(url, done.version, done.rows, update.size_bytes, 0.0)
+
+    def _send(self, client: AdminClient, update: Update, spares: Iterator[str], show: Progress) -> None:
+        """Send an update to the first of a chain; where that fails, what is missing to the next, from which the others
+        have the rest."""
         try:
-            with AdminClient(url, token=token) as client:
-                origin = client.origin()
-                if self.source.origin.is_same(origin):
-                    return Published(url, self.source.origin.version, 0, 0, time.monotonic() - started)
-                update = self.update(self.begin(url, origin, since))
-                with self._bar("send") as show:
-                    client.send(update, show)
-                done = client.apply(update, replaces=origin)
-                return Published(url, done.version, done.rows, update.size_bytes, time.monotonic() - started)
-        except (TierstoreError, OSError) as error:
-            return Published(url, 0, 0, 0, time.monotonic() - started, str(error))
+            client.send(update, show)
+        except (TierstoreError, OSError):
+            for spare in spares if not self._is_stopped else ():
+                with contextlib.suppress(TierstoreError, OSError), AdminClient(spare, token=self._token) as other:
+                    other.send(update)
+                    break
+            raise
+
+
+def _tried(work: Callable[[str], Published], url: str) -> Published:
+    """What is done with a server, or why not, and how long it took."""
+    started = time.monotonic()
+    try:
+        done = work(url)
+    except (TierstoreError, OSError) as error:
+        done = Published(url, 0, 0, 0, 0.0, str(error))
+    return done._replace(seconds=time.monotonic() - started)
 
 
 def publish(
     directory: str | os.PathLike[str], to: Sequence[str], *, since: int | None = None, token: str | None = None,
-    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar,
+    keep_file: str | os.PathLike[str] | None = None, bar: Bar = _no_bar, fan_out: int = 1,
 ) -> list[Published]:  # fmt: skip
-    """Bring servers to a store's last version, one after another; one that fails does not keep the others from it.
+    """Bring servers to a store's last version; one that fails does not keep the others from it.
 
     The update lies in the system's temporary directory (TMPDIR) meanwhile.
 
     Args:
-        to: URLs of the servers' admin ports.
+        to: URLs of the servers' admin ports, by which the servers also reach each other.
         since: the version that the servers have; default: what each says.
         keep_file: leave the (last) update there.
         bar: makes a progress bar, given its label.
+        fan_out: how many servers the update is sent to from here, of those that have the same version; the others fetch
+            it from those.
 
     Raises:
-        StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError, FileNotFoundError:
-            ``keep_file`` is there, or there is no directory for it.
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL, or ``fan_out``. FileExistsError,
+            FileNotFoundError: ``keep_file`` is there, or there is no directory for it.
     """
-    with _publishing(directory, to, keep_file, bar) as publisher:
-        return [publisher.send(url, since=since, token=token) for url in to]
+    if fan_out < 1:
+        raise ValueError(f"fan_out={fan_out}: one server at least is sent to")
+    with _publishing(directory, to, keep_file, bar, token) as publisher:
+        return publisher.publish(list(dict.fromkeys(to)), since, fan_out) if to else []
 
 
 def plan(
@@ -278,7 +200,7 @@ def plan(
 ) -> list[str]:  # fmt: skip
     """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing. PublishError: a
     server cannot be asked, or has not ``since``. Others as ``publish``."""
-    with _publishing(directory, to, keep_file, bar) as publisher:
+    with _publishing(directory, to, keep_file, bar, token) as publisher:
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
@@ -292,8 +214,9 @@ def plan(
 
 @contextlib.contextmanager
 def _publishing(
-    directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar
-) -> Iterator[_Publisher]:
+    directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar,
+    token: str | None,
+) -> Iterator[_Publisher]:  # fmt: skip
     """A publisher in a temporary directory, of whose updates the last one is kept."""
     if keep_file is not None:
         if os.path.lexists(keep_file):
@@ -301,8 +224,12 @@ def _publishing(
         require_parent(Path(keep_file))
     for url in to:  # a wrong URL is reported before anything is done
         AdminClient(url).close()
+        parts = urlsplit(url)
+        if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+            way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
+            _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = _Publisher(directory, Path(work), bar)
+        publisher = _Publisher(directory, Path(work), bar, token)
         yield publisher
         if keep_file is not None and publisher.updates:
             shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)

@@ -18,9 +18,10 @@ from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
 from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, write_update
-from tierstore.updates import publish as publishing
+from tierstore.updates import client as clients
+from tierstore.updates.client import AdminClient, Kept
 from tierstore.updates.delta import source_of
-from tierstore.updates.publish import AdminClient, publish
+from tierstore.updates.publish import publish
 
 pytestmark = pytest.mark.usefixtures("warm_writer")
 
@@ -48,7 +49,7 @@ def replica_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(clients, "FIRST_PAUSE_SECONDS", 0.02)
 
 
 def upload(url: str, update: Update, *, first: int = 0, data: bytes | None = None) -> httpx.Response:
@@ -82,7 +83,9 @@ def test_a_server_follows_its_trainer_and_goes_back_by_one_call(
         (again,) = publish(trainer, [url])
         assert (again.version, again.rows, again.size_bytes, again.error) == (2, 0, 0, "")
         told = source_of(trainer).origin
-        assert listed(url) == {**told._asdict(), "is_applying": False, "uploads": {}}
+        state = listed(url)
+        assert [Kept.of_name(each)[2:5:2] for each in state.pop("kept")] == [(1, 2)]
+        assert state == {**told._asdict(), "is_applying": False, "uploads": {}, "fetch": None}
         assert replica.refreshed == 1
         answer = httpx.post(f"{url}/admin/updates/rollback", json={}, timeout=WAIT_SECONDS)
         assert answer.json() == {"version": 1}
@@ -113,14 +116,14 @@ def test_an_upload_goes_on_where_the_connection_broke(replica_dir: Path, updates
             assert admin.apply(update).version == 2
         assert shown[-1] == (update.size_bytes, update.size_bytes)
         assert replica.store.version == 1
-        assert list((replica_dir / "incoming").iterdir()) == []
+        assert [path.suffix for path in (replica_dir / "incoming").iterdir()] == [".update"]
 
 
 def test_a_publisher_goes_on_after_broken_connections(
     replica_dir: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In heads and in bodies of parts; what had arrived stays."""
-    monkeypatch.setattr(publishing, "PART_BYTES", 2048)
+    monkeypatch.setattr(clients, "PART_BYTES", 2048)
     send, cuts = http.client.HTTPConnection.send, [150, None, None, 900, None, None, 1900, 40, None, None, None, 7]
 
     def cut(connection: http.client.HTTPConnection, data: Any) -> None:

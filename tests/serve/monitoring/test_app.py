@@ -14,7 +14,7 @@ from starlette.routing import Route
 from tests.serve.monitored import FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
-from tierstore.serve.admin.updates import UpdateError
+from tierstore.serve.admin.incoming import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics, StateCollector

@@ -1,0 +1,176 @@
+"""Files of updates in ``incoming/`` of a replica's directory.
+
+``ID-SIZE.partial`` is an update on its way in, named by what it will be, so that it goes on after an interruption.
+``ID-SIZE-SINCE-COMMIT-VERSION-COMMIT.update`` was applied, and is kept for peers: each begins at the version of the one
+before it, and the last one is of the version that is shown. ``peers`` has URLs, ``declined`` a commit's identity.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...errors import DiskFullError, TierstoreError
+from ...system.durable import free_bytes, make_directory, write_all
+from ...system.killpoints import reach
+from ...system.oserrors import translate_os_error
+from ...system.output import write_text
+from ...system.plainfile import read_plain_file
+from ...system.sizes import format_size
+from ...updates.client import AdminClient, Kept
+from ...updates.header import UpdateHeader
+
+_ROOM_BYTES: Final = 64 << 20
+"""Left free on the file system, by each part that arrives."""
+_PARTIAL: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.partial")
+_KEPT: Final = ".update"
+_MAX_KEPT: Final = 64
+_MAX_KEPT_BYTES: Final = 1 << 30
+"""Of updates before the last one, which is kept in any case, and the last one together."""
+_MAX_PEERS: Final = 1024
+_MAX_TEXT_BYTES: Final = 1 << 20
+
+
+class UpdateError(TierstoreError):
+    """A call that cannot be done; ``kind``: name of the error's class in the process that writes the replica, or ""."""
+
+    def __init__(self, http_status: int, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.kind = kind
+
+
+class Upload(NamedTuple):
+    """An update as far as it has come."""
+
+    id: str
+    path: Path
+    received_bytes: int
+    size_bytes: int
+    modified_ns: int
+
+
+class Incoming:
+    def __init__(self, directory: Path) -> None:
+        self.folder = directory / "incoming"
+
+    def upload(self) -> Upload | None:
+        """The one that there is; the last that grew, if somebody put more there."""
+        found = []
+        for path in self._files():
+            if match := _PARTIAL.fullmatch(path.name):
+                status = path.stat()
+                found.append(Upload(match[1], path, status.st_size, int(match[2]), status.st_mtime_ns))
+        return max(found, key=lambda each: each.modified_ns, default=None)
+
+    def _files(self) -> list[Path]:
+        with contextlib.suppress(FileNotFoundError):
+            return [path for path in self.folder.iterdir() if path.is_file() and not path.is_symlink()]
+        return []
+
+    def begin(self, update_id: str, size_bytes: int) -> Upload:
+        """A new one in place of what is on its way. It must fit into what is free now; those that are kept give way.
+        OSError, DiskFullError."""
+        make_directory(self.folder)
+        for path in self.folder.glob("*.partial"):
+            path.unlink()
+        try:
+            _require_room(self.folder, size_bytes)
+        except DiskFullError:
+            self.drop_kept()
+            _require_room(self.folder, size_bytes)
+        path = self.folder / f"{update_id}-{size_bytes}.partial"
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        return Upload(update_id, path, 0, size_bytes, 0)
+
+    def kept(self) -> list[tuple[Kept, Path]]:
+        """Those that are kept, versions ascending."""
+        found = []
+        for path in self._files():
+            with contextlib.suppress(ValueError):
+                if path.suffix == _KEPT and path.stat().st_size == (kept := Kept.of_name(path.stem)).size_bytes:
+                    found.append((kept, path))
+        return sorted(found, key=lambda each: each[0].version)
+
+    def keep(self, upload: Upload, header: UpdateHeader) -> None:
+        """Keep what was applied, and what it follows as far as there is place for it."""
+        ends = header.since, header.since_commit_id, header.origin.version, header.origin.commit_id
+        kept = Kept(upload.id, upload.size_bytes, *ends)
+        os.replace(upload.path, upload.path.with_name(kept.name + _KEPT))
+        reach("update: file kept")
+        wanted, total = ends[2:], 0
+        for place, (each, path) in enumerate(reversed(self.kept())):
+            total += each.size_bytes
+            if each[4:] == wanted and (each == kept or (total <= _MAX_KEPT_BYTES and place < _MAX_KEPT)):
+                wanted = each[2:4]
+            else:
+                path.unlink()
+
+    def find(self, update_id: str) -> Upload | None:
+        """An update on its way in, or kept, and so whole."""
+        upload = self.upload()
+        if upload is not None and upload.id == update_id:
+            return upload
+        whole = (Upload(update_id, path, each[1], each[1], 0) for each, path in self.kept() if each.id == update_id)
+        return next(whole, None)
+
+    def drop_kept(self, commit_id: str | None = None) -> None:
+        """Those that lead to a commit; default: all."""
+        for each, path in self.kept():
+            if commit_id in (None, each.commit_id):
+                path.unlink()
+
+    # Small texts
+
+    @property
+    def peers(self) -> list[str]:
+        """URLs of the last publisher's other servers."""
+        return self._words("peers")
+
+    @property
+    def declined(self) -> str:
+        """Identity of a commit that no peer is to give, as it was gone back from, or cannot be shown."""
+        return "".join(self._words("declined"))
+
+    def _words(self, name: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, TierstoreError):
+            return read_plain_file(self.folder / name, _MAX_TEXT_BYTES).decode(errors="replace").split()
+        return []
+
+    def set_peers(self, peers: Any) -> None:
+        """UpdateError unless they are a list of URLs."""
+        try:
+            for each in peers[:_MAX_PEERS]:
+                AdminClient(each).close()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UpdateError(400, f"peers must be a list of URLs: {error}") from None
+        if peers and peers != self.peers:
+            make_directory(self.folder)
+            write_text(self.folder / "peers", "\n".join(peers[:_MAX_PEERS]), force=True)
+
+    def decline(self, commit_id: str) -> None:
+        self.drop_kept(commit_id)
+        make_directory(self.folder)
+        write_text(self.folder / "declined", commit_id, force=True)
+
+
+def _require_room(folder: Path, size_bytes: int) -> None:
+    free = free_bytes(folder)
+    if free < size_bytes + _ROOM_BYTES:
+        raise DiskFullError(
+            f"{folder}: {format_size(size_bytes)} more, and {format_size(free)} free, of which "
+            f"{format_size(_ROOM_BYTES)} stay so. Free some space, and publish again, which goes on where this stopped"
+        )
+
+
+def append(path: Path, data: bytes, offset: int) -> None:
+    """Write to an upload, at its end or over the same bytes. DiskFullError; UpdateError: it became shorter."""
+    _require_room(path.parent, len(data))
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < offset:
+                raise UpdateError(409, f"{path.name} was damaged, and begins anew")
+            write_all(file.fileno(), data, offset)
+    except OSError as error:
+        raise translate_os_error(error, path) from error
