@@ -39,6 +39,10 @@ class PublishError(TierstoreError):
     """A server could not be reached, or refused."""
 
 
+class FetchError(PublishError):
+    """A server, which can be reached, could not get an update from its peers."""
+
+
 class BrokenError(Exception):
     """The connection failed, or part of an update does not go on where the one before it ended."""
 
@@ -149,14 +153,14 @@ class AdminClient:
 
     def fetch(self, update: Update, peers: Sequence[str], progress: Progress) -> bool:
         """Have the server get the update from peers, the first of them that gives it; waits until it has it whole.
-        True if it shows that version already."""
+        True if it shows that version already. FetchError: no peer gives it whole."""
         wanted = {"size_bytes": update.size_bytes, "peers": list(peers)}
         is_asked = False
         while True:
             state = self.state()
             fetch = state.fetch if state.fetch.get("id") == update.id else {}
             if is_asked and fetch.get("error"):
-                raise PublishError(f"{self.url}: {fetch['error']}")
+                raise FetchError(f"{self.url}: {fetch['error']}")
             received = state.received(update.id)
             progress(received, update.size_bytes)
             if update.header.origin.is_same(state.origin):

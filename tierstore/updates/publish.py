@@ -24,7 +24,7 @@ from ..errors import TierstoreError
 from ..system.hosts import is_loopback
 from ..system.output import require_parent
 from ..system.sizes import format_size
-from .client import AdminClient, Progress, PublishError
+from .client import AdminClient, FetchError, Progress, PublishError
 from .delta import Update, source_of, write_update
 from .header import Origin
 
@@ -140,8 +140,13 @@ class _Publisher:
 
             if place < fan_out:
                 self._send(client, update, spares, show)
-            elif client.fetch(update, [chain[each] for each in parents], show):
-                return Published(url, self.source.origin.version, 0, 0, 0.0)
+            else:
+                try:
+                    if client.fetch(update, [chain[each] for each in parents], show):
+                        return Published(url, self.source.origin.version, 0, 0, 0.0)
+                except FetchError as error:
+                    _LOG.warning("%s; the rest is sent from here", error)
+                    client.send(update, show)
             done = client.apply(update, replaces=origins[url], peers=[each for each in origins if each != url])
         return Published(url, done.version, done.rows, update.size_bytes, 0.0)
 
