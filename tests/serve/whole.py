@@ -53,7 +53,7 @@ class InThread(LoopThread):
         except BaseException:
             self.end_loop()
             raise
-        self.engine: Any = self.server.engine
+        self.engine: Any = self.server.repository.only
 
     async def _made(self) -> Server:
         return Server(self.config)
