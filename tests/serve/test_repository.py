@@ -32,11 +32,8 @@ from tierstore.settings.sections import described
 
 BY_ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 IDS = np.arange(0, ROWS, 7)
-INPUTS = {
-    "ids": IDS,
-    "lengths": np.full(1, len(IDS), np.int32),
-    "weights": np.linspace(-1, 1, len(IDS), dtype=np.float32),
-}
+LENGTHS, WEIGHTS = np.full(1, len(IDS), np.int32), np.linspace(-1, 1, len(IDS), dtype=np.float32)
+INPUTS = {"ids": IDS, "lengths": LENGTHS, "weights": WEIGHTS}
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +89,6 @@ def states(server: InThread, protocol: str = "http") -> dict[str, tuple[str, str
     return {each["name"]: (each["state"], each.get("reason", "")) for each in listed}
 
 
-# Answers
-
-
 def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread, protocol: str) -> None:
     names = []
     for store, path in stores.items():
@@ -131,9 +125,6 @@ def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest
     assert refreshed.json() == {"version": {"a": 1, "b": 1}}
 
 
-# Fairness
-
-
 def test_the_queue_of_one_store_keeps_nobody_from_another(stores: dict[str, Path], protocol: str) -> None:
     """Not by its batch that runs on and on, its full queue, nor by the connections and calls of those who wait."""
     settings = named(stores, a={"max_queue_requests": 2}, connections=8)
@@ -152,9 +143,6 @@ def test_the_queue_of_one_store_keeps_nobody_from_another(stores: dict[str, Path
                 with refused(Status.OVERLOADED, "store 'a' has its part"):
                     ask(server, protocol, "a.pooled.item", **INPUTS)
         assert len({each.result() for each in waiting[:2]}) == 1
-
-
-# Loading and unloading
 
 
 def test_unloading_answers_what_came_and_loading_has_the_same_answers(
@@ -241,9 +229,6 @@ def test_a_store_that_cannot_be_opened_again_leaves_the_others(stores: dict[str,
         (tmp_path / "elsewhere").rename(tmp_path / "a")
         client.load_model("a", headers=BY_ADMIN)
         assert rows(server, "grpc", "a")
-
-
-# Settings
 
 
 def test_stores_of_flags_and_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:

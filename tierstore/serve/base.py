@@ -57,8 +57,7 @@ class Engine(Protocol):
     def store_names(self) -> Collection[str]:
         """Of several stores: each model's name begins with one and a dot. None of one store."""
 
-    def models(self) -> tuple[ModelMetadata, ...]:
-        """Those that are loaded."""
+    def models(self) -> tuple[ModelMetadata, ...]: ...
 
     def index(self) -> list[dict[str, str]]:
         """All models as Triton lists them."""

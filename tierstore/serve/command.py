@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; what is not given is None."""
     parser.add_argument("file", metavar="FILE.toml", nargs="?", help="settings; keys as the flags, with _ for -")
     hints = get_type_hints(ServeConfig)
-    for each in fields(ServeConfig):
-        if each.name == "stores":  # of a file, or of --store
-            continue
+    for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which --store gives
         flag, default = "--" + each.name.replace("_", "-"), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
         if isinstance(default, bool):

@@ -49,12 +49,10 @@ class Repository:
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
         self._metrics = metrics
         configs = configs_of(config)
-        self._are_several = len(configs) > 1
-        self.engines: Final = {
-            name: StoreEngine(each, metrics, f"{name}." if self._are_several else "") for name, each in configs.items()
-        }
+        self.store_names: Final = tuple(configs) if len(configs) > 1 else ()
+        prefix = "{}." if self.store_names else ""
+        self.engines: Final = {name: StoreEngine(each, metrics, prefix.format(name)) for name, each in configs.items()}
         self.only: Final = next(iter(self.engines.values()))  # or the first
-        self.store_names: Final = tuple(configs) if self._are_several else ()
         self.admin_token: Final = Token(config.admin_token or "") if config.model_control == "explicit" else None
         self._changes: set[asyncio.Task[None]] = set()
 
@@ -100,7 +98,7 @@ class Repository:
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         engine = self._of(name)
-        if not (self._are_several and name in self.engines):
+        if name not in self.store_names:
             engine.require(name, version)
         return engine.is_ready
 
@@ -130,7 +128,7 @@ class Repository:
     async def refresh(self) -> int | dict[str, int]:
         """The version then served; of several stores, by name."""
         versions = await asyncio.gather(*(each.refresh() for each in self.engines.values()))
-        return dict(zip(self.engines, versions, strict=True)) if self._are_several else versions[0]
+        return dict(zip(self.engines, versions, strict=True)) if self.store_names else versions[0]
 
     async def drain(self) -> bool:
         return all([await each.drain() for each in self.engines.values()])
@@ -141,7 +139,7 @@ class Repository:
     def state(self) -> State:
         """Of several stores: the sums, and the version that is furthest behind."""
         states = {name: each.state() for name, each in self.engines.items()}
-        if not self._are_several:
+        if not self.store_names:
             return self.only.state()
         behind = max(states.values(), key=lambda each: each.staleness_seconds)
         return behind._replace(

@@ -63,10 +63,16 @@ message RepositoryIndexResponse {
   message ModelIndex { string name = 1; string version = 2; string state = 3; string reason = 4; }
   repeated ModelIndex models = 1;
 }
-message ModelRepositoryParameter {}  // of which the names are looked at
-message RepositoryModelLoadRequest { string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3; }
+message ModelRepositoryParameter {
+  oneof parameter_choice { bool bool_param = 1; int64 int64_param = 2; string string_param = 3; bytes bytes_param = 4; }
+}
+message RepositoryModelLoadRequest {
+  string repository_name = 1; string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3;
+}
 message RepositoryModelLoadResponse {}
-message RepositoryModelUnloadRequest { string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3; }
+message RepositoryModelUnloadRequest {
+  string repository_name = 1; string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3;
+}
 message RepositoryModelUnloadResponse {}
 message ModelConfigRequest { string name = 1; string version = 2; }
 message ModelConfigResponse { ModelConfig config = 1; }
