@@ -64,6 +64,18 @@ class FakeEngine:
             raise ServeError(Status.NOT_FOUND, f"version {version!r} is not served; {VERSION} is")
         return self._models[name]
 
+    store_names, admin_token = (), None
+
+    def index(self) -> list[dict[str, str]]:
+        state = "READY" if self.is_ready else "UNAVAILABLE"
+        return [{"name": name, "version": VERSION, "state": state} for name in self._models]
+
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        self.model(name, version)
+        return self.is_ready
+
+    async def change(self, what: str, store: str) -> None: ...
+
     def require(self, name: str, version: str = "") -> None:
         self.model(name, version)
 

@@ -53,7 +53,7 @@ class InThread(LoopThread):
         except BaseException:
             self.end_loop()
             raise
-        self.engine: Any = self.server.engine
+        self.engine: Any = self.server.repository.only
 
     async def _made(self) -> Server:
         return Server(self.config)
@@ -121,7 +121,7 @@ SMALL: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def serving(store: Path, **settings: Any) -> Iterator[InThread]:
+def serving(store: Path | str = "", **settings: Any) -> Iterator[InThread]:
     """A small server of a store, in a thread; its admin port wants ``ADMIN_TOKEN``."""
     given = SMALL | {"store": str(store), "admin_token_file": admin_token_file()} | settings
     server = InThread(ServeConfig(**given))

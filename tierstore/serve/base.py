@@ -1,8 +1,9 @@
 """The server's two contracts: what a model is to the batcher, and what the engine is to REST and gRPC."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from .bearer_token import Token
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ModelStatistics, ServeError
 
 Outputs = dict[str, InferTensor]
@@ -48,13 +49,31 @@ class Engine(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
+    @property
+    def admin_token(self) -> Token | None:
+        """What calls to ``change`` must show; None: there are none."""
+
+    @property
+    def store_names(self) -> Collection[str]:
+        """Of several stores: each model's name begins with one and a dot. None of one store."""
+
     def models(self) -> tuple[ModelMetadata, ...]: ...
+
+    def index(self) -> list[dict[str, str]]:
+        """All models as Triton lists them."""
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         """ServeError NOT_FOUND, with the nearest name or the version that is served."""
 
     def require(self, name: str, version: str = "") -> None:
         """``model``'s ServeError, if it has one."""
+
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        """Of a model, or by its name of one of several stores; ``model``'s ServeError, if it has one."""
+
+    async def change(self, what: str, store: str) -> None:
+        """ "unload" a store: answer what came and free its memory; or "load" it, or its newest commit if it is there.
+        ServeError NOT_FOUND, or UNAVAILABLE: it cannot be opened."""
 
     def statistics(self, name: str) -> ModelStatistics: ...
 

@@ -59,12 +59,13 @@ class Client:
         url: "http://host:port" or "https://host:port".
         token: for servers that want one.
         timeout: seconds for each step of an exchange, to connect, to send, to receive.
+        store: of a server of several, the one that ``rank``, ``pooled`` and ``rows`` ask.
 
     Raises:
         ValueError: url or timeout is not of this form.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 30.0, store: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             raise ValueError(f"url={excerpt(url)}: expected http://host:port or https://host:port")
@@ -75,6 +76,7 @@ class Client:
         self._host: Final = parts.hostname
         self._port: Final = parts.port or (443 if is_tls else 80)
         self._timeout: Final = timeout
+        self._prefix: Final = f"{store}." if store else ""
         self._headers: Final = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._idle: Final[list[http.client.HTTPConnection]] = []
         disown_in_forks(self)
@@ -182,7 +184,7 @@ class Client:
         return self._one(f"rows.{table}", "rows", ids=_array(ids, "ids", np.int64))
 
     def _one(self, model: str, output: str, **inputs: Tensor) -> NDArray[np.float32]:
-        answer = self.infer(model, inputs)
+        answer = self.infer(self._prefix + model, inputs)
         if output not in answer.outputs:
             raise ConnectionError(f"{self.address}: model {model!r} answered without {output!r}")
         return answer.outputs[output]

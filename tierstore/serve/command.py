@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 from ..settings.sections import described, nearest, read_toml
 from ..system.hosts import address
 from ..system.signals import handlers_restored
-from .config import ServeConfig
+from .config import STORE_NAME, ServeConfig, StoreConfig
 
 if TYPE_CHECKING:
     from .program import Ports
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags; what is not given is None."""
     parser.add_argument("file", metavar="FILE.toml", nargs="?", help="settings; keys as the flags, with _ for -")
     hints = get_type_hints(ServeConfig)
-    for each in fields(ServeConfig):
+    for each in (each for each in fields(ServeConfig) if each.name != "stores"):  # which --store gives
         flag, default = "--" + each.name.replace("_", "-"), each.default
         text = str(each.metadata["help"]).replace("%", "%%")
         if isinstance(default, bool):
@@ -39,7 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
         kind, choices = type(default), get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else None
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
-        parser.add_argument(flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text)
+        action = "append" if each.name == "store" else "store"
+        parser.add_argument(
+            flag, type=kind, metavar=None if choices else metavar, choices=choices, help=text, action=action
+        )
+
+
+def parse_stores(texts: Sequence[str]) -> dict[str, Any]:
+    """``store`` or ``stores`` of settings, as ``DIR`` or ``NAME=DIR,KEY=VALUE`` say."""
+    found = [_store(text) for text in texts]
+    return {"store": texts[0]} if found == [{"path": texts[0]}] else {"stores": found}
+
+
+def _store(text: str) -> dict[str, Any]:
+    name, equals, rest = text.partition("=")
+    if not equals or not STORE_NAME.fullmatch(name):
+        return {"path": text}
+    path, *settings = re.split(r",(?=\w+=)", rest)
+    kinds = {each.name: type(each.default) for each in fields(StoreConfig)}
+    pairs = (each.split("=", 1) for each in settings)
+    own = {key: int(value) if kinds.get(key) is int and value.isdecimal() else value for key, value in pairs}
+    return {"name": name, "path": path, **own}
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -56,10 +77,13 @@ def serve(options: argparse.Namespace) -> int:
         raise ImportError(f"{error}; a server needs more packages: pip install 'PATH_OF_THE_CHECKOUT[serve]'") from None
     names = [each.name for each in fields(ServeConfig)]
     given = _read(Path(options.file), names) if options.file else {}
-    given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given |= {name: flag for name in names if (flag := getattr(options, name, None)) is not None}
+    if options.store:
+        given |= {"store": "", "stores": []} | parse_stores(options.store)
     config = described(ServeConfig, given)
     if not config.updates:  # a replica may wait for its store; else it is reported before a port is opened
-        require_store(Path(config.store).absolute())
+        for each in config.by_store().values():
+            require_store(Path(each.store).absolute())
     for path in recording_paths(config):
         require_recordable(path)
 

@@ -1,6 +1,8 @@
 """The settings of ``tierstore serve``: one frozen description, each field with its help, a flag for each field."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..settings.sections import check_ranges, option
@@ -11,6 +13,8 @@ from .bearer_token import read_token
 _MAX_PORT: Final = 65_535
 _INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""
+STORE_NAME: Final = re.compile(r"[\w-]+")
+"""No dot: of several stores, a model's name is the store's, a dot, and the model's own."""
 
 
 def _port(default: int, text: str, low: int = 0) -> Any:
@@ -22,16 +26,50 @@ def _seconds(default: float, text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """One of a server's stores. ``name`` begins its models' names, if there are several stores; by default it is the
+    folder's. Settings that are not empty or 0 stand in place of the server's own."""
+
+    path: str
+    name: str = ""
+    model: str = ""
+    ddr: int | str = ""
+    dtype: Literal["", "stored", "float32", "float16", "bfloat16", "int8", "int4"] = ""
+    warm_up: str = ""
+    record: str = ""
+    max_batch_samples: int = 0
+    max_queue_samples: int = 0
+    max_queue_requests: int = 0
+
+    @property
+    def called(self) -> str:
+        return self.name or Path(self.path).absolute().name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those in place of the server's."""
+        return {each.name: value for each in fields(self)[2:] if (value := getattr(self, each.name))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Raises:
     ValueError: a value that cannot be; names it and what is accepted.
     """
 
-    store: str = option("", "folder of the store; with --updates it need not exist yet")
+    store: str = option(
+        "",
+        "folder of the store; with --updates it need not exist yet. Several times for several stores, then also "
+        "NAME=DIR,ddr=2GiB,model=FILE.pt2",
+    )
+    stores: tuple[StoreConfig, ...] = option((), "several stores, in a file: of each what StoreConfig has")
     model: str = option(
         "", "file of torch.export.save, served under the file's name; inputs named like features get their rows"
     )
-    ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
+    ddr: int | str = option(
+        "50%",
+        'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"; several stores share it by size',
+    )
     dtype: Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"] = option(
         "stored", "what rows are kept in memory as: as they are stored, or in fewer bits"
     )
@@ -84,6 +122,9 @@ class ServeConfig:
     peers: str = option(
         "", "admin ports of other replicas: what this one missed it gets there; else from the last publish's"
     )
+    model_control: Literal["none", "explicit"] = option(
+        "none", "whether clients that show the admin token may load and unload the named stores, as of Triton"
+    )
     grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that clients must show; health stays open")
     admin_token_file: str = option(
@@ -98,8 +139,9 @@ class ServeConfig:
         from ..cache import POLICIES  # which brings the compiler along
         from ..updates.client import AdminClient
 
-        if not self.store:
-            raise ValueError("no store is named: tierstore serve --store DIR")
+        if bool(self.store) == bool(self.stores):
+            what = "store and stores are both named" if self.store else "no store is named"
+            raise ValueError(f"{what}: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")
         require_choice(self.policy, POLICIES, "policy")
         check_ranges(self)
@@ -122,10 +164,43 @@ class ServeConfig:
             raise ValueError("peers are those of a replica: give updates, too")
         for url in self.peer_urls:
             AdminClient(url).close()
+        if self.model_control == "explicit" and not self.admin_token_file:
+            raise ValueError("model_control='explicit' is for those who show the admin token: give an admin_token_file")
+        if self.model_control == "explicit" and (self.workers > 1 or self.updates):
+            raise ValueError(
+                "model_control='explicit' goes neither with updates nor with several workers, of which a call reaches "
+                "one: set workers to 1, and start more servers"
+            )
+        if self.stores:
+            self._require_apart()
         if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
             raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
         if self.admin_port + self.workers - 1 > _MAX_PORT:
             raise ValueError(f"admin_port={self.admin_port} + {self.workers - 1}, of the last worker, is no port")
+
+    def _require_apart(self) -> None:
+        """ValueError unless the stores can be served alongside each other, under their names."""
+        names = [each.called for each in self.stores]
+        for name in names:
+            if names.count(name) > 1 or not STORE_NAME.fullmatch(name):
+                rule = "of its own, of letters, digits, _ and -"
+                raise ValueError(f"stores: {name!r}: a store has a name {rule}: --store NAME=DIR")
+        if len(names) > 1 and (self.model or self.record):
+            what = "model" if self.model else "record"
+            raise ValueError(f"{what} is of one store, and there are {len(names)}: --store NAME=DIR,{what}=FILE")
+        if self.updates:
+            raise ValueError("updates are of one store, named by store: start a server for each replica")
+        self.by_store()
+
+    def by_store(self) -> dict[str, "ServeConfig"]:
+        """The settings of each store as of a server of its own, by the store's name."""
+        found = {}
+        for each in self.stores or (StoreConfig(path=self.store),):
+            try:
+                found[each.called] = replace(self, store=each.path, stores=(), **each.settings)
+            except ValueError as error:
+                raise ValueError(f"stores: {each.called}: {error}") from None
+        return found
 
     @property
     def peer_urls(self) -> list[str]:

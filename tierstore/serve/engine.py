@@ -1,4 +1,4 @@
-"""All that a server serves, at one version of its store at a time.
+"""A store's models, at one version of the store at a time.
 
 One thread, the *executor*, runs every batch of every model and, between two batches, has the store show a newer
 version. So no batch sees two versions, and no request is split over batches: an answer is of one version, the one
@@ -29,8 +29,8 @@ from .base import LONG_IDS, Model, Outputs, Pause
 from .batching import Batcher, OneThread
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
-from .logs import log_refused, log_request
-from .messages import InferRequest, InferResponse, ModelMetadata, ModelStatistics, ServeError, Status
+from .logs import log_request
+from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .models import Models, Program, load_program, rehearse
 from .monitoring.metrics import Metrics, State, TableInfo
 
@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 _RETRY_SECONDS: Final = 1.0
 """From one failure to move to a newer version to the next try."""
 _KEEP_HOT_SECONDS: Final = 60.0
+_NOTHING: Final = Stats(TierStats(), TierStats(), TierStats())
 
 
 class _Served(NamedTuple):
@@ -52,11 +53,13 @@ class _Ran(NamedTuple):
 
 
 class StoreEngine:
-    """The engine, what monitoring looks at, and what an operator may ask. Its coroutines are for one event loop."""
+    """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
+    loop. ``prefix`` begins the models' names."""
 
-    def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ServeConfig, metrics: Metrics, prefix: str = "") -> None:
         self._config = config
         self._metrics = metrics
+        self._prefix = prefix
         self._executor = OneThread("tierstore-serve")
         self._looker = ThreadPoolExecutor(1, "tierstore-follow")
         self._store: Store | None = None
@@ -66,11 +69,13 @@ class StoreEngine:
         self.newest_version = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
-        self._before = Stats(TierStats(), TierStats(), TierStats())
+        self._before = _NOTHING
         self._is_ready = False
         self._is_draining = self._is_stopping = False
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
+        self.absent = ""  # what became of the store: "unloading", "unloaded", "loading" or "load failed"
+        self._known: list[ModelMetadata] = []  # its models, while it is absent
 
     # Starting and stopping
 
@@ -98,7 +103,7 @@ class StoreEngine:
         try:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
-            dropped = self._metrics.out_of_range if config.out_of_range == "zero" else None
+            dropped = self._note_dropped if config.out_of_range == "zero" else None
             models = Models(store, dropped=dropped, program=self._program())
             self._warm_up(store)
             rehearse(models.by_name.values())
@@ -112,6 +117,9 @@ class StoreEngine:
         self._store, self._models = store, models
         self.version = self.newest_version = _shown_version(store.version, store.extra)
         _LOG.info("serving version %d of %s: %d models", self.version, store.directory, len(models.by_name))
+
+    def _note_dropped(self, model: str, count: int) -> None:
+        self._metrics.out_of_range(self._prefix + model, count)
 
     def _program(self) -> Program | None:
         if not self._config.model:
@@ -131,7 +139,7 @@ class StoreEngine:
     def _serve_models(self) -> None:
         """A batcher for each model; who waits for one that is gone is sent to the one in its place."""
         assert self._models is not None
-        before, models = self._served, self._models.by_name
+        before, models = self._served, {self._prefix + name: each for name, each in self._models.by_name.items()}
         self._metrics.know(models)
         self._served = {name: self._serve(name, model, before.get(name)) for name, model in models.items()}
         for name, served in before.items():
@@ -143,7 +151,7 @@ class StoreEngine:
             return before
 
         def is_there() -> bool:  # else the loop has yet to hear of it
-            return self._models is not None and self._models.by_name.get(name) is model
+            return self._models is not None and self._models.by_name.get(model.metadata.name) is model
 
         def at_once(query: Any) -> _Ran | None:
             outputs = model.answer_at_once(query) if is_there() else None
@@ -173,14 +181,47 @@ class StoreEngine:
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, and close the store; its hot rows are kept for next time."""
         await self.begin_to_stop()
-        batchers = [served.batcher for served in self._served.values()]
-        await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
-        await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
-        await _in(self._executor, self._close)
+        async with self._moving:
+            await self._end(list(self._served.values()))
+        self._looker.shutdown()
         self._executor.shutdown()
 
-    def _close(self) -> None:
+    async def _end(self, served: Sequence[_Served]) -> None:
+        await asyncio.gather(*(each.batcher.drain(self._config.grace_seconds) for each in served))
         store, self._store = self._store, None
+        await _in(self._looker, int)  # it may be reading the store
+        await _in(self._executor, self._close, store)
+
+    async def unload(self) -> None:
+        """As ``stop``, and free the store's memory; until ``load`` its models are unavailable."""
+        async with self._moving:
+            if not self.absent:
+                self._known, self.absent = list(self.models()), "unloading"
+                served, self._served = list(self._served.values()), {}
+                await self._end(served)
+            self._before, self.absent = _NOTHING, "unloaded"
+            _LOG.info("unloaded %s", self._config.store)
+
+    async def load(self) -> None:
+        """Open the store again as it was at the start; one that is open moves to its newest commit. ServeError
+        UNAVAILABLE: it cannot be opened, or the server stops."""
+        async with self._moving:
+            if self._is_stopping:
+                raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
+            if not self.absent:
+                await self._move()
+                return
+            self.absent = "loading"
+            try:
+                await self.start()
+            except Exception as error:
+                self.absent = "load failed"
+                _LOG.exception("%s is not loaded", self._config.store)
+                raise ServeError(Status.UNAVAILABLE, f"the store is not loaded: {error}") from error
+            self.absent = ""
+
+    def _close(self, store: Store | None) -> None:
+        self._models = None
         if store is None:
             return
         try:
@@ -220,7 +261,14 @@ class StoreEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_ready and self.is_live
+        return self._is_ready and self.is_live and not self.absent
+
+    def index(self) -> list[dict[str, str]]:
+        """All models as Triton lists them, also while they are not loaded."""
+        state = "READY" if self.is_ready else {"unloading": "UNLOADING", "loading": "LOADING"}.get(self.absent)
+        told = {"state": state or "UNAVAILABLE"} | ({"reason": self.absent} if self.absent else {})
+        found = self._known if self.absent else self.models()
+        return [{"name": each.name, "version": each.versions[-1], **told} for each in found]
 
     def watch(self, task: "asyncio.Task[None]") -> None:
         """If the task ends with an error, the engine cannot go on by itself."""
@@ -241,13 +289,13 @@ class StoreEngine:
     def require(self, name: str, version: str = "") -> None:
         self._find(name, version)
 
-    def statistics(self, name: str) -> ModelStatistics:
-        return self._metrics.statistics(name)
-
     def _metadata(self, served: _Served) -> ModelMetadata:
-        return replace(served.model.metadata, versions=(str(self.version),))
+        metadata = served.model.metadata
+        return replace(metadata, name=self._prefix + metadata.name, versions=(str(self.version),))
 
     def _find(self, name: str, version: str) -> _Served:
+        if self.absent and name.startswith(self._prefix):
+            raise ServeError(Status.UNAVAILABLE, f"model {excerpt(name)} is not there: its store is {self.absent}")
         served = self._served.get(name)
         if served is None and not self._served and not self._is_ready:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready: it has no models yet; try again")
@@ -315,10 +363,6 @@ class StoreEngine:
                 if error.status is not Status.UNAVAILABLE or self._served.get(request.model) is served:
                     raise
 
-    def note_refused(self, protocol: str, error: ServeError, request_id: str = "") -> None:
-        self._metrics.refused(protocol, error.status)
-        log_refused(protocol, error, request_id)
-
     # Versions
 
     async def follow(self) -> None:
@@ -351,7 +395,7 @@ class StoreEngine:
                 raise
 
     async def _move(self) -> int:
-        if self._is_draining:
+        if self._is_draining or self.absent:
             return self.version
         if self._store is None:
             await self.start()
@@ -412,7 +456,9 @@ class StoreEngine:
             staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
             tiers=tiers,
             tables=[
-                TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
+                TableInfo(
+                    self._prefix + name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype
+                )
                 for name, table in ([] if store is None else list(store.tables.items()))
             ],
             queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},

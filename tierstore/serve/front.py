@@ -1,19 +1,19 @@
 """What REST and gRPC do alike around a request: who may ask, what is refused, and how much is held of answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from ..system.excerpt import excerpt
 from ..system.release import __version__
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ModelMetadata, ModelStatistics, ServeError, Status, TensorSpec
 
-EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "statistics")
 DATA_TYPES: Final = {"TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_STRING": 13}
 """By the names in JSON, the numbers over gRPC."""
-SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": list(EXTENSIONS)}
-"""The server's metadata."""
+_EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "statistics")
+_REPOSITORY: Final = ("model_repository", "model_repository(unload_dependents)")
 
 
 class _NotingRefusals:
@@ -32,13 +32,19 @@ class _NotingRefusals:
 
 
 class Front:
-    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health.
-    ValueError: a token that cannot be sent."""
+    """One protocol's side of the engine: "http" or "grpc". Requests must show the token, but for those about health;
+    those that load and unload the admin token, without which there are none. ValueError: a token that cannot be
+    sent."""
 
     def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
         self.engine: Final = engine
         self.limits: Final = limits
         self.requests: Final = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
+        names = engine.store_names
+        self._least = limits.bodies_bytes // (limits.calls if protocol == "grpc" else limits.connections)
+        part = max(limits.bodies_bytes // max(1, len(names)), limits.body_bytes + self._least)
+        full = "store {!r} has its part of the requests under way, {{}} bytes"
+        self._parts = {name: Budget(part, full.format(name)) for name in names}
         self.unsent: Final = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
         self._nothing_unsent = self.unsent.hold()
         self._protocol = protocol
@@ -56,6 +62,34 @@ class Front:
         if self._token is not None and not self._token.is_shown(shown):
             with self.noting_refusals():
                 raise ServeError(Status.UNAUTHENTICATED, way_out)
+
+    def require_admin_token(self, shown: Sequence[str | bytes]) -> None:
+        """ServeError INVALID, nothing is loaded and unloaded here, or UNAUTHENTICATED."""
+        with self.noting_refusals():
+            if self.engine.admin_token is None:
+                way_out = "start it with --model-control explicit and --admin-token-file"
+                raise ServeError(Status.INVALID, f"this server loads and unloads nothing; {way_out}")
+            if not self.engine.admin_token.is_shown(shown):
+                raise ServeError(Status.UNAUTHENTICATED, "give the admin token: Authorization: Bearer TOKEN")
+
+    def hold_request(self, model: str) -> Hold:
+        """A request's part of what may be under way. Of several stores each has its own, where any request counts as
+        ``_least`` more: so the queue of one leaves calls and connections to the others."""
+        part = self._parts.get(model.partition(".")[0])
+        return self.requests.hold() if part is None else part.hold(self._least)
+
+    async def change(self, what: str, store: str, parameters: Iterable[str]) -> None:
+        """ "load" or "unload" a store; ServeError."""
+        with self.noting_refusals():
+            for name in set(parameters) - {"unload_dependents"}:
+                way_out = "a store is loaded as the server was started with it"
+                raise ServeError(Status.INVALID, f"parameter {excerpt(name)} is not taken; {way_out}")
+            await self.engine.change(what, store)
+
+    def about(self) -> dict[str, Any]:
+        """The server's metadata."""
+        extensions = [*_EXTENSIONS, *(() if self.engine.admin_token is None else _REPOSITORY)]
+        return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
     def require_few(self, num_elements: int, form: str, way_out: str) -> None:
         """ServeError TOO_LARGE for a response that has more numbers than are encoded one by one."""
@@ -78,11 +112,6 @@ class Front:
         """Triton's statistics of one model, or of all; ServeError NOT_FOUND."""
         models = [self.engine.model(name, version)] if name else self.engine.models()
         return {"model_stats": [model_statistics(each, self.engine.statistics(each.name)) for each in models]}
-
-    def index(self) -> list[dict[str, str]]:
-        """All models as Triton lists them."""
-        state = "READY" if self.engine.is_ready else "UNAVAILABLE"
-        return [{"name": each.name, "version": each.versions[-1], "state": state} for each in self.engine.models()]
 
 
 def model_config(model: ModelMetadata) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from ..errors import TierstoreError
 from ..system.hosts import address
 from .admin import Replica, admin_app, admin_routes, read_only_route
 from .config import ServeConfig
-from .engine import StoreEngine
 from .grpc.messages import HEALTH_SERVICE
 from .grpc.server import GrpcServer
 from .limits import Limits
@@ -30,6 +29,7 @@ from .logs import configure
 from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics, StateCollector
+from .repository import Repository
 from .rest.app import RestApp
 from .rest.server import HttpServer, listen
 from .tls import WATCH_SECONDS, Tls
@@ -61,8 +61,8 @@ class Server:
         self._token = config.token
         self.tls = tls = Tls(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
         self.metrics = Metrics([], worker=worker)
-        self.engine = StoreEngine(config, self.metrics)
-        self.metrics.add(StateCollector(self.engine.state))
+        self.repository = Repository(config, self.metrics)
+        self.metrics.add(StateCollector(self.repository.state))
         limits = Limits(
             body_bytes=config.body_bytes,
             bodies_bytes=max(Limits().bodies_bytes, config.body_bytes, config.grpc_body_bytes),
@@ -71,15 +71,15 @@ class Server:
             idle_seconds=config.idle_seconds,
         )
         self._http = HttpServer(
-            RestApp(self.engine, limits=limits, token=self._token),
+            RestApp(self.repository, limits=limits, token=self._token),
             limits=limits,
             tls=tls,
-            on_refused=partial(self.engine.note_refused, "http"),
+            on_refused=partial(self.repository.note_refused, "http"),
         )
         self._replica: Replica | None = None
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
-            self.engine,
+            self.repository,
             replace(limits, body_bytes=config.grpc_body_bytes),
             host=config.host,
             port=max(config.grpc_port, 0),
@@ -90,14 +90,15 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
 
     def _admin_app(self) -> ASGIApp:
-        engine, token = self.engine, self._config.admin_token
+        engine, token = self.repository, self._config.admin_token
         routes: list[Route] = monitoring_routes(self.metrics, engine.state)
         rollback = _refuse_rollback
         if self._config.updates:
             config = self._config
             self._replica = Replica(
-                Path(config.store), extra=engine.extra, refresh=engine.refresh, token=token, peers=config.peer_urls
-            )
+                Path(config.store), extra=engine.only.extra, refresh=engine.refresh, token=token,
+                peers=config.peer_urls,
+            )  # fmt: skip
             routes += self._replica.routes()
             rollback = self._replica.roll_back
         if token is None:
@@ -116,13 +117,13 @@ class Server:
                 port = config.admin_port and config.admin_port + self._worker
                 admin = await self._admin.start(listen(config.admin_host, port))
             if is_shared:
-                await self.engine.start()
+                await self.repository.start()
             rest = await self._http.start(listen(config.host, config.port, reuse_port=is_shared))
             if config.grpc_port >= 0:
                 grpc_port = await self._grpc.start()
             _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc_port, admin)
             if not is_shared:
-                await self.engine.start()
+                await self.repository.start()
             await self._require_answers(rest, grpc_port)
         except BaseException:
             await self.stop()
@@ -130,14 +131,16 @@ class Server:
         # What is there now stays: the collector need not look at it again while requests wait.
         gc.collect()
         gc.freeze()
-        tasks = {"following": self.engine.follow(), "keeping hot rows": self.engine.keep_hot_rows()}
+        engines, only = self.repository.engines.values(), self.repository.only
+        tasks = [(each, "following", each.follow()) for each in engines]
+        tasks += [(each, "keeping hot rows", each.keep_hot_rows()) for each in engines]
         if self._replica is not None:
-            tasks["catching up"] = self._replica.keep_up()
+            tasks.append((only, "catching up", self._replica.keep_up()))
         if self.tls is not None:
-            tasks["watching the certificate"] = _renew(self.tls)
-        self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
-        for task in self._background:
-            self.engine.watch(task)
+            tasks.append((only, "watching the certificate", _renew(self.tls)))
+        for engine, name, task in tasks:
+            self._background.append(asyncio.create_task(task, name=name))
+            engine.watch(self._background[-1])
         return Ports(rest, grpc_port, admin)
 
     async def _require_answers(self, rest: int, grpc_port: int) -> None:
@@ -154,13 +157,13 @@ class Server:
 
     async def stop(self) -> None:
         """Take no more requests, answer those that came, within the time that the configuration gives, and close."""
-        await self.engine.begin_to_stop()
+        await self.repository.begin_to_stop()
         grace = self._config.grace_seconds
         await asyncio.gather(self._http.stop(grace), self._grpc.stop(grace))
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self.engine.stop()
+        await self.repository.stop()
         await self._admin.stop(1.0)
         gc.unfreeze()
 
@@ -214,7 +217,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     waiting = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        await server.engine.begin_to_stop()  # the warm-up sees it and ends
+        await server.repository.begin_to_stop()  # the warm-up sees it and ends
     ports = await starting
     if not stopping.is_set():
         on_ready(ports)

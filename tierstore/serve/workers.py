@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ..errors import TierstoreError
 from ..system.flag import Flag
@@ -37,21 +37,30 @@ def share_of(size: int | str, workers: int) -> int | str:
     return f"{float(number) / workers:.6f}{text[len(number) :]}"
 
 
-def recording_paths(config: ServeConfig) -> list[str]:
-    """The file that each process records in: what is named, or, of several, NAME.0.npz and so on."""
-    if not config.record:
-        return []
+def worker_config(config: ServeConfig, index: int) -> ServeConfig:
+    """The settings of one of several processes: its part of each budget, and a file of its own to record in, of
+    NAME.npz NAME.0.npz and so on."""
     if config.workers == 1:
-        return [config.record]
-    stem, suffix = os.path.splitext(config.record)
-    return [f"{stem}.{index}{suffix}" for index in range(config.workers)]
+        return config
+
+    def part(each: Any) -> Any:
+        stem, suffix = os.path.splitext(each.record)
+        record = each.record and f"{stem}.{index}{suffix}"
+        return replace(each, ddr=each.ddr and share_of(each.ddr, config.workers), record=record)
+
+    return replace(cast(ServeConfig, part(config)), stores=tuple(map(part, config.stores)))
+
+
+def recording_paths(config: ServeConfig) -> list[str]:
+    """The file of each process, and of each store, to record in."""
+    every = [each for index in range(config.workers) for each in worker_config(config, index).by_store().values()]
+    return [each.record for each in every if each.record]
 
 
 def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int:
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status. If one ends by
     itself, all are stopped, and the status is 1: the supervisor of the command starts it again. OSError: a port
     is taken."""
-    part = replace(config, ddr=share_of(config.ddr, config.workers))
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
     stopping = Flag()
@@ -63,8 +72,8 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int
             for listener in listen(config.host, port):  # alone: workers of two servers would share it, unseen
                 listener.close()
     with _signals(stopping, processes):
-        for index, path in enumerate(recording_paths(config) or [""] * config.workers):
-            arguments = (replace(part, record=path), index, waited_for[index])
+        for index in range(config.workers):
+            arguments = (worker_config(config, index), index, waited_for[index])
             processes.append(context.Process(target=_work, args=arguments, name=f"tierstore-worker-{index}"))
             processes[index].start()
         while not ended and not stopping.wait(_POLL_SECONDS):

@@ -56,13 +56,24 @@ message InferTensorContents {
   repeated uint32 uint_contents = 4; repeated uint64 uint64_contents = 5; repeated float fp32_contents = 6;
   repeated double fp64_contents = 7; repeated bytes bytes_contents = 8;
 }
-// The rest is Triton's: streams of requests, the list of models, their configuration and statistics.
+// The rest is Triton's: streams of requests, the model repository, models' configuration and statistics.
 message ModelStreamInferResponse { string error_message = 1; ModelInferResponse infer_response = 2; }
 message RepositoryIndexRequest { string repository_name = 1; bool ready = 2; }
 message RepositoryIndexResponse {
   message ModelIndex { string name = 1; string version = 2; string state = 3; string reason = 4; }
   repeated ModelIndex models = 1;
 }
+message ModelRepositoryParameter {
+  oneof parameter_choice { bool bool_param = 1; int64 int64_param = 2; string string_param = 3; bytes bytes_param = 4; }
+}
+message RepositoryModelLoadRequest {
+  string repository_name = 1; string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3;
+}
+message RepositoryModelLoadResponse {}
+message RepositoryModelUnloadRequest {
+  string repository_name = 1; string model_name = 2; map<string, ModelRepositoryParameter> parameters = 3;
+}
+message RepositoryModelUnloadResponse {}
 message ModelConfigRequest { string name = 1; string version = 2; }
 message ModelConfigResponse { ModelConfig config = 1; }
 // Of its fields those that are set. A data type is an enum in the original, on the wire the same.

@@ -6,12 +6,13 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
 from ..base import Engine
-from ..front import DATA_TYPES, SERVER, Front
+from ..front import DATA_TYPES, Front
 from ..limits import Budget, Hold, Limits
 from ..messages import InferResponse, ServeError, Status
 from . import codec
@@ -31,6 +32,7 @@ _TAKEN_BYTES: Final = 2
 """Of memory that gRPC takes for each byte of the messages that may be arriving, with what it has of others, and gives
 back later: 1.3 to 1.8, measured."""
 _SERVING, _NOT_SERVING = 1, 2
+_Fields: TypeAlias = Mapping[str, Any]
 
 
 def _details(error: ServeError) -> str:
@@ -59,15 +61,18 @@ class InferenceService:
         """For ``add_generic_rpc_handlers``. Calls take and give bytes: a malformed message then has a status of
         ours. Those of one message are declared as of many: gRPC then leaves it to us how long to wait for it."""
         engine, asked = self._engine, self._asked
+        load, unload = partial(self._change, "load"), partial(self._change, "unload")
         methods = {
             "ServerLive": asked("ServerLive", lambda _: {"live": engine.is_live}, is_open=True),
             "ServerReady": asked("ServerReady", lambda _: {"ready": engine.is_ready}, is_open=True),
-            "ServerMetadata": asked("ServerMetadata", lambda _: SERVER),
+            "ServerMetadata": asked("ServerMetadata", lambda _: self.front.about()),
             "ModelReady": asked("ModelReady", self._model_ready),
             "ModelMetadata": asked("ModelMetadata", self._model_metadata),
             "ModelConfig": asked("ModelConfig", self._model_config),
             "ModelStatistics": asked("ModelStatistics", lambda each: self.front.statistics(each.name, each.version)),
             "RepositoryIndex": asked("RepositoryIndex", self._repository_index),
+            "RepositoryModelLoad": asked("RepositoryModelLoad", load, by_admin=True),
+            "RepositoryModelUnload": asked("RepositoryModelUnload", unload, by_admin=True),
             "ModelInfer": grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer)),
         }
@@ -79,24 +84,30 @@ class InferenceService:
 
     # Calls
 
-    def _asked(self, name: str, answer: Callable[[Any], Mapping[str, Any]], *, is_open: bool = False) -> Any:
+    def _asked(self, name: str, answer: Callable[[Any], _Fields | Awaitable[_Fields]], **access: bool) -> Any:
         """A handler of requests of that name, whose response has the fields that ``answer`` gives."""
 
         async def respond(context: Any, _: Call) -> bytes:
-            request = codec.parse(f"{name}Request", await self._receive_first(context))
-            return bytes(message_class(f"{name}Response")(**answer(request)).SerializeToString())
+            answered = answer(codec.parse(f"{name}Request", await self._receive_first(context)))
+            fields = await answered if isinstance(answered, Awaitable) else answered
+            return bytes(message_class(f"{name}Response")(**fields).SerializeToString())
 
-        return grpc.stream_unary_rpc_method_handler(self._unary(respond, is_open=is_open))
+        return grpc.stream_unary_rpc_method_handler(self._unary(respond, **access))
 
-    def _unary(self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False) -> Any:
+    def _unary(
+        self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False, by_admin: bool = False
+    ) -> Any:
         """A handler of what ``respond`` gives, or of the status of what went wrong."""
 
         async def handle(_: Any, context: Any) -> bytes | None:
             call = Call(context)
             try:
-                if self.front.wants_token and not is_open:
+                if not is_open and (by_admin or self.front.wants_token):
                     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-                    self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
+                    if by_admin:
+                        self.front.require_admin_token(shown)
+                    else:
+                        self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
             except ServeError as error:
                 failure = error
@@ -139,12 +150,11 @@ class InferenceService:
     def _model_ready(self, message: Any) -> dict[str, Any]:
         """A model that is not there is not ready; it is no error to ask."""
         try:
-            self._engine.require(message.name, message.version)
+            return {"ready": self._engine.is_model_ready(message.name, message.version)}
         except ServeError as error:
             if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
                 raise
             return {"ready": False}
-        return {"ready": self._engine.is_ready}
 
     def _check(self, message: Any) -> dict[str, Any]:
         if message.service not in ("", INFERENCE_SERVICE):
@@ -167,7 +177,11 @@ class InferenceService:
         return {"config": made}
 
     def _repository_index(self, message: Any) -> dict[str, Any]:
-        return {"models": self.front.index() if self._engine.is_ready or not message.ready else []}
+        return {"models": [each for each in self._engine.index() if each["state"] == "READY" or not message.ready]}
+
+    async def _change(self, what: str, message: Any) -> _Fields:
+        await self.front.change(what, message.model_name, message.parameters)
+        return {}
 
     # Inference
 
@@ -182,11 +196,12 @@ class InferenceService:
         return encoded
 
     async def _infer(self, data: bytes, context: Any) -> _Answer:
-        with self.front.requests.hold() as held:
-            with self.front.noting_refusals():
-                held.grow(len(data))
-                raw_request = codec.read_request(data)
+        with self.front.noting_refusals():
+            raw_request = codec.read_request(data)
+            held = self.front.hold_request(raw_request.message.model_name)
+        with held:
             with self.front.noting_refusals(raw_request.message.id):
+                held.grow(len(data))
                 request = codec.decode_request(
                     raw_request, seconds_left=context.time_remaining(), client=context.peer()
                 )

@@ -306,7 +306,8 @@ class TableInfo(NamedTuple):
 
 class State(NamedTuple):
     """``newest_version`` is known to exist, served or not; ``staleness_seconds``: for how long a newer one than the
-    served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model."""
+    served has been known; ``tiers``: running totals; ``queued_samples``: that wait for a batch, of every model;
+    ``stores``: by name, if there are several."""
 
     live: bool
     ready: bool
@@ -316,6 +317,7 @@ class State(NamedTuple):
     tiers: Stats
     tables: list[TableInfo]
     queued_samples: dict[str, int]
+    stores: Mapping[str, "State"] = {}
 
 
 Source = Callable[[], State]
@@ -343,22 +345,27 @@ _TIER_GAUGES: Final = {
 
 
 class StateCollector(Collector):
-    """A source's values as metrics."""
+    """A source's values as metrics; of several stores each store's, with a label."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
         state = self._source()
+        names, states = (["store"], state.stores) if state.stores else ([], {"": state})
         for field, documentation in _STATE.items():
-            yield GaugeMetricFamily(f"tierstore_{field}", documentation, value=float(getattr(state, field)))
+            gauge = GaugeMetricFamily(f"tierstore_{field}", documentation, labels=names)
+            for store, each in states.items():
+                gauge.add_metric([store] * len(names), float(getattr(each, field)))
+            yield gauge
         queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
         for model, samples in state.queued_samples.items():
             queued.add_metric([model], samples)
         yield queued
         for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
             for field, documentation in fields.items():
-                family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
-                for tier, stats in state.tiers.tiers.items():
-                    family.add_metric([tier], getattr(stats, field))
+                family = kind(f"tierstore_tier_{field}", documentation, labels=[*names, "tier"])
+                for store, each in states.items():
+                    for tier, stats in each.tiers.tiers.items():
+                        family.add_metric([*[store] * len(names), tier], getattr(stats, field))
                 yield family

@@ -33,6 +33,10 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
             "last_update": last
             and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
         },
+        "stores": [
+            {"name": name, "ready": each.ready, "served": each.version, "newest": each.newest_version}
+            for name, each in state.stores.items()
+        ],
         "requests": _requests(metrics, seconds),
         "models": _models(metrics, state, seconds),
         "tiers": [

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
 
+import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...system.excerpt import excerpt
 from ..base import Engine
-from ..front import SERVER, Front
+from ..front import Front
 from ..limits import Limits
 from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
@@ -58,11 +59,13 @@ class RestApp:
             await send_reply(send, refusal(error))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
-        if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
-            shown = [value for name, value in scope["headers"] if name == b"authorization"]
-            self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
         # Each part is decoded by itself: a table's name may have slashes of its own.
         parts = [unquote(part) for part in scope["raw_path"].decode("latin-1").removesuffix("/").split("/")]
+        match parts:
+            case ["", "v2", "repository", "models", name, "load" | "unload" as what]:
+                return await self._change(scope, receive, what, name)
+        if self.front.wants_token and scope["path"] not in _OPEN_PATHS:
+            self.front.require_token(_shown(scope), "give the server's token: Authorization: Bearer TOKEN")
         version = ""
         if len(parts) > 5 and parts[2] == "models" and parts[4] == "versions" and parts[5]:
             version = parts[5]
@@ -72,7 +75,7 @@ class RestApp:
                 return await self._infer(scope, receive, name, version)
             case ["", "v2", "repository", "index"]:
                 # Of the body, which may ask for ready ones only, nothing is read.
-                return json_reply(self.front.index()) if scope["method"] == "POST" else _not_allowed(scope, b"POST")
+                return json_reply(self._engine.index()) if scope["method"] == "POST" else _not_allowed(scope, b"POST")
         value = self._look_up(parts, version)
         if value is None:
             where = excerpt(scope["path"])
@@ -86,7 +89,7 @@ class RestApp:
         """What a path shows; None if there is nothing."""
         match parts:
             case ["", "v2"]:
-                return json_reply(SERVER)
+                return json_reply(self.front.about())
             case ["", "v2", "health", "live"]:
                 return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
@@ -100,9 +103,23 @@ class RestApp:
             case ["", "v2", "models", name]:
                 return json_reply(self._engine.model(name, version))
             case ["", "v2", "models", name, "ready"]:
-                self._engine.require(name, version)
-                return _ready(self._engine.is_ready, "ready", name=name)
+                return _ready(self._engine.is_model_ready(name, version), "ready", name=name)
         return None
+
+    async def _change(self, scope: Scope, receive: Receive, what: str, store: str) -> Reply:
+        self.front.require_admin_token(_shown(scope))
+        if scope["method"] != "POST":
+            return _not_allowed(scope, b"POST")
+        with self.front.requests.hold() as held:
+            headers, limit = dict(scope["headers"]), self.front.limits.json_bytes
+            body = await read_body(held, limit, headers, receive, self._long_bodies)
+        try:
+            given = orjson.loads(body or b"{}").get("parameters") or {}
+            names = list(given.keys())
+        except (ValueError, AttributeError):
+            raise ServeError(Status.INVALID, 'the body is no JSON object like {"parameters": {}}') from None
+        await self.front.change(what, store, names)
+        return json_reply({})
 
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
@@ -111,14 +128,16 @@ class RestApp:
         given_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given_id
         try:
-            with self.front.requests.hold() as held:
+            with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
+                self._engine.require(model, version)
+                held = self.front.hold_request(model)
+            with held:
                 with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                    self._engine.require(model, version)
                     body = await read_body(held, self.front.limits.body_bytes, headers, receive, self._long_bodies)
                 parse = partial(self._parse, body, headers, model, version, given_id, f"{scope.get('client')}")
                 with _while_connected(scope):
                     with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
-                        call = parse() if held.size <= LONG_BYTES else await self._parse_beside(parse)
+                        call = parse() if len(body) <= LONG_BYTES else await self._parse_beside(parse)
                     request_id = call.request.id
                     del body, parse
                     reply = await self._infer_and_write(call)
@@ -160,6 +179,10 @@ class RestApp:
             default_id=default_id,
             client=client,
         )
+
+
+def _shown(scope: Scope) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == b"authorization"]
 
 
 @contextmanager

@@ -49,14 +49,14 @@ async def read_body(
         require_length(wire_bytes)  # there are streams that inflate to nothing
         while True:
             kept = part if stream is None else _inflate(stream, part, encoding)
-            require_length(held.size + len(kept))
+            require_length(len(body) + len(kept))
             held.grow(len(kept))
             body += kept
             unpaused_bytes += len(kept)
-            if held.size > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
+            if len(body) > LONG_BYTES and unpaused_bytes >= _STEP_BYTES:
                 unpaused_bytes = 0
                 async with turn:
-                    await asyncio.sleep(_PAUSE_SECONDS * (1 + (held.size >> 23)))
+                    await asyncio.sleep(_PAUSE_SECONDS * (1 + (len(body) >> 23)))
             part = b"" if stream is None else stream.unconsumed_tail
             if not part and (stream is None or len(kept) < _STEP_BYTES):
                 break

@@ -1,0 +1,284 @@
+"""Several stores in one server: named, apart from each other, loaded and unloaded while it runs."""
+
+import shutil
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.fronts import MODULES, PROTOCOLS, refused, tensor
+from tests.serve.loops import wait_for
+from tests.serve.models.programs import save
+from tests.serve.test_fronts import as_dict
+from tests.serve.test_own_model import Both
+from tests.serve.whole import ADMIN_TOKEN, FREE_PORTS, InThread, command, serving
+from tests.updates.support import ROWS, change
+from tierstore.serve.client import Client
+from tierstore.serve.command import parse_stores
+from tierstore.serve.config import ServeConfig, StoreConfig
+from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.repository import configs_of
+from tierstore.serve.workers import recording_paths, worker_config
+from tierstore.settings.sections import described
+
+BY_ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+IDS = np.arange(0, ROWS, 7)
+LENGTHS, WEIGHTS = np.full(1, len(IDS), np.int32), np.linspace(-1, 1, len(IDS), dtype=np.float32)
+INPUTS = {"ids": IDS, "lengths": LENGTHS, "weights": WEIGHTS}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two, with the same tables and other rows."""
+    folder = tmp_path_factory.mktemp("stores")
+    for seed, name in enumerate("ab"):
+        change(folder / name, seed)
+    return {name: folder / name for name in "ab"}
+
+
+def named(stores: dict[str, Path], **settings: Any) -> dict[str, Any]:
+    own = [StoreConfig(name=name, path=str(path), **settings.pop(name, {})) for name, path in stores.items()]
+    return {"stores": tuple(own), "model_control": "explicit"} | settings
+
+
+@pytest.fixture
+def both(stores: dict[str, Path]) -> Iterator[InThread]:
+    with serving(**named(stores)) as server:
+        yield server
+
+
+@pytest.fixture(params=PROTOCOLS)
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def triton(server: InThread, protocol: str, **options: Any) -> Any:
+    """Triton's client of the protocol, one thread's at a time."""
+    address = server.grpc if protocol == "grpc" else f"127.0.0.1:{server.ports.rest}"
+    return MODULES[protocol].InferenceServerClient(address, **options)
+
+
+def ask(server: InThread, protocol: str, model: str, **inputs: Any) -> tuple[str, bytes]:
+    """The version, and the bits of the model's output."""
+    kinds = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
+    given = [tensor(protocol, name, kinds[str(each.dtype)], each) for name, each in inputs.items()]
+    with triton(server, protocol) as client:
+        answer = client.infer(model, given)
+        about = as_dict(answer.get_response())
+        return about["model_version"], answer.as_numpy(about["outputs"][0]["name"]).tobytes()
+
+
+def rows(server: InThread, protocol: str, store: str) -> tuple[str, bytes]:
+    return ask(server, protocol, f"{store}.rows.item", ids=IDS)
+
+
+def states(server: InThread, protocol: str = "http") -> dict[str, tuple[str, str]]:
+    """State and reason of each model."""
+    with triton(server, protocol) as client:
+        index = as_dict(client.get_model_repository_index())
+    listed = index if isinstance(index, list) else index["models"]
+    return {each["name"]: (each["state"], each.get("reason", "")) for each in listed}
+
+
+def test_answers_are_those_of_two_servers_to_the_bit(stores: dict[str, Path], both: InThread, protocol: str) -> None:
+    names = []
+    for store, path in stores.items():
+        with serving(path) as single:
+            for model in states(single, protocol):
+                names.append(f"{store}.{model}")
+                if model.count("."):
+                    wanted = {name: INPUTS[name] for name in (["ids"] if model.startswith("rows") else INPUTS)}
+                else:
+                    wanted = {"values": np.tile(IDS, 2), "lengths": np.full((2, 1), len(IDS), np.int32)}
+                assert ask(both, protocol, names[-1], **wanted) == ask(single, protocol, model, **wanted)
+    assert list(states(both, protocol)) == names
+    with triton(both, protocol) as client:
+        assert client.get_model_metadata("b.rows.item", "1")
+    with refused(Status.NOT_FOUND, "did you mean 'a.rows.item'"):
+        ask(both, protocol, "aa.rows.item", ids=IDS)
+    assert rows(both, protocol, "a") != rows(both, protocol, "b")
+
+
+def test_clients_metrics_and_logs_have_the_stores(both: InThread, caplog: pytest.LogCaptureFixture) -> None:
+    with Client(both.url, store="a") as client:
+        assert client.rows(IDS, table="item").tobytes() == rows(both, "http", "a")[1]
+        with pytest.raises(ServeError):
+            client.rows([ROWS], table="item")
+    (failed,) = [each for each in caplog.records if "request failed" in each.message]
+    assert failed.__dict__["model"] == "a.rows.item"
+    assert both.metric("tierstore_request_seconds_count", model="a.rows.item", status="ok") == 2
+    assert both.metric("tierstore_batch_queries_count", model="b.rows.item") == 0
+    assert both.metric("tierstore_ready", store="b") == both.metric("tierstore_version", store="b") == 1
+    status = both.status()
+    assert [each["name"] for each in status["stores"]] == ["a", "b"]
+    assert "b.user" in [each["name"] for each in status["tables"]]
+    refreshed = httpx.post(f"{both.admin}/admin/refresh", headers={**BY_ADMIN, "X-Tierstore-Admin": "1"})
+    assert refreshed.json() == {"version": {"a": 1, "b": 1}}
+
+
+def test_the_queue_of_one_store_keeps_nobody_from_another(stores: dict[str, Path], protocol: str) -> None:
+    """Not by its batch that runs on and on, its full queue, nor by the connections and calls of those who wait."""
+    settings = named(stores, a={"max_queue_requests": 2}, connections=8)
+    with serving(**settings) as server, ThreadPoolExecutor(4) as pool:
+        engine = server.engine
+        with server.held(engine._executor):
+            waiting = [pool.submit(rows, server, protocol, "a") for _ in range(2)]
+            wait_for(lambda: len(engine._served["a.rows.item"].batcher._present) == 2)
+            with refused(Status.OVERLOADED, "max_queue_requests is 2"):
+                rows(server, protocol, "a")
+            waiting.append(pool.submit(ask, server, protocol, "a.rows.user", ids=IDS))
+            wait_for(lambda: engine._served["a.rows.user"].batcher._present)
+            assert rows(server, protocol, "b")
+            assert ask(server, protocol, "b.pooled.item", **INPUTS)
+            if protocol == "http":
+                with refused(Status.OVERLOADED, "store 'a' has its part"):
+                    ask(server, protocol, "a.pooled.item", **INPUTS)
+        assert len({each.result() for each in waiting[:2]}) == 1
+
+
+def test_unloading_answers_what_came_and_loading_has_the_same_answers(
+    stores: dict[str, Path], tmp_path: Path, protocol: str
+) -> None:
+    path = save(Both(), tmp_path / "both.pt2", *(torch.zeros(2, width) for width in (2, 6, 5)))
+    shutil.copytree(stores["a"], tmp_path / "a")
+    given = named(stores | {"a": tmp_path / "a"}, a={"model": str(path)})
+    with serving(**given) as server, ThreadPoolExecutor(1) as pool, triton(server, protocol) as client:
+        before, held = rows(server, protocol, "a"), server.metric("tierstore_tier_bytes", store="a", tier="ddr")
+        models = server.engine._models
+        gone = [weakref.ref(each) for each in (models, models._exported, next(iter(server.engine._store._pools)).cache)]
+        del models
+        assert held > 0
+        with server.held(server.engine._executor):
+            waiting = pool.submit(rows, server, protocol, "a")
+            wait_for(lambda: server.engine.state().queued_samples["a.rows.item"])
+            leave_while_unloading(server, protocol, "a")
+            assert states(server, protocol)["a.rows.item"] == ("UNLOADING", "unloading")
+            with refused(Status.UNAVAILABLE, "its store is unloading"):
+                rows(server, protocol, "a")
+            assert rows(server, protocol, "b")
+            assert not waiting.done()
+        assert waiting.result() == before
+        wait_for(lambda: states(server, protocol)["a.both"] == ("UNAVAILABLE", "unloaded"))
+        assert [each() for each in gone] == [None] * 3, "its memory is in use still"
+        assert server.metric("tierstore_tier_bytes", store="a") == 0
+        assert [client.is_model_ready(name) for name in ("a.rows.item", "a", "b.rows.item", "b")] == [0, 0, 1, 1]
+        assert client.is_server_ready()
+        with refused(Status.UNAVAILABLE, "its store is unloaded"):
+            client.get_model_metadata("a.rows.item")
+        with refused(Status.UNAVAILABLE):
+            rows(server, protocol, "a")
+        client.unload_model("a", headers=BY_ADMIN, unload_dependents=True)
+        client.load_model("a", headers=BY_ADMIN)
+        assert rows(server, protocol, "a") == before
+        assert client.is_model_ready("a")
+        client.unload_model("a", headers=BY_ADMIN)
+        change(tmp_path / "a", 7)
+        assert server.call(server.engine.refresh()) == 1, "it is no way to load"
+        client.load_model("a", headers=BY_ADMIN)
+        assert rows(server, protocol, "a")[0] == "2"
+        assert set(states(server, protocol).values()) == {("READY", "")}
+        assert server.metric("tierstore_version", store="a") == 2
+
+
+def leave_while_unloading(server: InThread, protocol: str, store: str) -> None:
+    """The client leaves; what it asked goes on."""
+    made, asked = ({"network_timeout": 0.3}, {}) if protocol == "http" else ({}, {"client_timeout": 0.3})
+    with triton(server, protocol, **made) as client, suppress(TimeoutError, InferenceServerException):
+        client.unload_model(store, headers=BY_ADMIN, **asked)
+
+
+def test_what_is_not_loaded_and_by_whom(stores: dict[str, Path], both: InThread, protocol: str) -> None:
+    with triton(both, protocol) as client:
+        for headers in ({}, {"authorization": "Bearer other"}):
+            for call in (client.load_model, client.unload_model):
+                with refused(Status.UNAUTHENTICATED, "admin token"):
+                    call("a", headers=headers)
+        for name in ("c", "a.rows.item", "../a", str(stores["a"])):
+            with refused(Status.NOT_FOUND):
+                client.load_model(name, headers=BY_ADMIN)
+        with refused(Status.INVALID, "parameter 'config' is not taken"):
+            client.load_model("a", headers=BY_ADMIN, config="{}")
+        assert "model_repository" in str(client.get_server_metadata())
+        client.load_model("a", headers=BY_ADMIN)  # as it is
+        assert rows(both, protocol, "a")
+    with serving(stores["a"]) as single, triton(single, protocol) as client:
+        with refused(Status.INVALID, "--model-control explicit"):
+            client.unload_model("a", headers=BY_ADMIN)
+        assert "model_repository" not in str(client.get_server_metadata())
+
+
+def test_a_store_that_cannot_be_opened_again_leaves_the_others(stores: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stores["a"], tmp_path / "a")
+    with serving(**named(stores | {"a": tmp_path / "a"})) as server, triton(server, "grpc") as client:
+        client.unload_model("a", headers=BY_ADMIN)
+        (tmp_path / "a").rename(tmp_path / "elsewhere")
+        with refused(Status.UNAVAILABLE, "no store at"):
+            client.load_model("a", headers=BY_ADMIN)
+        assert states(server)["a.rows.item"] == ("UNAVAILABLE", "load failed")
+        assert client.is_server_ready()
+        assert rows(server, "grpc", "b")
+        (tmp_path / "elsewhere").rename(tmp_path / "a")
+        client.load_model("a", headers=BY_ADMIN)
+        assert rows(server, "grpc", "a")
+
+
+def test_stores_of_flags_and_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
+    assert parse_stores(["./x=y,ddr=1"]) == {"store": "./x=y,ddr=1"}
+    assert parse_stores(["a=x,y,ddr=1,max_batch_samples=7", "r/b"]) == {
+        "stores": [{"name": "a", "path": "x,y", "ddr": "1", "max_batch_samples": 7}, {"path": "r/b"}]
+    }
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f'[[stores]]\npath = "{stores["a"]}"\nddr = "3MiB"\n[[stores]]\nname = "c"\npath = "{stores["b"]}"\n'
+    )
+    with command(tmp_path / "log", str(file), *FREE_PORTS) as server, Client(server.url) as client:
+        assert {each.partition(".")[0] for each in client.models()} == {"a", "c"}
+        assert server.end() == 0
+    flag = f"c={stores['b']},max_batch_samples=9"
+    with command(tmp_path / "log", str(file), "--store", flag, *FREE_PORTS) as server, Client(server.url) as client:
+        assert "rows.item" in client.models(), "of one store names are as ever"
+
+
+def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Path) -> None:
+    change(tmp_path / "item", 3, names=("item",))
+    given = named(stores | {"c": tmp_path / "item"}, a={"ddr": "1MiB"}, ddr=7000, model_control="none")
+    config = ServeConfig(**given)
+    assert {name: each.ddr for name, each in configs_of(config).items()} == {"a": "1MiB", "b": 4375, "c": 2625}
+    of_tables = configs_of(replace(config, ddr="5% of tables"))
+    assert [each.ddr for each in of_tables.values()] == ["1MiB", "5% of tables", "5% of tables"]
+    stored = tuple(replace(each, record=f"{each.name}.npz") for each in config.stores)
+    config = replace(config, stores=stored, workers=2, ddr="50%")
+    assert [each.ddr for each in worker_config(config, 1).by_store().values()] == ["0.500000MiB"] + ["25.000000%"] * 2
+    assert recording_paths(config) == [f"{name}.{index}.npz" for index in (0, 1) for name in "abc"]
+
+
+A, B = {"path": "x/a"}, {"path": "x/b"}
+WRONG: dict[str, dict[str, Any]] = {
+    "store and stores are both named": {"store": "x", "stores": [A]},
+    "'a': a store has a name of its own": {"stores": [A, {"path": "y/a"}]},
+    "'a.b': a store has a name": {"stores": [A, {"path": "x/a.b"}]},
+    "model is of one store, and there are 2": {"stores": [A, B], "model": "m.pt2"},
+    "record is of one store": {"stores": [A, B], "record": "r.npz"},
+    "start a server for each replica": {"stores": [A, B], "updates": True, "admin_token_file": "t"},
+    'unknown key "dddr"': {"stores": [A, B | {"dddr": "1"}]},
+    "stores: b: ddr='1XB' is not a size": {"stores": [A, B | {"ddr": "1XB"}]},
+    "stores: a: max_queue_samples=5 is below": {"stores": [A | {"max_queue_samples": 5}, B]},
+    "give an admin_token_file": {"store": "x", "model_control": "explicit"},
+    "set workers to 1": {"store": "x", "model_control": "explicit", "admin_token_file": "t", "workers": 2},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_settings_that_cannot_be(message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        described(ServeConfig, WRONG[message])
+    assert message in str(caught.value)
