@@ -1,0 +1,130 @@
+"""How much faster is the dense part of a model in fewer bits on a CPU, and what does that do to its predictions?
+
+Each way scores the same samples as float32 does, in turns with it, in one process. AUC is that of examples/criteo.toml,
+trained in float32.
+"""
+
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tierstore.serve.models import dense
+
+from .common import Report, Run, Table, measure, program
+from .dense_ways import BASELINE, COMPILED, WAYS, Score, model_of
+from .quality import evaluated, train_store
+
+__all__ = ["run"]
+
+Config = Mapping[str, Any]
+Inputs = tuple[torch.Tensor, torch.Tensor]
+
+
+def _made(config: Config, shape: Config) -> tuple[dict[str, Score], dict[str, str]]:
+    """The ways that this machine has, for one model; and the others, with the reason."""
+    torch.manual_seed(config["seed"])
+    model, given, scores, missing = model_of(shape), _inputs(shape, 200), {}, {}
+    for name, way in (WAYS | (COMPILED if config["compiled"] else {})).items():
+        try:
+            score = way(copy.deepcopy(model), *given)
+            score(*given)
+            scores[name] = score
+        except Exception as error:  # whatever a compiler or a package says that this machine has or has not
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return scores, missing
+
+
+def _inputs(shape: Config, samples: int) -> Inputs:
+    """Dense features like logarithms of counts, and small rows."""
+    counts = torch.randn(samples, shape["num_dense"]).exp()
+    return torch.log1p(counts), torch.randn(samples, shape["num_features"] * shape["embedding_dim"]) * 0.1
+
+
+def _repeated(score: Score, given: Inputs, calls: int) -> Callable[[], object]:
+    return lambda: [score(*given) for _ in range(calls)]
+
+
+@torch.inference_mode()
+def _measured(config: Config, shape: Config, threads: int) -> dict[str, Any]:
+    """By way: samples a second at each number of candidates, and how far predictions are from float32's."""
+    print(f"{shape['name']}, threads: {threads}", flush=True)
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    scores, missing = _made(config, shape)
+    found: dict[str, Any] = {name: {"samples_per_s": {}} for name in scores}
+    for count in config["candidates"]:
+        given = _inputs(shape, count)
+        (seconds,) = measure({BASELINE: _repeated(scores[BASELINE], given, 3)}, repetitions=1)[BASELINE]
+        calls = max(1, round(config["min_seconds"] / (seconds / 3)))
+        actions = {name: _repeated(score, given, calls) for name, score in scores.items()}
+        measure(actions, repetitions=2)
+        exact = torch.sigmoid(scores[BASELINE](*given))
+        for name, times in measure(actions, repetitions=config["repetitions"], clock=clock).items():
+            found[name]["samples_per_s"][str(count)] = count * calls / statistics.median(times)
+            off = (torch.sigmoid(scores[name](*given)) - exact).abs()
+            found[name] |= {"off_max": off.max().item(), "off_mean": off.mean().item()}
+    return {"ways": found, "missing": missing}
+
+
+def _speed_table(config: Config, name: str, threads: str, measured: Config) -> Table:
+    first, rows = measured["ways"][BASELINE]["samples_per_s"], []
+    for way, own in measured["ways"].items():
+        rates = own["samples_per_s"].items()
+        shown = [f"{rate:,.0f}/s" if way == BASELINE else f"{rate / first[count]:.2f}" for count, rate in rates]
+        rows.append([way, *shown, f"{own['off_max']:.1e}", f"{own['off_mean']:.1e}"])
+    columns = ["dense part", *(f"{count:,}" for count in config["candidates"]), "off by at most", "on average"]
+    title = f"{name}, {threads} thread{'s' * (threads != '1')}: samples/s over float32's, by candidates"
+    return Table(title=title, columns=columns, rows=rows)
+
+
+def _aucs(request: Run) -> dict[str, list[float]]:
+    """Test AUCs of trainings with each seed, by what linear layers are served in; in int8 of all sizes, too."""
+    least = {"float32": 0, "int8": dense.WEIGHTS_MIN, "int8, small layers too": 0}
+    aucs: dict[str, list[float]] = {name: [] for name in least}
+    for seed in request.config["train_seeds"]:
+        run, _ = train_store(request.config, path := request.folder / "dense-store", seed)
+        for name, weights in least.items():
+            kind: Any = name.partition(",")[0]
+            with patch.object(dense, "WEIGHTS_MIN", weights):
+                found = evaluated(run, path, prepare=lambda model, kind=kind: dense.pack_linears(model, kind))
+            aucs[name].append(found.evaluation.auc)
+    return aucs
+
+
+def _auc_table(config: Config, aucs: Mapping[str, list[float]]) -> Table:
+    rows = []
+    for kind, own in aucs.items():
+        lost = [exact - auc for exact, auc in zip(aucs[BASELINE], own, strict=True)]
+        spread = f"{min(lost):+.6f} to {max(lost):+.6f}"
+        rows.append([kind, f"{statistics.mean(own):.6f}", f"{statistics.mean(lost):+.6f}", spread])
+    title = f"{config['run_file']}, trained in float32, mean of {len(config['train_seeds'])} trainings"
+    return Table(title=title, columns=["linear layers in", "test AUC", "AUC lost", "lowest to highest"], rows=rows)
+
+
+def run(request: Run) -> Report:
+    config, aucs, found = request.config, _aucs(request), {}
+    for shape in config["shapes"]:
+        found[shape["name"]] = {str(threads): _measured(config, shape, threads) for threads in config["threads"]}
+    cases = [(name, threads, own) for name, each in found.items() for threads, own in each.items()]
+    missing = {name: why for _, _, own in cases for name, why in own["missing"].items()}
+    return Report(
+        question="How much faster is a model's dense part in fewer bits on a CPU, and what does it cost in AUC?",
+        tables=[*(_speed_table(config, *case) for case in cases), _auc_table(config, aucs)],
+        figures={"dense": found, "auc": aucs},
+        notes=[
+            f"Medians of {config['repetitions']} repetitions in turns, in one process, of the same samples; with one "
+            "thread of processor time. Off by: distance of probabilities from float32's, at the most candidates, with "
+            "weights as first drawn.",
+            *(f"Not here: {name} ({why})." for name, why in missing.items()),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("dense", run))

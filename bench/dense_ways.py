@@ -1,0 +1,171 @@
+"""Ways to compute a model's dense part in float32, bfloat16 and int8 on a CPU: what bench.dense compares."""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.models import DLRM
+from tierstore.serve.models.dense import pack_linears
+
+__all__ = ["BASELINE", "COMPILED", "WAYS", "Score", "model_of"]
+
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Logits, float32 [B], of dense features and pooled rows."""
+Way = Callable[..., Score]
+"""Given a model in float32, which it may change, and an example of its two inputs."""
+BASELINE: Final = "float32"
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+class DensePart(nn.Module):
+    """As a module of its own, as compilers want it."""
+
+    def __init__(self, model: DLRM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.model.dense_part(dense, pooled)
+
+
+def model_of(shape: Mapping[str, Any]) -> DensePart:
+    """The dense part of a DLRM, its weights drawn from torch's random numbers; interaction "cat" is that of RMC1-3."""
+    settings = {name: value for name, value in shape.items() if name != "name"}
+    is_cat = settings["interaction"] == "cat"
+    model = DLRM(nn.Identity(), **(settings | {"interaction": "dcn"} if is_cat else settings))  # of the same width
+    if is_cat:
+        model.interaction = _Function(lambda dense, sparse: torch.cat([dense, sparse.flatten(1)], 1))  # type: ignore[assignment]
+    return DensePart(model).eval()
+
+
+def _by_onednn(linear: nn.Linear) -> Callable[[Tensor], Any]:
+    """As ``torch.compile`` calls it, its weights laid out once."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 200)
+    return lambda inputs: torch.ops.mkldnn._linear_pointwise(inputs, weight, linear.bias, "none", [], "")
+
+
+def _in_bfloat16(linear: nn.Linear) -> Callable[[Tensor], Any]:
+    linear = linear.bfloat16()
+    return lambda inputs: linear(inputs.bfloat16()).float()
+
+
+def _by_rows(linear: nn.Linear) -> Callable[[Tensor], Any]:
+    """What tierstore's ``Int8Linear`` computes, by torch's operators, for compilers."""
+    scales = linear.weight.detach().abs().amax(1) / 127
+    levels = (linear.weight.detach() / scales.unsqueeze(1)).round().to(torch.int8).t()
+    bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach()
+
+    def product(inputs: Tensor) -> Tensor:
+        scale = inputs.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        return torch._int_mm((inputs / scale).round().to(torch.int8), levels) * scale * scales + bias
+
+    return product
+
+
+def _replaced(module: nn.Module, *_: Tensor, make: Callable[[nn.Linear], Callable[[Tensor], Any]]) -> nn.Module:
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _Function(make(child)))
+    return module
+
+
+def _plain(module: nn.Module, *_: Tensor) -> nn.Module:
+    return module
+
+
+def _own(module: nn.Module, *_: Tensor) -> nn.Module:
+    pack_linears(module, "int8")
+    return module
+
+
+def _autocast(module: nn.Module, *_: Tensor) -> Score:
+    return lambda *given: torch.autocast("cpu", torch.bfloat16)(module)(*given).float()
+
+
+def _medium(module: nn.Module, *_: Tensor) -> Score:
+    def score(dense: Tensor, pooled: Tensor) -> Any:
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return module(dense, pooled)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    return score
+
+
+def _dynamic(module: nn.Module, *_: Tensor, engine: str) -> Any:
+    torch.backends.quantized.engine = engine
+    with warnings.catch_warnings(action="ignore"):  # deprecated, as quantized tensors are
+        return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, torch.qint8)
+
+
+def _torchao(module: nn.Module, *_: Tensor) -> nn.Module:
+    from torchao import quantization
+
+    quantization.quantize_(module, quantization.Int8DynamicActivationInt8WeightConfig())
+    return module
+
+
+def _compiled(module: nn.Module, *_: Tensor) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, dynamic=True, options={"freezing": True})
+
+
+def _ahead(module: nn.Module, *given: Tensor) -> Any:
+    batch = {0: torch.export.Dim("batch")}
+    program = torch.export.export(module, given, dynamic_shapes=(batch, batch))
+    with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=file.name, inductor_configs={"freezing": True}
+        )  # fmt: skip
+        return torch._inductor.aoti_load_package(file.name)
+
+
+def _halves(way: Way) -> Way:
+    """Of the whole model in bfloat16."""
+
+    def make(module: nn.Module, *given: Tensor) -> Score:
+        score: Any = way(module.bfloat16(), *(each.bfloat16() for each in given))
+        return lambda dense, pooled: score(dense.bfloat16(), pooled.bfloat16()).float()
+
+    return make
+
+
+def _after(change: Way, way: Way) -> Way:
+    return lambda module, *given: way(change(module), *given)
+
+
+_PACKED: Final = partial(_replaced, make=_by_onednn)
+_ROWS: Final = partial(_replaced, make=_by_rows)
+WAYS: Final[dict[str, Way]] = {
+    BASELINE: _plain,
+    "float32, weights packed": _PACKED,
+    'float32, matmul precision "medium"': _medium,
+    "bfloat16 linear layers": partial(_replaced, make=_in_bfloat16),
+    "bfloat16, autocast": _autocast,
+    "bfloat16 model": _halves(_plain),
+    "bfloat16 model, weights packed": _halves(_PACKED),
+    **{f"int8, quantize_dynamic, {each}": partial(_dynamic, engine=each) for each in ("x86", "fbgemm", "onednn")},
+    "int8, tierstore serve --dense int8": _own,
+}
+COMPILED: Final[dict[str, Way]] = {
+    "float32, torch.compile": _compiled,
+    "float32, AOTInductor": _ahead,
+    "bfloat16 model, torch.compile": _halves(_compiled),
+    "bfloat16 model, AOTInductor": _halves(_ahead),
+    "int8, a scale a sample, torch.compile": _after(_ROWS, _compiled),
+    "int8, torchao": _torchao,
+    "int8, torchao, torch.compile": _after(_torchao, _compiled),
+}
+"""By a C++ compiler, or by a package that tierstore does not bring."""
