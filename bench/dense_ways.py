@@ -59,28 +59,11 @@ def _in_bfloat16(linear: nn.Linear) -> Callable[[Tensor], Any]:
     return lambda inputs: linear(inputs.bfloat16()).float()
 
 
-def _by_rows(linear: nn.Linear) -> Callable[[Tensor], Any]:
-    """What tierstore's ``Int8Linear`` computes, by torch's operators, for compilers."""
-    scales = linear.weight.detach().abs().amax(1) / 127
-    levels = (linear.weight.detach() / scales.unsqueeze(1)).round().to(torch.int8).t()
-    bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach()
-
-    def product(inputs: Tensor) -> Tensor:
-        scale = inputs.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-        return torch._int_mm((inputs / scale).round().to(torch.int8), levels) * scale * scales + bias
-
-    return product
-
-
 def _replaced(module: nn.Module, *_: Tensor, make: Callable[[nn.Linear], Callable[[Tensor], Any]]) -> nn.Module:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, _Function(make(child)))
-    return module
-
-
-def _plain(module: nn.Module, *_: Tensor) -> nn.Module:
     return module
 
 
@@ -94,12 +77,11 @@ def _autocast(module: nn.Module, *_: Tensor) -> Score:
 
 
 def _medium(module: nn.Module, *_: Tensor) -> Score:
-    def score(dense: Tensor, pooled: Tensor) -> Any:
+    def score(*given: Tensor) -> Any:
         torch.set_float32_matmul_precision("medium")
-        try:
-            return module(dense, pooled)
-        finally:
-            torch.set_float32_matmul_precision("highest")
+        found = module(*given)
+        torch.set_float32_matmul_precision("highest")
+        return found
 
     return score
 
@@ -126,35 +108,29 @@ def _ahead(module: nn.Module, *given: Tensor) -> Any:
     batch = {0: torch.export.Dim("batch")}
     program = torch.export.export(module, given, dynamic_shapes=(batch, batch))
     with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=file.name, inductor_configs={"freezing": True}
-        )  # fmt: skip
+        options: Any = {"package_path": file.name, "inductor_configs": {"freezing": True}}
+        torch._inductor.aoti_compile_and_package(program, **options)
         return torch._inductor.aoti_load_package(file.name)
 
 
 def _halves(way: Way) -> Way:
     """Of the whole model in bfloat16."""
 
-    def make(module: nn.Module, *given: Tensor) -> Score:
-        score: Any = way(module.bfloat16(), *(each.bfloat16() for each in given))
-        return lambda dense, pooled: score(dense.bfloat16(), pooled.bfloat16()).float()
+    def make(*given: Any) -> Score:  # the model among them
+        score: Any = way(*(each.bfloat16() for each in given))
+        return lambda *inputs: score(*(each.bfloat16() for each in inputs)).float()
 
     return make
 
 
-def _after(change: Way, way: Way) -> Way:
-    return lambda module, *given: way(change(module), *given)
-
-
 _PACKED: Final = partial(_replaced, make=_by_onednn)
-_ROWS: Final = partial(_replaced, make=_by_rows)
 WAYS: Final[dict[str, Way]] = {
-    BASELINE: _plain,
+    BASELINE: lambda module, *_: module,
     "float32, weights packed": _PACKED,
     'float32, matmul precision "medium"': _medium,
     "bfloat16 linear layers": partial(_replaced, make=_in_bfloat16),
     "bfloat16, autocast": _autocast,
-    "bfloat16 model": _halves(_plain),
+    "bfloat16 model": _halves(lambda module, *_: module),
     "bfloat16 model, weights packed": _halves(_PACKED),
     **{f"int8, quantize_dynamic, {each}": partial(_dynamic, engine=each) for each in ("x86", "fbgemm", "onednn")},
     "int8, tierstore serve --dense int8": _own,
@@ -164,8 +140,7 @@ COMPILED: Final[dict[str, Way]] = {
     "float32, AOTInductor": _ahead,
     "bfloat16 model, torch.compile": _halves(_compiled),
     "bfloat16 model, AOTInductor": _halves(_ahead),
-    "int8, a scale a sample, torch.compile": _after(_ROWS, _compiled),
     "int8, torchao": _torchao,
-    "int8, torchao, torch.compile": _after(_torchao, _compiled),
+    "int8, torchao, torch.compile": lambda module, *_: _compiled(_torchao(module)),
 }
 """By a C++ compiler, or by a package that tierstore does not bring."""
