@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,9 @@ def _made(config: Config, shape: Config) -> tuple[dict[str, Score], dict[str, st
     """The ways that this machine has, for one model; and the others, with the reason."""
     torch.manual_seed(config["seed"])
     model, given, scores, missing = model_of(shape), _inputs(shape, 200), {}, {}
-    is_compiled = config["compiled"] and torch.get_num_threads() == 1  # for more threads it would be compiled again
-    for name, way in (WAYS | (COMPILED if is_compiled else {})).items():
+    for name, way in (WAYS | (COMPILED if config["compiled"] and torch.get_num_threads() == 1 else {})).items():
         try:
-            score = way(copy.deepcopy(model), *given)
-            score(*given)
+            (score := way(copy.deepcopy(model), *given))(*given)
             scores[name] = score
         except Exception as error:  # whatever a compiler or a package says that this machine has or has not
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
@@ -46,8 +45,9 @@ def _inputs(shape: Config, samples: int) -> Inputs:
     return torch.log1p(counts), torch.randn(samples, shape["num_features"] * shape["embedding_dim"]) * 0.1
 
 
-def _repeated(score: Score, given: Inputs, calls: int) -> Callable[[], object]:
-    return lambda: [score(*given) for _ in range(calls)]
+def _repeat(action: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        action()
 
 
 @torch.inference_mode()
@@ -60,10 +60,9 @@ def _measured(config: Config, shape: Config, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"samples_per_s": {}} for name in scores}
     for count in config["candidates"]:
         given = _inputs(shape, count)
-        (seconds,) = measure({BASELINE: _repeated(scores[BASELINE], given, 3)}, repetitions=1)[BASELINE]
-        calls = max(1, round(config["min_seconds"] / (seconds / 3)))
-        actions = {name: _repeated(score, given, calls) for name, score in scores.items()}
-        measure(actions, repetitions=2)
+        actions = {name: partial(score, *given) for name, score in scores.items()}
+        calls = max(1, round(config["min_seconds"] / min(measure(actions, repetitions=3)[BASELINE])))
+        actions = {name: partial(_repeat, action, calls) for name, action in actions.items()}
         exact = torch.sigmoid(scores[BASELINE](*given))
         for name, times in measure(actions, repetitions=config["repetitions"], clock=clock).items():
             found[name]["samples_per_s"][str(count)] = count * calls / statistics.median(times)

@@ -41,9 +41,9 @@ class DensePart(nn.Module):
 def model_of(shape: Mapping[str, Any]) -> DensePart:
     """The dense part of a DLRM, its weights drawn from torch's random numbers; interaction "cat" is that of RMC1-3."""
     settings = {name: value for name, value in shape.items() if name != "name"}
-    is_cat = settings["interaction"] == "cat"
-    model = DLRM(nn.Identity(), **(settings | {"interaction": "dcn"} if is_cat else settings))  # of the same width
-    if is_cat:
+    settings["interaction"] = "dot" if shape["interaction"] == "dot" else "dcn"  # which is as wide as "cat"
+    model = DLRM(nn.Identity(), **settings)
+    if shape["interaction"] == "cat":
         model.interaction = _Function(lambda dense, sparse: torch.cat([dense, sparse.flatten(1)], 1))  # type: ignore[assignment]
     return DensePart(model).eval()
 
@@ -65,15 +65,6 @@ def _replaced(module: nn.Module, *_: Tensor, make: Callable[[nn.Linear], Callabl
             if type(child) is nn.Linear:
                 setattr(parent, name, _Function(make(child)))
     return module
-
-
-def _own(module: nn.Module, *_: Tensor) -> nn.Module:
-    pack_linears(module, "int8")
-    return module
-
-
-def _autocast(module: nn.Module, *_: Tensor) -> Score:
-    return lambda *given: torch.autocast("cpu", torch.bfloat16)(module)(*given).float()
 
 
 def _medium(module: nn.Module, *_: Tensor) -> Score:
@@ -114,26 +105,23 @@ def _ahead(module: nn.Module, *given: Tensor) -> Any:
 
 
 def _halves(way: Way) -> Way:
-    """Of the whole model in bfloat16."""
-
-    def make(*given: Any) -> Score:  # the model among them
+    def make(*given: Any) -> Score:  # of all in bfloat16, the model among them
         score: Any = way(*(each.bfloat16() for each in given))
         return lambda *inputs: score(*(each.bfloat16() for each in inputs)).float()
 
     return make
 
 
-_PACKED: Final = partial(_replaced, make=_by_onednn)
 WAYS: Final[dict[str, Way]] = {
     BASELINE: lambda module, *_: module,
-    "float32, weights packed": _PACKED,
+    "float32, weights packed": partial(_replaced, make=_by_onednn),
     'float32, matmul precision "medium"': _medium,
     "bfloat16 linear layers": partial(_replaced, make=_in_bfloat16),
-    "bfloat16, autocast": _autocast,
+    "bfloat16, autocast": lambda module, *_: lambda *x: torch.autocast("cpu", torch.bfloat16)(module)(*x).float(),
     "bfloat16 model": _halves(lambda module, *_: module),
-    "bfloat16 model, weights packed": _halves(_PACKED),
+    "bfloat16 model, weights packed": _halves(partial(_replaced, make=_by_onednn)),
     **{f"int8, quantize_dynamic, {each}": partial(_dynamic, engine=each) for each in ("x86", "fbgemm", "onednn")},
-    "int8, tierstore serve --dense int8": _own,
+    "int8, tierstore serve --dense int8": lambda module, *_: pack_linears(module, "int8") and module,
 }
 COMPILED: Final[dict[str, Way]] = {
     "float32, torch.compile": _compiled,
