@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tierstore.serve.models.dense import pack_linears
+from tierstore.serve.models.dense import Dense, pack_linears
 
 from .common import Report, Run, Table, measure, program
 from .dense_ways import BASELINE, COMPILED, WAYS, Score, model_of
@@ -60,7 +60,7 @@ def _measured(config: Config, shape: Config, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"samples_per_s": {}} for name in scores}
     for count in config["candidates"]:
         given = _inputs(shape, count)
-        actions = {name: partial(score, *given) for name, score in scores.items()}
+        actions: dict[str, Any] = {name: partial(score, *given) for name, score in scores.items()}
         calls = max(1, round(config["min_seconds"] / min(measure(actions, repetitions=3)[BASELINE])))
         actions = {name: partial(_repeat, action, calls) for name, action in actions.items()}
         exact = torch.sigmoid(scores[BASELINE](*given))
@@ -82,18 +82,18 @@ def _speed_table(config: Config, name: str, threads: str, measured: Config) -> T
     return Table(title=title, columns=columns, rows=rows)
 
 
-def _aucs(request: Run, layers: list[str]) -> dict[str, list[float]]:
+def _aucs(request: Run, layers: list[str]) -> dict[Dense, list[float]]:
     """Test AUCs of trainings with each seed, by what linear layers are served in."""
     config, path = request.config, request.folder / "dense-store"
-    aucs: dict[str, list[float]] = {"float32": [], "int8": []}
+    aucs: dict[Dense, list[float]] = {"float32": [], "int8": []}
     for seed in config["train_seeds"]:
         run, _ = train_store(config, path, seed, *layers)
         for kind, own in aucs.items():
-            own.append(evaluated(run, path, prepare=lambda model, kind=kind: pack_linears(model, kind)).evaluation.auc)
+            own.append(evaluated(run, path, prepare=partial(pack_linears, dense=kind)).evaluation.auc)
     return aucs
 
 
-def _auc_table(config: Config, aucs: Mapping[str, Mapping[str, list[float]]]) -> Table:
+def _auc_table(config: Config, aucs: Mapping[str, Mapping[Dense, list[float]]]) -> Table:
     rows = []
     for name, own in aucs.items():
         lost = [one - other for one, other in zip(*own.values(), strict=True)]

@@ -1,5 +1,6 @@
 """Ways to compute a model's dense part in float32, bfloat16 and int8 on a CPU: what bench.dense compares."""
 
+import importlib
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,6 +68,11 @@ def _replaced(module: nn.Module, *_: Tensor, make: Callable[[nn.Linear], Callabl
     return module
 
 
+def _own(module: nn.Module, *_: Tensor) -> nn.Module:
+    pack_linears(module, "int8")
+    return module
+
+
 def _medium(module: nn.Module, *_: Tensor) -> Score:
     def score(*given: Tensor) -> Any:
         torch.set_float32_matmul_precision("medium")
@@ -79,13 +85,13 @@ def _medium(module: nn.Module, *_: Tensor) -> Score:
 
 def _dynamic(module: nn.Module, *_: Tensor, engine: str) -> Any:
     torch.backends.quantized.engine = engine
+    quantize: Any = torch.ao.quantization.quantize_dynamic
     with warnings.catch_warnings(action="ignore"):  # deprecated, as quantized tensors are
-        return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, torch.qint8)
+        return quantize(module, {nn.Linear}, torch.qint8)
 
 
 def _torchao(module: nn.Module, *_: Tensor) -> nn.Module:
-    from torchao import quantization
-
+    quantization: Any = importlib.import_module("torchao.quantization")
     quantization.quantize_(module, quantization.Int8DynamicActivationInt8WeightConfig())
     return module
 
@@ -121,7 +127,7 @@ WAYS: Final[dict[str, Way]] = {
     "bfloat16 model": _halves(lambda module, *_: module),
     "bfloat16 model, weights packed": _halves(partial(_replaced, make=_by_onednn)),
     **{f"int8, quantize_dynamic, {each}": partial(_dynamic, engine=each) for each in ("x86", "fbgemm", "onednn")},
-    "int8, tierstore serve --dense int8": lambda module, *_: pack_linears(module, "int8") and module,
+    "int8, tierstore serve --dense int8": _own,
 }
 COMPILED: Final[dict[str, Way]] = {
     "float32, torch.compile": _compiled,
