@@ -103,17 +103,13 @@ def _auc_table(config: Config, aucs: Mapping[str, Mapping[Dense, list[float]]]) 
     return Table(title=title, columns=["layers", "float32", "int8", "lost", "lowest to highest"], rows=rows)
 
 
-def run(request: Run) -> Report:
-    config, found = request.config, {}
-    aucs = {name: _aucs(request, layers) for name, layers in config["trained"].items()}
-    for shape in config["shapes"]:
-        found[shape["name"]] = {str(threads): _measured(config, shape, threads) for threads in config["threads"]}
+def _report(config: Config, found: Mapping[str, Config], aucs: Mapping[str, Mapping[Dense, list[float]]]) -> Report:
     cases = [(name, threads, own) for name, each in found.items() for threads, own in each.items()]
     missing = {name: why for _, _, own in cases for name, why in own["missing"].items()}
     return Report(
         question="How much faster is a model's dense part in fewer bits on a CPU, and what does it cost in AUC?",
         tables=[*(_speed_table(config, *case) for case in cases), _auc_table(config, aucs)],
-        figures={"dense": found, "auc": aucs},
+        figures={"dense": dict(found), "auc": dict(aucs)},
         notes=[
             f"Medians of {config['repetitions']} repetitions in turns, in one process, of the same samples; with one "
             "thread of processor time. Off by: distance of probabilities from float32's, at the most candidates, with "
@@ -121,6 +117,15 @@ def run(request: Run) -> Report:
             *(f"Not here: {name} ({why})." for name, why in missing.items()),
         ],
     )
+
+
+def run(request: Run) -> Report:
+    config, found = request.config, {}
+    aucs = {name: _aucs(request, layers) for name, layers in config["trained"].items()}
+    for shape in config["shapes"]:
+        found[shape["name"]] = {str(threads): _measured(config, shape, threads) for threads in config["threads"]}
+        request.save(_report(config, found, aucs))
+    return _report(config, found, aucs)
 
 
 if __name__ == "__main__":
