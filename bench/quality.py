@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from tierstore.train.steps import feed
 from .common import Goal, Table
 from .data import ROOT, require_criteo
 
-__all__ = ["Quality", "goals_of", "measure_quality", "table_of"]
+__all__ = ["Quality", "evaluated", "goals_of", "measure_quality", "table_of", "train_store"]
 
 _DDR: Final = "200% of tables"
 _WORSE_MAX: Final = {"float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "int4": 0.001}
@@ -48,7 +48,7 @@ def measure_quality(config: dict[str, Any], folder: Path, dtypes: Sequence[str])
     found = []
     path = folder / "quality-store"
     for seed in config["train_seeds"]:
-        run, trained = _train(config, path, seed)
+        run, trained = train_store(config, path, seed)
         found += [_converted(run, path, seed, dtype) for dtype in dtypes]
         again = found[-len(dtypes)].evaluation
         if again != trained:
@@ -56,14 +56,14 @@ def measure_quality(config: dict[str, Any], folder: Path, dtypes: Sequence[str])
         for dtype in _TRAINED:
             for rounding in ("nearest", "stochastic"):
                 own = [f'embedding.dtype="{dtype}"', f'embedding.rounding="{rounding}"']
-                run, evaluation = _train(config, path, seed, *own)
+                run, evaluation = train_store(config, path, seed, *own)
                 row_bytes = table_configs(run)[0].layout(mmap.PAGESIZE).row_bytes
                 found.append(Quality(seed, dtype, rounding, evaluation, row_bytes))
     shutil.rmtree(path)
     return found
 
 
-def _train(config: dict[str, Any], path: Path, seed: int, *overrides: str) -> tuple[RunConfig, Evaluation]:
+def train_store(config: dict[str, Any], path: Path, seed: int, *overrides: str) -> tuple[RunConfig, Evaluation]:
     shutil.rmtree(path, ignore_errors=True)
     given = [f'data.path="{require_criteo()}"', f'store.ddr="{_DDR}"', f"train.seed={seed}", *config["set"]]
     given += [f'store.path="{path}"', *overrides]
@@ -76,22 +76,30 @@ def _train(config: dict[str, Any], path: Path, seed: int, *overrides: str) -> tu
 
 def _converted(run: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
     if dtype == "float32":
-        return _evaluate(run, path, seed, dtype)
+        return evaluated(run, path, seed=seed)
     target = path.with_name(f"{path.name}-{dtype}")
     shutil.rmtree(target, ignore_errors=True)
     tierstore.quantize(path, target, dtype=dtype)  # type: ignore[arg-type]
-    found = _evaluate(run, target, seed, dtype)
+    found = evaluated(run, target, seed=seed, dtype=dtype)
     shutil.rmtree(target)
     return found
 
 
 @torch.no_grad()
-def _evaluate(config: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
-    """As training evaluates, from what the store holds."""
+def evaluated(
+    config: RunConfig,
+    path: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    prepare: Callable[[torch.nn.Module], object] = lambda _: None,
+) -> Quality:
+    """As training evaluates, from what the store holds; ``prepare`` may change the model."""
     predictions, (reader, hasher), first = Predictions(), open_data(config), config.data.train_rows
     stop, size = first + config.data.test_rows, config.train.batch_size
     rows = reader.batches(hasher, batch_size=size, start_row=first, stop_row=stop, log_dense=config.data.log_dense)
     with _opened(config, path) as run, contextlib.closing(feed(run, rows, depth=2)) as ahead:
+        prepare(run.model)
         for batch in ahead:
             predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
         row_bytes = run.embeddings.tables[0].layout.row_bytes

@@ -39,6 +39,7 @@ ORDER: Final = (
     "quantized",
     "versions",
     "serve",
+    "dense",
     "plan",
     "dist",
     "dist_costs",

@@ -104,7 +104,7 @@ class StoreEngine:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
             dropped = self._note_dropped if config.out_of_range == "zero" else None
-            models = Models(store, dropped=dropped, program=self._program())
+            models = Models(store, dropped=dropped, program=self._program(), dense=config.dense)
             self._warm_up(store)
             rehearse(models.by_name.values())
             if config.follow_seconds:
@@ -124,7 +124,8 @@ class StoreEngine:
     def _program(self) -> Program | None:
         if not self._config.model:
             return None
-        return load_program(Path(self._config.model), max_samples=self._config.max_batch_samples)
+        config = self._config
+        return load_program(Path(config.model), max_samples=config.max_batch_samples, dense=config.dense)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":

@@ -15,6 +15,7 @@ from ..nn import KeyedJaggedTensor, TieredEmbedding, TieredEmbeddingBag, TieredE
 from ..nn.prefetch import prefetch
 from ..offline.quantization import quantize
 from ..serve.messages import InferTensor
+from ..serve.models.dense import Int8Linear
 from ..serve.models.jagged import Features, merge
 from ..store import open_store
 from ..train import RunConfig, train
@@ -55,7 +56,7 @@ def everything() -> list[Work]:
     ]
     tables = [replace(_ITEM, num_embeddings=rows, **kind) for rows in (_MANY, _FEW) for kind in kinds]
     runs = [partial(_train, table) for table in tables]
-    return [*first_run(), *runs, *(partial(_serve, rows) for rows in (_MANY, _FEW)), _read_requests, _train_file]
+    return [*first_run(), *runs, *(partial(_serve, rows) for rows in (_MANY, _FEW)), _answer_requests, _train_file]
 
 
 def _train(table: TableConfig, folder: Path) -> None:
@@ -84,10 +85,11 @@ def _train(table: TableConfig, folder: Path) -> None:
         store["item"].pooled(_IDS, _OFFSETS, mode="mean")
 
 
-def _read_requests(_: Path) -> None:
+def _answer_requests(_: Path) -> None:
     read_texts(np.frombuffer(b"red", np.uint8), np.array([0, 3]), FROM_ZERO)
     ids, lengths = InferTensor("INT64", np.arange(3)), InferTensor("INT32", np.array([1, 2], np.int32))
     merge([Features("rows", {"item": 4}, None).parse({"values": ids, "lengths": lengths})] * 2)
+    Int8Linear(torch.ones(1, 1), None)(torch.ones(1, 1))
 
 
 def _serve(rows: int, folder: Path) -> None:

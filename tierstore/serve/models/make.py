@@ -15,6 +15,7 @@ from ...train.checkpoint import saved_config
 from ...train.config import RunConfig
 from ..base import Model
 from ..messages import DATATYPES, InferTensor, TensorSpec
+from .dense import Dense
 from .exported import Exported
 from .jagged import Dropped
 from .lookups import feature_rows, pooled_features, pooled_table, table_rows
@@ -27,21 +28,32 @@ _LOG: Final = logging.getLogger("tierstore.serve")
 class Models:
     """The lookups of a store's tables, the ranking model of the run that committed it, and a model of one's own.
 
-    ConfigError: the run is of another release. DamagedError: it has no weights for its model. ValueError: the program
-    does not fit the store. ``by_name`` is another mapping after each move that changes it.
+    ``dense``: what linear layers compute in. ConfigError: the run is of another release. DamagedError: it has no
+    weights for its model. ValueError: the program does not fit the store, or ``dense`` a model. ``by_name`` is another
+    mapping after each move that changes it.
     """
 
-    def __init__(self, store: Store, *, dropped: Dropped | None = None, program: Program | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        dropped: Dropped | None = None,
+        program: Program | None = None,
+        dense: Dense = "float32",
+    ) -> None:
         self._store = store
         self._dropped = dropped
+        self._dense = dense
         self._ranking: Ranking | None = None
         config = saved_config(store.extra, str(store.directory))
         if config is not None:
-            self._ranking = Ranking(store, config, dropped)
+            self._ranking = Ranking(store, config, dropped, dense)
         self._tables = list(store.tables.values())
         self._program = program
         self._exported = None if program is None else Exported(store, program, dropped)
         self._features = None if self._exported is None else self._exported.features  # a later table adds none
+        if dense != "float32" and self._ranking is None and program is None:
+            raise ValueError(f"dense={dense!r}: {store.directory} has no model; serve it with --dense float32")
         self.by_name: Mapping[str, Model] = self._made(self._ranking)
         if program is not None and program.weights:
             self._take_weights(program.weights_of(store.tensors()))
@@ -98,7 +110,7 @@ class Models:
 
     def _new_ranking(self, config: RunConfig) -> Ranking | None:
         try:
-            return Ranking(self._store, config, self._dropped)
+            return Ranking(self._store, config, self._dropped, self._dense)
         except Exception:
             _LOG.exception("version %d is served without its ranking model", self._store.version)
             return None

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...nn.checkpoint import model_state
 from ..messages import TensorSpec
+from .dense import Dense, Int8Linear, pack_linears
 
 DTYPES: Final = {"FP32": torch.float32, "INT32": torch.int32, "INT64": torch.int64}
 _DATATYPES: Final = {dtype: datatype for datatype, dtype in DTYPES.items()}
@@ -20,7 +21,7 @@ _SMALLEST_BATCH: Final = 2
 
 class Program(NamedTuple):
     """A program; each shape begins with -1, the batch. ``dicts``: names of the inputs in each argument that is a
-    dict. ``weights``: parameters and buffers as the file has them."""
+    dict. ``weights``: parameters and buffers as the file has them. ``packed``: linear layers in int8."""
 
     path: Path
     inputs: tuple[TensorSpec, ...]
@@ -29,6 +30,7 @@ class Program(NamedTuple):
     in_spec: Any
     dicts: tuple[tuple[str, ...], ...]
     weights: dict[str, Tensor]
+    packed: Sequence[Int8Linear] = ()
 
     def weights_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its parameters and buffers as a commit has them, of the module that was exported or of one that this was a
@@ -41,6 +43,8 @@ class Program(NamedTuple):
         with torch.no_grad():
             for name, each in (weights or self.weights).items():
                 own[name].copy_(each)
+        for layer in self.packed:
+            layer.pack()
 
     @property
     def name(self) -> str:
@@ -53,7 +57,7 @@ class Program(NamedTuple):
         return list(pytree.tree_leaves(self.module(*args, **kwargs)))
 
 
-def load_program(path: Path, *, max_samples: int) -> Program:
+def load_program(path: Path, *, max_samples: int, dense: Dense = "float32") -> Program:
     """Read what ``torch.export.save`` wrote, and run it once. ValueError names what cannot be served."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; write one with torch.export.save")
@@ -63,7 +67,8 @@ def load_program(path: Path, *, max_samples: int) -> Program:
         message = f"{path} is no program that torch {torch.__version__} loads; write it with torch.export.save: {error}"
         raise ValueError(message) from error
     try:
-        return _described(path, exported, max_samples)
+        program = _described(path, exported, max_samples)
+        return program._replace(packed=pack_linears(program.module, dense))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -21,6 +21,7 @@ from ...train.readers import CategoryRule, FeatureHasher, dense_features
 from ...train.readers.categories import read_texts
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
+from .dense import Dense, pack_linears
 from .jagged import DenseAndIds, Dropped, Features, check_inputs, invalid, merge, parts_of, require_finite
 from .lookups import feature_inputs, joined, pool_features, split_rows
 
@@ -30,14 +31,16 @@ class Ranking:
 
     Inputs: dense FP32 [B, C], in the order of the metadata's parameter ``dense``, 0 where missing; values INT64 [N], or
     BYTES for categories as texts, and lengths INT32 [F, B], feature by feature in the order of ``features``, none where
-    missing. Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model.
+    missing. Output: probabilities FP32 [B]. DamagedError: the commit has no weights for the model. ValueError: it has
+    no layers for ``dense``.
     """
 
-    def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None) -> None:
+    def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None, dense: Dense = "float32") -> None:
         data = config.data
         self._config = config
         self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
         self._model = build_model(config, self._collection).eval()
+        self._packed = pack_linears(self._model, dense)
         self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
         self._rule = data.rule
         limits = dict(zip(self._collection.feature_names, self._hasher.limits, strict=True))
@@ -72,6 +75,8 @@ class Ranking:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the dense weights of a commit. Not during ``run``."""
         load_model(self._model, tensors)
+        for layer in self._packed:
+            layer.pack()
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> DenseAndIds:
         if self._refuses and "values" in inputs:

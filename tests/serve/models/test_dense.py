@@ -1,0 +1,158 @@
+"""Linear layers in int8: how far off the format lets results be, and that models compute in just that arithmetic."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tests.serve.loops import wait_for
+from tests.serve.models.programs import save, save_two_tables
+from tests.serve.models.stores import make_store
+from tests.serve.models.test_ranking import BATCH, evaluated, query
+from tests.serve.whole import FREE_PORTS, serving
+from tests.train.runs import TRAIN_ROWS, config_of
+from tierstore.cli import entry as cli
+from tierstore.serve.client import Client
+from tierstore.serve.models import Models, load_program
+from tierstore.serve.models.dense import Int8Linear
+from tierstore.train import train
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.checkpoint import commit_run, restore_run
+from tierstore.train.config import RunConfig
+
+ROUNDING = 2.0**-24
+"""Relative error of a result in float32."""
+HALF_A_LEVEL = 0.5 + 127 * 4 * ROUNDING
+"""Numbers are divided by their scale in float32, in a few steps."""
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the instructions the arithmetic is the same, and slow."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+
+
+def bound(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """How far results may be from exact ones, float64 [n, N]: each input and each weight is off by half a level."""
+    inputs, weights = rows.double().abs(), layer.weight.detach().double().abs()
+    input_off, weight_off = (HALF_A_LEVEL * each.amax(1) / 127 for each in (inputs, weights))
+    off = inputs.sum(1, keepdim=True) * weight_off + input_off.unsqueeze(1) * (weights + weight_off.unsqueeze(1)).sum(1)
+    return off + 4 * ROUNDING * (inputs @ weights.T + off + (0 if layer.bias is None else layer.bias.double().abs()))
+
+
+class Reference(nn.Module):
+    """The same arithmetic, by numpy."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.levels, self.scales = quantized(linear.weight.detach().numpy())
+        self.bias = np.float32(0) if linear.bias is None else linear.bias.detach().numpy()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        levels, scales = quantized(inputs.numpy())
+        sums = (levels @ self.levels.T).astype(np.float32)
+        return torch.from_numpy(sums * (scales[:, None] * self.scales) + self.bias)
+
+
+def quantized(rows: Any) -> tuple[Any, Any]:
+    largest = np.abs(rows).max(1)
+    return np.rint(rows * (np.float32(127) / largest)[:, None]).astype(np.int64), largest / np.float32(127)
+
+
+def with_reference(model: nn.Module) -> nn.Module:
+    """Its large layers replaced."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child.weight.numel() >= 16_384:
+                setattr(parent, name, Reference(child))
+    return model
+
+
+@pytest.mark.parametrize(("samples", "inputs", "outputs"), [(2, 128, 128), (7, 513, 33), (40, 367, 128)])
+def test_a_layer_is_as_near_as_its_format_lets_it_be(samples: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(samples)
+    layer, rows = nn.Linear(inputs, outputs, bias=samples != 7), torch.randn(samples, inputs)
+    rows *= torch.logspace(-6, 6, samples).unsqueeze(1)
+    rows[samples // 2] = 0
+    packed = Int8Linear(layer.weight, layer.bias)
+    found = packed(rows)
+    assert ((found - copy.deepcopy(layer).double()(rows.double())).abs() <= bound(layer, rows)).all()
+    assert torch.equal(packed(rows.reshape(samples, 1, -1))[:, 0], found)
+    assert not torch.equal(found, layer(rows))
+
+
+def test_other_samples_change_no_bit_even_if_they_are_no_numbers() -> None:
+    torch.manual_seed(1)
+    layer, rows = nn.Linear(100, 50), torch.randn(30, 100)
+    packed = Int8Linear(layer.weight, layer.bias)
+    alone = torch.cat([packed(row.unsqueeze(0)) for row in rows])
+    assert torch.equal(packed(rows), alone)
+    rows[3, 5], rows[4, 6], rows[5] = torch.nan, -torch.inf, 1e6
+    found = packed(rows)
+    assert found[3:5].isnan().all()
+    assert torch.equal(found[6:], alone[6:])
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_a_server_predicts_in_int8_and_follows_commits(interaction: str, tmp_path: Path) -> None:
+    model = {"interaction": interaction, "bottom_mlp": [128, 128], "top_mlp": [48, 32], "cross_rank": 48}
+    changes = {f"model__{name}": value for name, value in model.items()}
+    config = config_of(tmp_path, "store", train__epochs=1, embedding__dim=16, **changes)
+    train(config)
+    of_data = evaluated(config)
+    inputs = {name: each.data for name, each in query(of_data.dense, of_data.categories).items()}
+    with serving(Path(config.store.path), dense="int8") as server, Client(server.url) as client:
+        for factor in (1.0, 1.5):
+            version, want = commit_and_predict(config, factor)
+            wait_for(lambda version=version: server.engine.version == version)
+            assert client.rank(**inputs).tobytes() == want.tobytes()
+
+
+def commit_and_predict(config: RunConfig, factor: float) -> tuple[int, Any]:
+    """Multiply the run's dense weights, commit them, and return the version and its probabilities, float32 [B]."""
+    reader, hasher = open_data(config)
+    batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + BATCH)))
+    with open_run_store(config) as store, torch.no_grad():
+        run = build_run(config, store)
+        position = restore_run(run)
+        for each in run.model.dense_parameters().values():
+            each.mul_(factor)
+        version = commit_run(run, config, position).result()
+        return version, torch.sigmoid(with_reference(run.model.eval())(batch.dense, batch.sparse)).numpy()
+
+
+def test_a_program_of_ones_own_computes_in_int8_and_takes_weights(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    layers = nn.Sequential(nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 128, bias=False), nn.ReLU(), nn.Linear(128, 1))
+    program = load_program(save(layers, tmp_path / "own.pt2", torch.zeros(2, 96)), max_samples=64, dense="int8")
+    rows = torch.randn(9, 96)
+    for weights in ({}, {name: each * 2 for name, each in layers.state_dict().items()}):
+        program.load(weights)
+        layers.load_state_dict(weights or layers.state_dict())
+        with torch.inference_mode():
+            assert torch.equal(program.run([rows])[0], with_reference(copy.deepcopy(layers))(rows))
+
+
+def test_what_cannot_be_in_int8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_store(tmp_path / "store")
+    small = save_two_tables(tmp_path / "small.pt2")
+    without = pytest.raises(ValueError, match=r"dense='int8': .*store has no model; serve it with --dense float32")
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store, without:
+        Models(store, dense="int8")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "--dense", "int7"])
+    words = ["serve", "--store", str(tmp_path / "store"), "--model", str(small), "--dense", "int8", *FREE_PORTS]
+    assert cli.main(words) == 2
+    assert (
+        "small.pt2: dense='int8': the model has no linear layer of at least 16,384 weights" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert cli.main(words) == 2
+    assert "finds no AVX512_VNNI on this processor" in capsys.readouterr().err
