@@ -139,7 +139,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along
-        from ..updates.client import AdminClient
+        from ..updates.client import parse_url
 
         if bool(self.store) == bool(self.stores):
             what = "store and stores are both named" if self.store else "no store is named"
@@ -165,7 +165,7 @@ class ServeConfig:
         if self.peers and not self.updates:
             raise ValueError("peers are those of a replica: give updates, too")
         for url in self.peer_urls:
-            AdminClient(url).close()
+            parse_url(url)
         if self.model_control == "explicit" and not self.admin_token_file:
             raise ValueError("model_control='explicit' is for those who show the admin token: give an admin_token_file")
         if self.model_control == "explicit" and (self.workers > 1 or self.updates):

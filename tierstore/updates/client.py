@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from io import BufferedReader
 from types import TracebackType
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ..errors import TierstoreError
 from ..system.excerpt import excerpt
@@ -89,6 +89,14 @@ class ReplicaState(NamedTuple):
         return max((each.size_bytes for each in self.kept if each.id == update_id), default=0)
 
 
+def parse_url(url: str) -> SplitResult:
+    """Of an admin port. ValueError: no such URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url}: write http://HOST:PORT or https://HOST:PORT")
+    return parts
+
+
 class AdminClient:
     """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
     ValueError: no such URL. ``attempts``: of each request, where the connection breaks."""
@@ -99,11 +107,9 @@ class AdminClient:
         self.url = url
         self._attempts = attempts
         self._timeout = timeout
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{url}: write http://HOST:PORT or https://HOST:PORT")
+        parts = parse_url(url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=timeout)
+        self._connection = kind(str(parts.hostname), parts.port or DEFAULT_PORT, timeout=timeout)
         self._path = parts.path.rstrip("/")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         disown_in_forks(self)
@@ -151,10 +157,11 @@ class AdminClient:
         headers = {"Content-Type": "application/octet-stream", "Content-Range": content_range}
         self._try("PATCH", f"/admin/updates/{update.id}", part, headers, self._timeout)
 
-    def fetch(self, update: Update, peers: Sequence[str], progress: Progress) -> bool:
-        """Have the server get the update from peers, the first of them that gives it; waits until it has it whole.
+    def fetch(self, update: Update, sources: Sequence[str], peers: Sequence[str], progress: Progress) -> bool:
+        """Have the server get the update from the first of the sources that gives it; waits until it has it whole.
+        ``peers``: whom it asks later for what it missed.
         True if it shows that version already. FetchError: no peer gives it whole."""
-        wanted = {"size_bytes": update.size_bytes, "peers": list(peers)}
+        wanted = {"size_bytes": update.size_bytes, "from": list(sources), "peers": list(peers)}
         is_asked = False
         while True:
             state = self.state()

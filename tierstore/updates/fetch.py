@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,7 +27,8 @@ _STATE_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.1
 _READ_BYTES: Final = 256 << 10
 _LOG: Final = logging.getLogger("tierstore.updates")
-_Broken: Final = (PublishError, OSError, http.client.HTTPException)
+_ASKED_AT_ONCE: Final = 32
+_Broken: Final = (PublishError, OSError, http.client.HTTPException, ValueError)
 
 
 class Fetch:
@@ -58,16 +60,22 @@ class Fetch:
             if file_checksum(self._path) == self._id:
                 reach("fetch: checked")
                 return
+            self._require_wanted()
             os.truncate(self._path, 0)
             self._peers = self._peers[1:] + self._peers[:1]
             _LOG.warning("update %s was damaged on its way; next from %s", self._id, ", ".join(self._peers[:1]))
         raise PublishError(f"update {self._id} was damaged on its way from each of {len(self._peers)} peers")
+
+    def _require_wanted(self) -> None:
+        if self._stop.is_set():
+            raise PublishError(f"update {self._id} is not wanted any more")
 
     def _fill(self) -> None:
         last, grew_at, why = -1, time.monotonic(), "none is named"
         turns = itertools.cycle(self._peers)
         peer = next(turns, "")
         while (have := self._path.stat().st_size) < self._size_bytes:
+            self._require_wanted()
             if have > last:  # by a peer, or a publisher
                 last, grew_at = have, time.monotonic()
             try:
@@ -105,20 +113,24 @@ class Fetch:
         if by:
             self._turn += 1
             others = others[self._turn % (len(others) or 1) :][:1]
-        for other in others:
-            state = _state(other, self._token)
-            if state is not None and state.received(self._id) > have + by:
-                return other
-        return None
+        states = _states(others, self._token)[0]
+        return next((other for other, state in states.items() if state.received(self._id) > have + by), None)
 
 
-def _state(peer: str, token: str | None) -> ReplicaState | None:
-    """None if it cannot be asked."""
-    try:
-        with AdminClient(peer, token=token, attempts=1, timeout=_STATE_SECONDS) as client:
-            return client.state()
-    except _Broken:
-        return None
+def _states(peers: Sequence[str], token: str | None) -> tuple[dict[str, ReplicaState], str]:
+    """Of those that answer, in order; and why another one does not."""
+
+    def ask(peer: str) -> ReplicaState | str:
+        try:
+            with AdminClient(peer, token=token, attempts=1, timeout=_STATE_SECONDS) as client:
+                return client.state()
+        except _Broken as error:
+            return f"{peer}: {error}"
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        answers = list(zip(peers, pool.map(ask, peers), strict=True))
+    found = {peer: each for peer, each in answers if isinstance(each, ReplicaState)}
+    return found, next((each for _, each in answers if isinstance(each, str)), "")
 
 
 class Missing(NamedTuple):
@@ -131,16 +143,28 @@ class Missing(NamedTuple):
     """Those that keep it."""
 
 
-def missing(own: Origin | None, peers: Sequence[str], declined: str, *, token: str | None) -> Missing | None:
-    """The update that a replica lacks on the way to the highest version that its peers show; None if it lacks none.
-    ``declined``: identity of a commit that it is not to have."""
-    states = {peer: state for peer in peers if (state := _state(peer, token)) is not None}
+def missing(
+    own: Origin | None, peers: Sequence[str], declined: Collection[str], *, token: str | None
+) -> Missing | None:
+    """The update that a replica lacks on the way to the highest version that its peers show; None if it lacks none, or
+    is empty and they show several stores.
+
+    Args:
+        declined: identities of commits that it is not to have.
+
+    Raises:
+        PublishError: there are peers, and none answers.
+    """
+    states, why = _states(peers, token)
+    if peers and not states:
+        raise PublishError(f"no peer answers ({why})")
     shown = [state.origin for state in states.values() if state.origin is not None]
     newer = [each for each in shown if own is None or (each.source == own.source and each.version > own.version)]
     target = max(newer, key=lambda each: each.version, default=None)
-    if target is None or target.commit_id == declined:
+    if target is None or target.commit_id in declined or len({each.source for each in newer}) > 1:
         return None
-    ways = [each for state in states.values() if target.is_same(state.origin) for each in state.kept]
+    kept = [each for state in states.values() if target.is_same(state.origin) for each in state.kept]
+    ways = [each for each in kept if each.commit_id not in declined]
     changes = [each for each in ways if own is not None and own.commit_id == each.since_commit_id != ""]
     wholes = [each for each in ways if not each.since and (own is None or each.version > own.version)]
     update = next(iter(changes or wholes), None)

@@ -18,17 +18,19 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
 
 from ..errors import TierstoreError
 from ..system.hosts import is_loopback
 from ..system.output import require_parent
 from ..system.sizes import format_size
-from .client import AdminClient, FetchError, Progress, PublishError
+from .client import AdminClient, FetchError, Progress, PublishError, parse_url
 from .delta import Update, source_of, write_update
 from .header import Origin
 
 _LOG: Final = logging.getLogger("tierstore.updates")
+_ASKED: Final = 3
+_ASK_SECONDS: Final = 10.0
+"""For a server's first answer, so often: one that is gone does not hold up the others."""
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
@@ -57,6 +59,7 @@ class _Publisher:
         self._work = work
         self._bar = bar
         self._making = threading.Lock()
+        self._sending = threading.Lock()
         self._is_stopped = False
         self.updates: dict[int, Update] = {}
         self.source = source_of(directory)
@@ -103,7 +106,7 @@ class _Publisher:
         groups: dict[int, list[str]] = {}  # by the version that their update begins at
 
         def ask(url: str) -> Published:
-            with AdminClient(url, token=self._token) as client:
+            with AdminClient(url, token=self._token, attempts=_ASKED, timeout=_ASK_SECONDS) as client:
                 origins[url] = client.origin()
             if not self.source.origin.is_same(origins[url]):
                 groups.setdefault(self.begin(url, origins[url], since), []).append(url)
@@ -117,7 +120,7 @@ class _Publisher:
                     bring = partial(self._bring, first, chain, iter(chain[fan_out:]), fan_out, origins)
                     done |= zip(chain, pool.map(partial(_tried, bring), chain), strict=True)
             except BaseException:
-                self._is_stopped = True  # Ctrl-C: the threads end at their next part
+                self._is_stopped = True  # Ctrl-C: threads that send or wait for bytes end at their next part
                 raise
         return [done[url] for url in urls]
 
@@ -131,6 +134,7 @@ class _Publisher:
         place = chain.index(url)
         parents = sorted(range(place), key=lambda other: ((place - other) % fan_out, place - other))
 
+        others = [each for each in origins if each != url]
         with AdminClient(url, token=self._token) as client, self._bar(url) as bar:
 
             def show(done_bytes: int, total_bytes: int) -> None:
@@ -142,12 +146,13 @@ class _Publisher:
                 self._send(client, update, spares, show)
             else:
                 try:
-                    if client.fetch(update, [chain[each] for each in parents], show):
+                    if client.fetch(update, [chain[each] for each in parents], others, show):
                         return Published(url, self.source.origin.version, 0, 0, 0.0)
                 except FetchError as error:
                     _LOG.warning("%s; the rest is sent from here", error)
-                    client.send(update, show)
-            done = client.apply(update, replaces=origins[url], peers=[each for each in origins if each != url])
+                    with self._sending:  # one after another: together they would take the link from each other
+                        client.send(update, show)
+            done = client.apply(update, replaces=origins[url], peers=others)
         return Published(url, done.version, done.rows, update.size_bytes, 0.0)
 
     def _send(self, client: AdminClient, update: Update, spares: Iterator[str], show: Progress) -> None:
@@ -158,7 +163,7 @@ class _Publisher:
         except (TierstoreError, OSError):
             for spare in spares if not self._is_stopped else ():
                 with contextlib.suppress(TierstoreError, OSError), AdminClient(spare, token=self._token) as other:
-                    other.send(update)
+                    other.send(update, show)
                     break
             raise
 
@@ -228,8 +233,7 @@ def _publishing(
             raise FileExistsError(f"{keep_file} exists; choose another name")
         require_parent(Path(keep_file))
     for url in to:  # a wrong URL is reported before anything is done
-        AdminClient(url).close()
-        parts = urlsplit(url)
+        parts = parse_url(url)
         if token is not None and parts.scheme == "http" and not is_loopback(str(parts.hostname)):
             way_out = "serve with --tls-certificate and --tls-key, and publish to https://"
             _LOG.warning("%s gets the token unencrypted, and anyone who listens may change its rows: %s", url, way_out)

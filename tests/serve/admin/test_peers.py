@@ -24,7 +24,7 @@ from tierstore.system.killpoints import UPDATE_POINTS
 from tierstore.updates import apply_update, write_update
 from tierstore.updates import client as clients
 from tierstore.updates import fetch as fetching
-from tierstore.updates.client import AdminClient, Kept
+from tierstore.updates.client import AdminClient, Kept, PublishError
 from tierstore.updates.delta import source_of
 from tierstore.updates.publish import publish
 
@@ -306,9 +306,36 @@ def test_a_version_that_was_gone_back_from_does_not_come_back(fleet: Fleet, sour
         replica.catch_up()
         assert replica.store.extra["step"] == 1, "a peer shows it, or showed it"
     change(source, 3, keep=4)
+    fleet.publish(source, slice(1, 2))
+    fleet.replicas[0].catch_up()
+    assert fleet.replicas[0].store.extra["step"] == 1, "its way leads through what was gone back from"
     fleet.publish(source, slice(2))
     away.catch_up()
     fleet.require_same(source)
+
+
+def test_an_update_that_is_applied_gives_way_to_none(fleet: Fleet, source: Path) -> None:
+    taker = fleet.begin().taker
+    update = write_update(source, source.with_name("update"))
+    with AdminClient(fleet.urls[0], token=TOKEN) as client:
+        client.send(update)
+    taker._received_at, taker._is_applying = -1e9, True
+    other = f"{fleet.urls[0]}/admin/updates/{'0' * 16}/fetch"
+    assert httpx.post(other, json={"size_bytes": 9, "from": []}, headers=BEARER).status_code == 409
+    assert received(fleet.urls[0]) == update.size_bytes
+
+
+def test_an_empty_replica_takes_no_store_where_peers_show_several(fleet: Fleet, source: Path, tmp_path: Path) -> None:
+    change(tmp_path / "another", 1, keep=4)
+    fleet.begin(2)
+    fleet.publish(source, slice(1))
+    fleet.publish(tmp_path / "another", slice(1, 2))
+    new = fleet.begin(peers=fleet.urls[:2])
+    new.catch_up()
+    assert new.store is None
+    fleet.stop(1)
+    new.catch_up()
+    assert new.store.extra["tierstore.update"] == source_of(source).origin._asdict()
 
 
 def test_only_a_holder_of_the_token_has_anything_and_names_peers(fleet: Fleet, source: Path) -> None:
@@ -330,9 +357,10 @@ def test_only_a_holder_of_the_token_has_anything_and_names_peers(fleet: Fleet, s
             ("many", [], 400),
             (1 << 41, [], 413),
         ]:
-            refused = client.post(new + "/fetch", json={"size_bytes": size, "peers": peers})
+            refused = client.post(new + "/fetch", json={"size_bytes": size, "from": peers})
             assert (refused.status_code, bool(refused.json()["error"])) == (status, True)
     assert listed(fleet.urls[0])["uploads"] == {}
     with serving(source.with_name("other"), token="another", peers=fleet.urls) as (_, replica):
-        replica.catch_up()
+        with pytest.raises(PublishError, match="no peer answers"):
+            replica.catch_up()
         assert replica.store is None

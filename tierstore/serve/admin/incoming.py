@@ -2,7 +2,7 @@
 
 ``ID-SIZE.partial`` is an update on its way in, named by what it will be, so that it goes on after an interruption.
 ``ID-SIZE-SINCE-COMMIT-VERSION-COMMIT.update`` was applied, and is kept for peers: each begins at the version of the one
-before it, and the last one is of the version that is shown. ``peers`` has URLs, ``declined`` a commit's identity.
+before it, and the last one is of the version that is shown. ``peers`` has URLs, ``declined`` identities of commits.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ...system.oserrors import translate_os_error
 from ...system.output import write_text
 from ...system.plainfile import read_plain_file
 from ...system.sizes import format_size
-from ...updates.client import AdminClient, Kept
+from ...updates.client import Kept, parse_url
 from ...updates.header import UpdateHeader
 
 _ROOM_BYTES: Final = 64 << 20
@@ -29,6 +29,7 @@ _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1 << 30
 """Of updates before the last one, which is kept in any case, and the last one together."""
 _MAX_PEERS: Final = 1024
+_MAX_DECLINED: Final = 256
 _MAX_TEXT_BYTES: Final = 1 << 20
 
 
@@ -129,9 +130,9 @@ class Incoming:
         return self._words("peers")
 
     @property
-    def declined(self) -> str:
-        """Identity of a commit that no peer is to give, as it was gone back from, or cannot be shown."""
-        return "".join(self._words("declined"))
+    def declined(self) -> list[str]:
+        """Identities of commits that no peer is to give, as they were gone back from, or cannot be shown."""
+        return self._words("declined")
 
     def _words(self, name: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError, TierstoreError):
@@ -140,19 +141,15 @@ class Incoming:
 
     def set_peers(self, peers: Any) -> None:
         """UpdateError unless they are a list of URLs."""
-        try:
-            for each in peers[:_MAX_PEERS]:
-                AdminClient(each).close()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UpdateError(400, f"peers must be a list of URLs: {error}") from None
+        require_urls(peers)
         if peers and peers != self.peers:
             make_directory(self.folder)
             write_text(self.folder / "peers", "\n".join(peers[:_MAX_PEERS]), force=True)
 
     def decline(self, commit_id: str) -> None:
-        self.drop_kept(commit_id)
         make_directory(self.folder)
-        write_text(self.folder / "declined", commit_id, force=True)
+        others = [each for each in self.declined if each != commit_id]
+        write_text(self.folder / "declined", "\n".join([*others, commit_id][-_MAX_DECLINED:]), force=True)
 
 
 def _require_room(folder: Path, size_bytes: int) -> None:
@@ -162,6 +159,15 @@ def _require_room(folder: Path, size_bytes: int) -> None:
             f"{folder}: {format_size(size_bytes)} more, and {format_size(free)} free, of which "
             f"{format_size(_ROOM_BYTES)} stay so. Free some space, and publish again, which goes on where this stopped"
         )
+
+
+def require_urls(peers: Any) -> None:
+    """UpdateError unless they are a list of URLs of admin ports."""
+    try:
+        for each in peers[:_MAX_PEERS]:
+            parse_url(each)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UpdateError(400, f"peers must be a list of URLs: {error}") from None
 
 
 def append(path: Path, data: bytes, offset: int) -> None:

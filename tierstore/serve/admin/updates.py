@@ -38,7 +38,7 @@ from ...system.sizes import format_size
 from ...updates.fetch import Fetch, missing
 from ...updates.header import Origin, UpdateHeader, origin_of
 from ...updates.update_file import UpdateFile
-from .incoming import Incoming, UpdateError, Upload, append
+from .incoming import Incoming, UpdateError, Upload, append, require_urls
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _MAX_UPDATE_BYTES: Final = 1 << 40
@@ -87,6 +87,7 @@ class Replica:
         self._received_at = -math.inf  # by the process before: an upload of it is idle
         self._fetch: tuple[str, asyncio.Task[None]] | None = None
         self._waits_for: Origin | None = None
+        self._refused: set[str] = set()
 
     def routes(self) -> list[Route]:
         return [
@@ -100,10 +101,11 @@ class Replica:
     async def roll_back(self) -> int:
         """Show the version before the current one; its number at the source. UpdateError: that cannot be done now."""
         async with self._turn:
-            before = origin_of(self._extra())
+            shown, kept = origin_of(self._extra()), self._incoming.kept()
+            left = kept[-1][0].commit_id if kept else "" if shown is None else shown.commit_id
+            self._incoming.decline(left)  # before: a server that is killed meanwhile has not gone back, or stays so
             origin = await self._write("rollback", str(self._directory))
-            if before is not None:
-                self._incoming.decline(before.commit_id)
+            self._incoming.drop_kept(left)
             await self._refresh()
         _LOG.info("went back to version %d of store %s", origin["version"], origin["source"])
         return int(origin["version"])
@@ -132,6 +134,7 @@ class Replica:
             upload = self._begin(update_id, size)
             if first != upload.received_bytes:
                 raise UpdateError(409, f"update {update_id} goes on at byte {upload.received_bytes}, not {first}")
+            self._received_at = time.monotonic()
             try:
                 received = await _store(request, upload.path, first, last + 1)
             finally:
@@ -158,7 +161,9 @@ class Replica:
             raise translate_os_error(error, self._incoming.folder) from error
 
     def _being_sent(self) -> Upload | None:
-        return self._incoming.upload() if time.monotonic() - self._received_at < IDLE_SECONDS else None
+        """Or applied: no other takes its place."""
+        is_busy = self._is_applying or time.monotonic() - self._received_at < IDLE_SECONDS
+        return self._incoming.upload() if is_busy else None
 
     # From peers, and for them
 
@@ -182,13 +187,16 @@ class Replica:
 
     async def _begin_fetch(self, request: Request) -> Response:
         update_id, body = _update_id(request), await _json_of(request)
-        size, peers = body.get("size_bytes"), body.get("peers")
-        if not isinstance(size, int) or not isinstance(peers, list):
-            raise UpdateError(400, 'the body must be like {"size_bytes": 1000, "peers": [URL, ...]}')
-        self._incoming.set_peers(peers)
+        size, sources = body.get("size_bytes"), body.get("from")
+        if not isinstance(size, int) or not isinstance(sources, list):
+            raise UpdateError(
+                400, 'the body must be like {"size_bytes": 1000, "from": [URL, ...], "peers": [URL, ...]}'
+            )
+        require_urls(sources)
         upload = self._begin(update_id, size)
+        self._incoming.set_peers(body.get("peers", []))
         self._received_at = time.monotonic()
-        self._start_fetch(upload, peers, is_asked=True)
+        self._start_fetch(upload, sources, is_asked=True)
         return JSONResponse({"received_bytes": upload.received_bytes, "size_bytes": size})
 
     def _start_fetch(self, upload: Upload, peers: Sequence[str], *, is_asked: bool) -> "asyncio.Task[None]":
@@ -216,13 +224,15 @@ class Replica:
 
     async def keep_up(self) -> None:
         """Catch up now, and from time to time, until cancelled; ends what is being fetched, too."""
+        last = ""
         try:
             while True:
                 try:
                     await self.catch_up()
                 except Exception as error:
                     trace = None if isinstance(error, TierstoreError | OSError) else error
-                    _LOG.warning("the replica could not catch up with its peers: %s", error, exc_info=trace)
+                    if last != (last := str(error)):
+                        _LOG.warning("the replica could not catch up with its peers: %s", error, exc_info=trace)
                 await asyncio.sleep(CATCH_UP_SECONDS)
         finally:
             if self._fetch is not None:
@@ -233,7 +243,7 @@ class Replica:
         while self._being_sent() is None:
             peers, own = self._peers or self._incoming.peers, origin_of(self._extra())
             found = await asyncio.to_thread(missing, own, peers, self._incoming.declined, token=self._token)
-            if found is None:
+            if found is None or self._being_sent() is not None:
                 return
             if found.update is None:
                 if found.target != self._waits_for:
@@ -251,8 +261,10 @@ class Replica:
                 try:
                     await self._apply_upload(upload, "")
                 finally:
-                    if not self._incoming.find(upload.id):
-                        self._incoming.decline(found.target.commit_id)
+                    if not self._incoming.find(upload.id):  # the cause may have been of that moment, once
+                        if upload.id in self._refused:
+                            self._incoming.decline(found.update.commit_id)
+                        self._refused.add(upload.id)
             if origin_of(self._extra()) == own:
                 return  # it is not shown yet: the server drains
 
