@@ -229,6 +229,27 @@ def test_a_store_that_cannot_be_opened_again_leaves_the_others(stores: dict[str,
         (tmp_path / "elsewhere").rename(tmp_path / "a")
         client.load_model("a", headers=BY_ADMIN)
         assert rows(server, "grpc", "a")
+        shutil.rmtree(tmp_path / "a")
+        shutil.copytree(stores["b"], tmp_path / "a")
+        with refused(Status.UNAVAILABLE, "the store was replaced"):
+            client.load_model("a", headers=BY_ADMIN)
+        assert states(server)["a.rows.item"] == ("READY", "")
+
+
+def test_of_one_store_that_is_gone_nothing_is_in_memory_and_a_server_that_drains_is_not_ready(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(stores["a"], tmp_path / "a")
+    explicit = {name: value for name, value in named({}).items() if name != "stores"}
+    with serving(tmp_path / "a", **explicit) as server, triton(server, "grpc") as client:
+        assert client.is_model_ready("a")
+        store = weakref.ref(server.engine._store)
+        client.unload_model("a", headers=BY_ADMIN)
+        wait_for(lambda: store() is None)
+        assert client.is_server_ready()
+        assert not client.is_model_ready("a")
+        server.call(server.engine.drain())
+        assert not client.is_server_ready()
 
 
 def test_stores_of_flags_and_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -252,7 +273,7 @@ def test_stores_share_memory_by_their_size(stores: dict[str, Path], tmp_path: Pa
     change(tmp_path / "item", 3, names=("item",))
     given = named(stores | {"c": tmp_path / "item"}, a={"ddr": "1MiB"}, ddr=7000, model_control="none")
     config = ServeConfig(**given)
-    assert {name: each.ddr for name, each in configs_of(config).items()} == {"a": "1MiB", "b": 4375, "c": 2625}
+    assert {name: each.ddr for name, each in configs_of(config).items()} == {"a": "1MiB", "b": 4156, "c": 2843}
     of_tables = configs_of(replace(config, ddr="5% of tables"))
     assert [each.ddr for each in of_tables.values()] == ["1MiB", "5% of tables", "5% of tables"]
     stored = tuple(replace(each, record=f"{each.name}.npz") for each in config.stores)
@@ -273,6 +294,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "stores: b: ddr='1XB' is not a size": {"stores": [A, B | {"ddr": "1XB"}]},
     "stores: a: max_queue_samples=5 is below": {"stores": [A | {"max_queue_samples": 5}, B]},
     "give an admin_token_file": {"store": "x", "model_control": "explicit"},
+    "a recording ends with its store": {
+        "stores": [A | {"record": "r.npz"}, B],
+        "model_control": "explicit",
+        "admin_token_file": "t",
+    },
     "set workers to 1": {"store": "x", "model_control": "explicit", "admin_token_file": "t", "workers": 2},
 }
 

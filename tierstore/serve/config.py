@@ -173,6 +173,8 @@ class ServeConfig:
                 "model_control='explicit' goes neither with updates nor with several workers, of which a call reaches "
                 "one: set workers to 1, and start more servers"
             )
+        if self.model_control == "explicit" and (self.record or any(each.record for each in self.stores)):
+            raise ValueError("model_control='explicit' and record do not go together: a recording ends with its store")
         if self.stores:
             self._require_apart()
         if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):

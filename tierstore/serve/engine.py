@@ -8,6 +8,7 @@ thread looks for newer commits and reads what changed, while batches run.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,15 @@ class _Ran(NamedTuple):
     version: str
 
 
+def _free() -> None:
+    """Have the collector look at what was there when the server began, too: parts of a store are in cycles."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if was_frozen:
+        gc.freeze()
+
+
 class StoreEngine:
     """The models of one store, what monitoring looks at, and what an operator may ask. Its coroutines are for one event
     loop. ``prefix`` begins the models' names."""
@@ -71,7 +81,7 @@ class StoreEngine:
         self._moving = asyncio.Lock()
         self._before = _NOTHING
         self._is_ready = False
-        self._is_draining = self._is_stopping = False
+        self.is_draining = self._is_stopping = False
         self._has_failed = False
         self._is_parsing: Final = asyncio.Lock()
         self.absent = ""  # what became of the store: "unloading", "unloaded", "loading" or "load failed"
@@ -89,7 +99,7 @@ class StoreEngine:
             _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
             return
         self._serve_models()
-        self._is_ready = not self._is_draining
+        self._is_ready = not self.is_draining
 
     def _open(self) -> None:
         config = self._config
@@ -134,7 +144,7 @@ class StoreEngine:
         is_auto = self._config.warm_up == "auto"
         path = hot_rows_path(store.directory) if is_auto else Path(self._config.warm_up)
         rows = load_hot_rows(path, store) if is_auto else rows_of_trace(path)
-        count = warm_up(store, rows, lambda: self._is_draining)
+        count = warm_up(store, rows, lambda: self.is_draining)
         _LOG.info("%d rows are in memory after %.1f s of warm-up", count, time.perf_counter() - started)
 
     def _serve_models(self) -> None:
@@ -199,8 +209,13 @@ class StoreEngine:
             if not self.absent:
                 self._known, self.absent = list(self.models()), "unloading"
                 served, self._served = list(self._served.values()), {}
-                await self._end(served)
-            self._before, self.absent = _NOTHING, "unloaded"
+                try:
+                    await self._end(served)
+                finally:
+                    del served
+                    self._before, self._stale_since, self.absent = _NOTHING, None, "unloaded"
+                    await _in(self._executor, _free)
+            self.absent = "unloaded"
             _LOG.info("unloaded %s", self._config.store)
 
     async def load(self) -> None:
@@ -209,16 +224,15 @@ class StoreEngine:
         async with self._moving:
             if self._is_stopping:
                 raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-            if not self.absent:
-                await self._move()
-                return
-            self.absent = "loading"
+            was_absent = bool(self.absent)
+            self.absent = "loading" if was_absent else ""
             try:
-                await self.start()
+                await (self.start() if was_absent else self._move())
             except Exception as error:
-                self.absent = "load failed"
-                _LOG.exception("%s is not loaded", self._config.store)
-                raise ServeError(Status.UNAVAILABLE, f"the store is not loaded: {error}") from error
+                self.absent = "load failed" if was_absent else ""
+                what = "loaded" if was_absent else "moved to its newest commit"
+                _LOG.exception("%s is not %s", self._config.store, what)
+                raise ServeError(Status.UNAVAILABLE, f"the store is not {what}: {error}") from error
             self.absent = ""
 
     def _close(self, store: Store | None) -> None:
@@ -256,7 +270,7 @@ class StoreEngine:
     @property
     def is_live(self) -> bool:
         """Whether batches can still run. Only a server that stops closes the batchers of the models that it serves."""
-        if self._is_draining:
+        if self.is_draining:
             return True
         return not self._has_failed and all(served.batcher.is_open for served in self._served.values())
 
@@ -396,7 +410,7 @@ class StoreEngine:
                 raise
 
     async def _move(self) -> int:
-        if self._is_draining or self.absent:
+        if self.is_draining or self.absent:
             return self.version
         if self._store is None:
             await self.start()
@@ -431,14 +445,14 @@ class StoreEngine:
 
     async def drain(self) -> bool:
         """Take no more requests, until ``resume``; those that came are answered."""
-        self._is_draining, self._is_ready = True, False
+        self.is_draining, self._is_ready = True, False
         return True
 
     async def resume(self) -> bool:
         """Take requests again; whether none are taken. ServeError UNAVAILABLE if the server stops."""
         if self._is_stopping:
             raise ServeError(Status.UNAVAILABLE, "the server stops; start it again")
-        self._is_draining, self._is_ready = False, self._models is not None
+        self.is_draining, self._is_ready = False, self._models is not None
         return False
 
     # What is reported of it

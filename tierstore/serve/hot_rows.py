@@ -8,6 +8,7 @@ caches can hold, and what is no row of the store is passed over. Anything else c
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +45,7 @@ def hot_rows(store: Store) -> Any:
 
 def save_hot_rows(path: Path, keys: Any) -> None:
     """Write them; a file that cannot be written is logged."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
         partial.unlink(missing_ok=True)
         with open(partial, "xb") as file:  # a new one only: a link under this name would lead elsewhere

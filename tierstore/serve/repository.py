@@ -23,15 +23,17 @@ from .monitoring.metrics import Metrics, State
 
 
 def configs_of(config: ServeConfig) -> dict[str, ServeConfig]:
-    """The settings of each store by its name. Stores without ``ddr`` of their own share the server's by the bytes of
-    their tables' weights. Errors as of ``open_files``."""
+    """The settings of each store by its name. Stores without ``ddr`` of their own share the server's: a quarter evenly,
+    so that a small one has what it needs, the rest by the bytes of their tables' weights. Errors as of ``open_files``.
+    """
     configs = config.by_store()
     sharing = [each.called for each in config.stores if not each.ddr]
     if len(sharing) < 2 or is_share_of_tables(config.ddr):
         return configs
     sizes = {name: max(1, _table_bytes(Path(configs[name].store))) for name in sharing}
     budget, whole = parse_size(config.ddr, name="ddr"), sum(sizes.values())
-    return configs | {name: replace(configs[name], ddr=budget * size // whole) for name, size in sizes.items()}
+    even, rest = budget // 4 // len(sizes), budget - budget // 4
+    return configs | {name: replace(configs[name], ddr=even + rest * size // whole) for name, size in sizes.items()}
 
 
 def _table_bytes(directory: Path) -> int:
@@ -68,7 +70,9 @@ class Repository:
             await each.begin_to_stop()
 
     async def stop(self) -> None:
-        await asyncio.gather(*(each.stop() for each in self.engines.values()))
+        ended = await asyncio.gather(*(each.stop() for each in self.engines.values()), return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
 
     # Engine
 
@@ -78,7 +82,7 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        return all(each.is_ready or each.absent for each in self.engines.values())
+        return all(each.is_ready or (each.absent and not each.is_draining) for each in self.engines.values())
 
     def models(self) -> tuple[ModelMetadata, ...]:
         return tuple(model for each in self.engines.values() for model in each.models())
@@ -97,8 +101,8 @@ class Repository:
         self._of(name).require(name, version)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        engine = self._of(name)
-        if name not in self.store_names:
+        engine = self.engines.get(name) or self._of(name)
+        if name not in self.engines:
             engine.require(name, version)
         return engine.is_ready
 

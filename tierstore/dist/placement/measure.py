@@ -8,6 +8,7 @@ too: what slows it for seconds is then in one trial of some probes and not in al
 
 import copy
 import itertools
+import math
 import os
 import platform
 import statistics
@@ -67,6 +68,9 @@ def measure_ranks(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     ranks, rule = Ranks(), OPTIMIZERS[optimizer]()
+    seconds = ranks.first(seconds)
+    if not math.isfinite(seconds):
+        raise ValueError(f"seconds={seconds}: expected a number of seconds")
     trials, works = dict[tuple[int, int], list[float]](), dict[tuple[int, int], _Work]()
     begun = time.monotonic()
 
@@ -82,7 +86,9 @@ def measure_ranks(
             progress(int(min(passed, seconds)), int(seconds))
         return passed
 
-    reduces = [_reduces_us(ranks)]
+    tried(0)  # compiles what it needs
+    trials.clear()
+    begun, reduces = time.monotonic(), [_reduces_us(ranks)]
     sets = next(sets for sets in itertools.count(1) if tried(sets - 1) >= seconds / _ROUNDS and sets >= _FEWEST_SETS)
     for number in range(1, _ROUNDS):
         reduces.append(_reduces_us(ranks))
