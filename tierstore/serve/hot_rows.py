@@ -24,6 +24,7 @@ from ..system.plainfile import open_plain_file
 from ..trace import read_trace
 
 _LOG: Final = logging.getLogger("tierstore.serve")
+_SAVING: Final = threading.Lock()
 
 _KEY: Final = np.dtype("<i8")
 _CHUNK_ROWS: Final = 1 << 16
@@ -45,16 +46,17 @@ def hot_rows(store: Store) -> Any:
 
 def save_hot_rows(path: Path, keys: Any) -> None:
     """Write them; a file that cannot be written is logged."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        with open(partial, "xb") as file:  # a new one only: a link under this name would lead elsewhere
-            file.write(np.ascontiguousarray(keys, _KEY).data)
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with _SAVING:  # two stores of a server may be of one folder
+        try:
             partial.unlink(missing_ok=True)
-        _LOG.warning("the hot rows are not kept for the next start: %s", error)
+            with open(partial, "xb") as file:  # a new one only: a link under this name would lead elsewhere
+                file.write(np.ascontiguousarray(keys, _KEY).data)
+            os.replace(partial, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            _LOG.warning("the hot rows are not kept for the next start: %s", error)
 
 
 def load_hot_rows(path: Path, store: Store) -> dict[str, Any]:
