@@ -158,9 +158,9 @@ class AdminClient:
         self._try("PATCH", f"/admin/updates/{update.id}", part, headers, self._timeout)
 
     def fetch(self, update: Update, sources: Sequence[str], peers: Sequence[str], progress: Progress) -> bool:
-        """Have the server get the update from the first of the sources that gives it; waits until it has it whole.
-        ``peers``: whom it asks later for what it missed.
-        True if it shows that version already. FetchError: no peer gives it whole."""
+        """Have the server get the update from the first of the sources that gives it; waits until it has it whole. True
+        if it shows that version already. FetchError: no source gives it whole. ``peers``: whom it asks later for what
+        it missed."""
         wanted = {"size_bytes": update.size_bytes, "from": list(sources), "peers": list(peers)}
         is_asked = False
         while True:
