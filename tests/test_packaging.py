@@ -100,7 +100,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "orjso
     assert not set(package.split()) & HEAVY
     light = ("", ".bearer_token", ".command", ".config", ".messages")
     of_serve = ["tierstore.serve" + name for name in light]
-    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
+    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry", "tierstore.cli.sweep"]
     of_system = ["tierstore.system.hosts", "tierstore.system.terminal"]
     assert command_line.split() == [*of_cli, *of_serve, *of_system]
 

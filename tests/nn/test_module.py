@@ -407,3 +407,21 @@ def test_half_tables_pool_in_float32(store_dir: Path, dtype: Any, mode: Any) -> 
         pooled = table.pooled(ids, offsets, mode=mode)
         assert pooled.dtype == torch.float32
         torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_call_without_gradients_and_offsets_gives_the_bits_of_one_with(mode):
+    """One compiled call does it; ids may lie apart, be narrow, or none."""
+    with tierstore.open(cold="memory", ddr="8MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="a", num_embeddings=50, embedding_dim=8, pooling=mode))
+        table.write(torch.arange(50), torch.randn(50, 8))
+        bag, plain = tierstore.TieredEmbeddingBag(table), torch.nn.EmbeddingBag(50, 8, mode=mode)
+        plain.weight.data.copy_(table.read(torch.arange(50)))
+        ids = torch.randint(50, (7, 3))
+        for given in (ids, ids.int(), ids.t(), ids[:1, :1], ids[:0], ids[:, :0]):
+            with torch.no_grad():
+                found, expected = bag(given), plain(given) if given.numel() else torch.zeros(len(given), 8)
+            assert torch.equal(found, bag(given).detach())
+            torch.testing.assert_close(found, expected)
+        with torch.no_grad(), pytest.raises(TypeError, match="must be a Tensor"):
+            bag([[1]])

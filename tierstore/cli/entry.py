@@ -217,9 +217,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from ..offline.inspection import describe_store, stores_in
+    from ..offline.inspection import describe
 
-    print("\n\n".join(describe_store(each) for each in stores_in(options.directory)))
+    print(describe(options.directory))
     return 0
 
 

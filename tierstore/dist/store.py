@@ -393,9 +393,9 @@ class ShardedStore:
     def balance(self) -> list[Load]:
         """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
         with self.ranks.telling():
-            local = [table.local for table in self.tables.values()]
-            rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
-            own = Load(rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
+            own_rows = sum(len(table.rows) for table in self.tables.values())
+            size_bytes = sum(table.local.size_bytes for table in self.tables.values())
+            own = Load(own_rows, size_bytes, self.local.stats().ddr.lookups, self.owners.traffic, self._pace.recent())
         return self.ranks.gather(own, "balance")
 
     # What a module asks of a store.

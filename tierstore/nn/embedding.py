@@ -181,8 +181,13 @@ class TieredEmbeddingBag(TieredModule):
     def _pooled_directly(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor | None:
-        if offsets is None or per_sample_weights is not None or self.padding_idx is not None:
+        if per_sample_weights is not None or self.padding_idx is not None:
             return None
+        if offsets is None:
+            if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.is_cpu:
+                return None
+            bags, width = ids.shape
+            return self.table.pooled_directly(ids.reshape(-1), _evenly(bags, width, ids.device), self.mode)
         return self.table.pooled_directly(ids, offsets, self.mode, is_last_given=self.include_last_offset)
 
     def _prepare(

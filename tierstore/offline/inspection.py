@@ -5,6 +5,7 @@ import mmap
 from pathlib import Path
 
 from ..config import MAX_KEPT_VERSIONS
+from ..errors import TierstoreError
 from ..store import Store, open_store
 from ..store.manifest import Manifest, parts_in
 from ..system.sizes import format_count, format_size
@@ -18,6 +19,32 @@ def stores_in(directory: str | Path) -> list[Path]:
     return [part.path for part in parts_in(Path(directory))] or [Path(directory)]
 
 
+def describe(directory: str | Path) -> str:
+    """``describe_store``; of a sharded store, its version and that of each rank's part.
+
+    Raises: as ``describe_store``.
+    """
+    stores = stores_in(directory)
+    told = [describe_store(each) for each in stores]
+    if stores != [Path(directory)]:
+        told.insert(0, _describe_whole(directory, len(stores)))
+    return "\n\n".join(told)
+
+
+def _describe_whole(directory: str | Path, parts: int) -> str:
+    try:
+        with open_store(directory, mode="r") as store:
+            return f"{store.directory}: {_version_of(store)}, in {parts} parts that number their own commits"
+    except TierstoreError as error:
+        return f"{directory}: {error}"
+
+
+def _version_of(store: Store) -> str:
+    version = f"version {store.version}" if store.version else "nothing committed yet"
+    earlier = ", ".join(map(str, store.versions[:-1]))
+    return version + (f" (kept too: {earlier})" if earlier else "")
+
+
 def describe_store(directory: str | Path) -> str:
     """Version, tables and files of a store; opens it read-only and reads no row.
 
@@ -28,10 +55,7 @@ def describe_store(directory: str | Path) -> str:
         tables = _describe_tables(store)
         tensors = store.tensors().values()
         extra = json.dumps(store.extra)
-        version = f"version {store.version}" if store.version else "nothing committed yet"
-        earlier = ", ".join(map(str, store.versions[:-1]))
-        version += f" (kept too: {earlier})" if earlier else ""
-        lines = [f"{store.directory}: {version}, {format_count(len(store.tables), 'table')}", *tables]
+        lines = [f"{store.directory}: {_version_of(store)}, {format_count(len(store.tables), 'table')}", *tables]
         old_reader = store.describe_old_reader()
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]

@@ -438,7 +438,8 @@ class Table(Unpicklable):
                 as of ``read``.
         """
         self.store.require_writable()
-        self.require_whole()
+        if not self.is_whole:
+            raise TableError(f"table {self.name!r} is sharded over ranks, which admit ids by training alone")
         self._require_dynamic("admit")
         found = self.keys_of(check_ids(ids, device=self.store.device).astype(np.int64), Use.ADMIT)
         return int(np.count_nonzero(found.keys >= 0))

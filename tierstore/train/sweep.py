@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 from ..settings.sections import ConfigError, Override, read_toml, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.output import write_text
+from ..system.signals import handlers_restored
 from .config import RunConfig, load, parse_override
 
 RateRule = Literal["none", "linear", "sqrt"]
@@ -29,6 +30,7 @@ _MAX_NAME: Final = 120
 _RUN_FILE: Final = "run.toml"
 _RESULT: Final = "result.json"
 _LOG: Final = "log.txt"
+_PATHS: Final = ("path", "test_path")
 _POLL_SECONDS: Final = 0.05
 _SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 """Of the machine's memory, which runs at the same time divide."""
@@ -134,7 +136,10 @@ def runs_of(
     for choices in itertools.product(*(axis.choices for axis in axes)):
         labels = {axis.name: choice.label for axis, choice in zip(axes, choices, strict=True)}
         own = Path(folder).absolute() / _file_name(",".join(f"{name}={label}" for name, label in labels.items()))
-        config = load(run_file, [override for choice in choices for override in choice.overrides])
+        try:
+            config = load(run_file, [override for choice in choices for override in choice.overrides])
+        except ConfigError as error:
+            raise ConfigError(f"{own.name}: {error}") from None
         runs.append(SweepRun(own, labels, _adapted(config, base, own, rate_rule, warmup_samples)))
     return runs
 
@@ -148,7 +153,9 @@ def _adapted(config: RunConfig, base: int, folder: Path, rule: RateRule, warmup_
         dense_lr=config.optimizer.dense_lr * factor,
         warmup_steps=math.ceil(warmup_samples / config.train.batch_size) or config.optimizer.warmup_steps,
     )
-    return replace(config, store=replace(config.store, path=str(folder / "store")), optimizer=optimizer)
+    paths = {name: os.path.abspath(path) for name in _PATHS if (path := getattr(config.data, name))}
+    store, data = replace(config.store, path=str(folder / "store")), replace(config.data, **paths)
+    return replace(config, store=store, data=data, optimizer=optimizer)
 
 
 def _file_name(text: str) -> str:
@@ -185,24 +192,26 @@ def run_all(runs: Sequence[SweepRun], *, jobs: int = 1, told: Callable[[SweepRun
         told: is called with each run that ends, and its exit status.
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C, once all that ran have committed.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM, once all that ran have committed.
     """
     waiting = iter([run for run in runs if run.result is None])
     running: dict[subprocess.Popen[bytes], SweepRun] = {}
-    try:
-        while True:
-            running |= {_begin(run, jobs): run for run in itertools.islice(waiting, jobs - len(running))}
-            if not running:
-                return
-            for process in [each for each in running if each.poll() is not None]:
-                told(running.pop(process), process.returncode)
-            time.sleep(_POLL_SECONDS)
-    except BaseException:
-        for process in running:
-            process.send_signal(signal.SIGINT)
-        for process in running:
-            process.wait()
-        raise
+    with handlers_restored(signal.SIGTERM):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            while True:
+                running |= {_begin(run, jobs): run for run in itertools.islice(waiting, jobs - len(running))}
+                if not running:
+                    return
+                for process in [each for each in running if each.poll() is not None]:
+                    told(running.pop(process), process.returncode)
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            for process in running:
+                process.wait()
+            raise
 
 
 def _begin(run: SweepRun, jobs: int) -> "subprocess.Popen[bytes]":

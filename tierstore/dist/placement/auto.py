@@ -1,5 +1,6 @@
 """A plan found where a model is sharded: by costs of the ranks that run now, and one rank's search for all."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from ..table import local_config
 from .costs import Demand, RankCosts, TableDemand, demand_of
 from .search import Search
 
+_LOG: Final = logging.getLogger("tierstore")
 _SECONDS: Final = 10.0
 """Of measured steps."""
 _SAMPLES: Final = 1024
@@ -51,6 +53,8 @@ def _measured(ranks: Ranks, kind: Any) -> RankCosts:
 
     if ranks.size != dist.get_world_size():
         raise ValueError('plan="auto" measures all ranks of torch.distributed, and the store has some: give costs=')
+    if ranks.rank == 0:
+        _LOG.warning("measuring for up to %d s what steps over these ranks cost; costs= has it from a file", _SECONDS)
     return measure_ranks(optimizer=kind, seconds=_SECONDS)
 
 

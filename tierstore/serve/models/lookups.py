@@ -11,7 +11,7 @@ from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
 from ..base import Outputs, Pause
 from ..messages import InferTensor, ModelMetadata, TensorSpec
-from .jagged import PART_IDS, Dropped, Features, JaggedIds, Merged, check_inputs, merge, parts_of
+from .jagged import Dropped, Features, JaggedIds, Merged, check_inputs, merge, part_sizes, parts_of
 
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
 _SAMPLE_ROWS: Final = 16
@@ -188,12 +188,13 @@ class RowsModel:
 
 
 def _read(table: Table, ids: Tensor, pause: Pause | None) -> Any:
-    pieces: list[Any] = []
-    size = PART_IDS if pause else len(ids)
-    for first in range(0, max(1, len(ids)), max(1, size)):
-        if first and pause:
-            pause()
+    pieces, first = list[Any](), 0
+    for size in part_sizes() if pause else (len(ids),):
         pieces.append(table.read(ids[first : first + size]).to(torch.float32).numpy())
+        first += size
+        if first >= len(ids) or pause is None:
+            break
+        pause()
     return joined(pieces)
 
 

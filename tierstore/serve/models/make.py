@@ -156,5 +156,5 @@ def _input(spec: TensorSpec, num_ids: int) -> InferTensor:
     dtype: Any = DATATYPES[spec.datatype]
     if spec.name == "lengths":
         return InferTensor(spec.datatype, np.ones([max(1, size) for size in spec.shape], dtype))
-    shape = (num_ids,) if spec.name in ("ids", "values") else tuple(max(1, size) for size in spec.shape)
+    shape = (num_ids,) if spec.name in ("ids", "values") else tuple(abs(size) for size in spec.shape)  # -1: any
     return InferTensor(spec.datatype, np.zeros(shape, dtype))
