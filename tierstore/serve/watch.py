@@ -42,7 +42,7 @@ class WatchReading(NamedTuple):
     rows: int
 
 
-def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int = _REQUEST_ROWS) -> list[LabelledRows]:
+def read_labelled(config: RunConfig, path: str, *, max_rows: int, batch_rows: int) -> list[LabelledRows]:
     """The first rows of a file in the format of the run's data, as requests of up to ``batch_rows``. DataError or
     another ValueError: it cannot be read, or has no rows."""
     reader, _ = open_data(replace(config, data=replace(config.data, path=path)))
@@ -88,7 +88,7 @@ class Watch:
         self.first = self.first or found
         above = found.log_loss / self.first.log_loss - 1
         self.holds = above <= self._bound
-        level, then = (logging.INFO, "") if self.holds else (logging.WARNING, ", above the bound: roll back or quantize again")
+        level, then = (logging.INFO, "") if self.holds else (logging.WARNING, ", above the bound")
         message = "%s: version %d has a log loss of %.6f on %d watched rows, %+.4f %% of version %d's%s"
         said = (self._store, found.version, found.log_loss, found.rows, 100 * above, self.first.version, then)
         _LOG.log(level, message, *said)
