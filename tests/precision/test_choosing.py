@@ -228,6 +228,7 @@ def test_the_command_reports_and_wrong_arguments_change_nothing(
         (run, str(new), "--loss", "0.5"): "is there already",
         (run, str(tmp_path / "x"), "--loss", "1.5"): "loss=1.5",
         (run, str(tmp_path / "x"), "--loss", "nan"): "loss=nan",
+        (run, str(tmp_path / "x"), "--loss", "0.1", "--rows", "0"): "max_rows=0",
         (run, str(tmp_path / "x")): "either --dtype",
         (run, str(tmp_path / "x"), "--loss", "0.1", "--table", "C1"): "--table goes with --dtype",
         (run, str(tmp_path / "x"), "--dtype", "int8", "--rows", "9"): "--rows goes with --loss",

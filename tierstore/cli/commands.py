@@ -346,11 +346,9 @@ def _quantize_by_loss(options: argparse.Namespace) -> int:
     from ..precision.choosing import MAX_ROWS
     from ..precision.report import text_of
 
-    source, new, rows = options.directory, options.target, options.rows
+    source, new, rows = options.directory, options.target, MAX_ROWS if options.rows is None else options.rows
     with progress_bar("quantize", unit=" points") as show:
-        made = quantize_run(
-            source, new, loss=options.loss, data=options.data or "", max_rows=rows or MAX_ROWS, progress=show
-        )
+        made = quantize_run(source, new, loss=options.loss, data=options.data or "", max_rows=rows, progress=show)
     print(text_of(made.units, made.found), *made.summary, sep="\n")
     print(f"{new}: version {made.version}, verified; {made.measured} points measured; see {new}/quantize.html")
     return 0
