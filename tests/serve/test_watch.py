@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.serve.loops import wait_for
 from tests.serve.models.stores import tensor
 from tests.serve.whole import serving
 from tests.train.runs import config_of
+from tierstore.serve.config import StoreConfig
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.watch import LabelledRows, Watch
 from tierstore.train import train
@@ -78,6 +80,19 @@ def test_a_reading_is_of_one_version(changes: bool) -> None:
     found = asyncio.run(watch.measure())
     want = -np.log([0.9, 0.8, 2.0**-24]).mean()
     assert (found.version, found.rows, found.log_loss) == (7, 3, pytest.approx(want, rel=1e-6))
+
+
+def test_of_several_stores_each_is_watched_on_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "store", train__epochs=1)
+    train(config)
+    watched, other = (StoreConfig(path=config.store.path, name=name) for name in ("a", "b"))
+    stores = (replace(watched, watch=config.data.path), other)
+    with serving(stores=stores, watch_rows=ROWS) as server:
+        wait_for(lambda: server.metric("tierstore_watch_rows", store="a") == ROWS)
+        assert server.metric("tierstore_watch_rows") == ROWS, "b has none"
+        status = server.status()
+    assert status["watch"] is None
+    assert [each["watch"] and each["watch"]["rows"] for each in status["stores"]] == [ROWS, None]
 
 
 def test_what_cannot_be_watched_is_said_before_the_server_is_ready(tmp_path: Path) -> None:
