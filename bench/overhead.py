@@ -1,9 +1,10 @@
-"""What does tierstore take where tiers gain nothing: small steps, lookups of one id, checks of rows, and first use?
+"""What does tierstore take where tiers gain nothing: small steps, lookups of one id, checks, first use, the demo?
 
 Small steps and lookups stand beside one nn.EmbeddingBag, checked reads of rows that the page cache has beside
 numpy.take of the same bytes, and the README's example on a machine without compiled kernels beside one with them.
 """
 
+import json
 import os
 import re
 import resource
@@ -222,10 +223,39 @@ def _tell_first(found: dict[str, Any]) -> Told:
     )
 
 
+# The demonstration
+
+
+def _measure_demo(request: Run, _: dict[str, Any]) -> dict[str, Any]:
+    """Samples a second of its two trainings, of which the first may keep a tenth of its rows in memory."""
+    found: dict[str, list[float]] = {name: [] for name in _DEMO}
+    for _repetition in range(request.config["demo_repetitions"]):
+        with tempfile.TemporaryDirectory(dir=request.folder) as work:
+            folder, rows = Path(work) / "demo", str(request.config["demo_rows"])
+            command = [sys.executable, "-m", "tierstore", "demo", "--dir", str(folder), "--rows", rows]
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+            for name in _DEMO:
+                found[name].append(json.loads((folder / f"{name}.json").read_text())["samples_per_second"])
+    return {name: asdict(Spread.of(each)) for name, each in found.items()}
+
+
+_DEMO: Final = ("tiered", "in-memory")
+
+
+def _tell_demo(found: dict[str, Any]) -> Told:
+    tiered, whole = (found[name]["median"] for name in _DEMO)
+    rows = [["a tenth of its rows in memory", f"{tiered:,.0f}"], ["all in memory", f"{whole:,.0f}"]]
+    return Told(
+        tables=[Table(title="`tierstore demo`", columns=["", "samples/s"], rows=rows)],
+        goals=[Goal(name="the demo's speed over all in memory", value=round(tiered / whole, 3), at_least=0.9)],
+    )
+
+
 PARTS: Final = {
     "small": Part(_measure_small, _tell_small),
     "checks": Part(_measure_checks, _tell_checks),
     "first": Part(_measure_first, _tell_first),
+    "demo": Part(_measure_demo, _tell_demo),
 }
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import Plan, ShardedStore, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded
-from tierstore.dist.placement import RankCosts, Search, demand_of, predict
+from tierstore.dist.placement import Demand, RankCosts, Search, demand_of, predict
 from tierstore.plan.traces import draw_zipf
 from tierstore.plan.workload import TableSpec
 from tierstore.trace import TableTrace, Trace
@@ -24,7 +24,7 @@ from .step_part import joined
 from .systems import Tierstore
 from .turns import contender, spreads, take_turns
 
-__all__ = ["PART"]
+__all__ = ["PART", "Case", "demand_in", "table_of", "take_plans"]
 
 _GOAL: Final = 0.15
 BEAM: Final = "beam search"
@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return sum(table.size_bytes(4096) for table in self.tables)
 
 
-def _table(name: str, num_rows: int, dim: int) -> tierstore.TableConfig:
+def table_of(name: str, num_rows: int, dim: int) -> tierstore.TableConfig:
     rule = tierstore.optim.RowWiseAdagrad(lr=0.01)
     return tierstore.TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, optimizer=rule)
 
@@ -53,7 +53,7 @@ def _table(name: str, num_rows: int, dim: int) -> tierstore.TableConfig:
 def _criteo(config: dict[str, Any], dim: int, size: int) -> Case:
     shape = config | {"criteo_batch": config["batch"], "dim": dim}
     found = criteo(require_criteo(), shape, size * config["batches"])
-    tables = [_table(f"f{number}", rows, dim) for number, rows in enumerate(found.rows)]
+    tables = [table_of(f"f{number}", rows, dim) for number, rows in enumerate(found.rows)]
     return Case(f"Criteo, {dim} columns", tables, [found.batches[rank::size] for rank in range(size)])
 
 
@@ -71,12 +71,12 @@ def _mixed(config: dict[str, Any], size: int) -> Case:
         return tierstore.KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(ids)), lengths=lengths)
 
     firsts = [(config["seed"] * 1000 + rank) * 1000 for rank in range(size)]
-    tables = [_table(each.name, each.num_embeddings, each.embedding_dim) for each in shapes]
+    tables = [table_of(each.name, each.num_embeddings, each.embedding_dim) for each in shapes]
     return Case("mixed tables", tables, [[batch(first + n) for n in range(config["batches"])] for first in firsts])
 
 
-def _trace(case: Case) -> Trace:
-    """Of all ranks' batches."""
+def demand_in(case: Case) -> Demand:
+    """What the batches of all ranks ask for."""
     steps = [joined(of_ranks) for of_ranks in zip(*case.batches, strict=True)]
     tables = {}
     for table in case.tables:
@@ -84,7 +84,8 @@ def _trace(case: Case) -> Trace:
             torch.cat([getattr(step[table.name], part)() for step in steps]).numpy() for part in ("values", "lengths")
         )
         tables[table.name] = TableTrace(ids, np.append(0, np.cumsum(lengths)))
-    return Trace(tables=tables, batch_samples=steps[0].stride())
+    trace = Trace(tables=tables, batch_samples=steps[0].stride())
+    return demand_of(trace, case.tables, len(case.batches))
 
 
 def _by_hand(tables: Sequence[tierstore.TableConfig], size: int) -> dict[str, Plan]:
@@ -132,13 +133,18 @@ def _in_rank(config: dict[str, Any], costs: RankCosts) -> list[dict[str, Any]]:
 
 def _points(case: Case, costs: RankCosts, config: dict[str, Any]) -> dict[str, Any]:
     """Of each plan, what is predicted and this rank's steps."""
-    size, own = costs.world_size, case.batches[dist.get_rank()]
-    demand = demand_of(_trace(case), case.tables, size)
+    demand = demand_in(case)
     search = Search(case.tables, demand, costs, rank_bytes=_LIMIT * case.table_bytes)
-    plans = {BEAM: search.best().plan, **_by_hand(case.tables, size)}
+    plans = {BEAM: search.best().plan, **_by_hand(case.tables, costs.world_size)}
+    return take_plans(case, plans, demand, costs, config["plan_turns"])
+
+
+def take_plans(case: Case, plans: dict[str, Plan], demand: Demand, costs: RankCosts, turns: int) -> dict[str, Any]:
+    """Of each plan, what is predicted and this rank's steps. Collective."""
+    own = case.batches[dist.get_rank()]
     systems = {name: Planned(case, plan) for name, plan in plans.items()}
     contenders = {name: contender(system, own, is_model=False) for name, system in systems.items()}
-    seconds = take_turns(contenders, config["plan_turns"])
+    seconds = take_turns(contenders, turns)
     found = {}
     for name, plan in plans.items():
         predicted = predict(case.tables, plan, demand, costs)

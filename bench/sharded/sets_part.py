@@ -14,12 +14,12 @@ from tierstore.dist.placement.baselines import RULES
 from ..common import Goal, Part, Run, Table, Told
 from .costs_part import costs_of
 
-__all__ = ["PART"]
+__all__ = ["BEAM", "PART", "rank_limit", "searched", "tables_asked"]
 
 BEAM: Final = "beam"
 
 
-def _tables(config: dict[str, Any]) -> tuple[list[tierstore.TableConfig], dict[str, tuple[float, float]]]:
+def tables_asked(config: dict[str, Any]) -> tuple[list[tierstore.TableConfig], dict[str, tuple[float, float]]]:
     """Tables, and of each the ids of a sample and the share of a batch's ids that are distinct."""
     generator, count = np.random.default_rng(config["seed"]), config["trace_tables"]
     rule = tierstore.optim.RowWiseAdagrad()
@@ -49,15 +49,15 @@ def _demand(
     return Demand(samples / ranks, found)
 
 
-def _limit(config: dict[str, Any], tables: list[tierstore.TableConfig], ranks: int) -> float:
+def rank_limit(config: dict[str, Any], tables: list[tierstore.TableConfig], ranks: int) -> float:
     sizes = [table.size_bytes(4096) for table in tables]
     return float(config["set_limit"] * max(sum(sizes) / ranks, *sizes))
 
 
-def _found(
+def searched(
     tables: list[tierstore.TableConfig], demand: Demand, costs: RankCosts, limit: float, seed: int
-) -> dict[str, float | None]:
-    """Seconds of a step by each search; None where it finds no plan."""
+) -> dict[str, Prediction | None]:
+    """By each search; None where it finds no plan."""
 
     def tried(rule: Any) -> Prediction | None:
         try:
@@ -67,13 +67,12 @@ def _found(
         except ValueError:
             return None
 
-    plans = {rule: tried(rule) for rule in (*RULES, BEAM)}
-    return {rule: plan and plan.seconds for rule, plan in plans.items()}
+    return {rule: tried(rule) for rule in (*RULES, BEAM)}
 
 
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     config, costs = request.config, costs_of(figures)
-    tables, asked = _tables(config)
+    tables, asked = tables_asked(config)
     measured, points = costs[max(costs)], list[dict[str, Any]]()
     for size in config["set_ranks"]:
         # As if each rank had a core of its own.
@@ -81,12 +80,13 @@ def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
         for number in [count for count in config["set_tables"] for _ in range(config["sets"])]:
             generator = np.random.default_rng((config["seed"], size, len(points)))
             chosen = [tables[place] for place in generator.choice(len(tables), number, replace=False)]
-            limit = _limit(config, chosen, size)
+            limit = rank_limit(config, chosen, size)
             demand = _demand(chosen, asked, config["trace_samples"], size)
-            seconds = _found(chosen, demand, own, limit, len(points))
+            found = searched(chosen, demand, own, limit, len(points))
+            seconds = {rule: plan and plan.seconds for rule, plan in found.items()}
             points.append({"ranks": size, "tables": number, "seconds": seconds})
     begun = time.perf_counter()
-    demand, limit = _demand(tables, asked, config["trace_samples"], size), _limit(config, tables, size)
+    demand, limit = _demand(tables, asked, config["trace_samples"], size), rank_limit(config, tables, size)
     Search(tables, demand, own, rank_bytes=limit).best()
     return {"points": points, "tables": len(tables), "ranks": size, "search_s": time.perf_counter() - begun}
 

@@ -12,7 +12,7 @@ from tierstore.cli import entry as cli
     ("arguments", "status", "message"),
     [
         (["trian"], 2, "tierstore: unknown command 'trian'; did you mean 'train'?\n"),
-        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify, "),
+        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, sweep, demo, inspect, verify, "),
         (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
         (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
         (["inspect", "nosuch"], 1, "tierstore: no store at "),

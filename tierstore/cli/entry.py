@@ -17,6 +17,7 @@ from ..system.hosts import launched_rank
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, COMPILE, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD
+from .sweep import SWEEP
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -298,6 +299,7 @@ _COMMANDS: Final = {
         "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
         "",
     ),
+    "sweep": SWEEP,
     "demo": command(
         _demo,
         (

@@ -28,11 +28,21 @@ class Step(NamedTuple):
 
 
 class Line(NamedTuple):
-    """``tone`` is a CSS class of the page, which gives its colour and dashes; ``steps`` are one after the other."""
+    """``tone`` is a CSS class of the page, which gives its colour and dashes; ``steps`` are one after the other;
+    ``band`` is the least and the most at each of them, if it is not empty."""
 
     name: str
     tone: str
     steps: Sequence[Step]
+    band: Sequence[tuple[float, float]] = ()
+
+    @property
+    def key(self) -> str:
+        """Its stroke and name, for a caption."""
+        return (
+            '<span class="key"><svg viewBox="0 0 24 8" aria-hidden="true">'
+            f'<path class="{self.tone}" stroke-width="3" d="M0 4H24"/></svg>{html.escape(self.name)}</span>'
+        )
 
 
 class _Axis(NamedTuple):
@@ -55,14 +65,24 @@ def ticks(low: float, high: float) -> list[float]:
     return [unit * index for index in range(first, max(math.ceil(high / unit), first + 1) + 1)]
 
 
-def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = None, over: str = "step") -> str:
+def draw(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    unit: str,
+    low: float | None = None,
+    over: str = "step",
+    labels: Sequence[str] = (),
+) -> str:
     """One picture of lines, one of which has steps; ``low`` is where the axis begins, by default near the least
-    value."""
+    value; ``labels`` name the steps from 1 on, in place of their numbers."""
     every = [step for line in lines for step in line.steps]
-    values = [step.value for step in every]
+    values = [*(step.value for step in every), *(value for line in lines for band in line.band for value in band)]
     y_ticks = ticks(min(values) if low is None else low, max(values))
     first, last = min(step.first for step in every), max(step.last for step in every)
-    x_ticks = [tick for tick in ticks(first, last) if tick == int(tick) and first - 1 <= tick <= last]
+    x_ticks = [(tick, f"{tick:,.0f}") for tick in ticks(first, last) if tick == int(tick) and first - 1 <= tick <= last]
+    if labels:
+        x_ticks = [(number + 0.5, label) for number, label in enumerate(labels)]
     x = _Axis(first - 1, last, _LEFT, _WIDTH - _RIGHT)
     y = _Axis(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     parts = [
@@ -72,14 +92,26 @@ def draw(lines: Sequence[Line], *, title: str, unit: str, low: float | None = No
             f'<text class="y" x="{_LEFT - 6}" y="{y.place(tick) + 4}">{tick:,.6g}</text>'
             for tick in y_ticks
         ),
-        *(f'<text class="x" x="{x.place(tick)}" y="{_HEIGHT - _BOTTOM + 18}">{tick:,.0f}</text>' for tick in x_ticks),
-        f'<text class="x" x="{(x.begin + x.end) / 2}" y="{_HEIGHT - 4}">{over}</text>',
+        *(
+            f'<text class="x" x="{x.place(tick)}" y="{_HEIGHT - _BOTTOM + 18}">{html.escape(label)}</text>'
+            for tick, label in x_ticks
+        ),
+        f'<text class="x" x="{(x.begin + x.end) / 2}" y="{_HEIGHT - 4}">{html.escape(over)}</text>',
         f'<text class="x" transform="translate(12 {(y.begin + y.end) / 2}) rotate(-90)">{html.escape(unit)}</text>',
+        *(_band(line, x, y) for line in lines if line.band),
         *(_polyline(line, x, y) for line in lines),
         *_hovers(lines, x, y, unit, over),
         "</svg>",
     ]
     return "\n".join(parts)
+
+
+def _band(line: Line, x: _Axis, y: _Axis) -> str:
+    middles = [x.place((each.first - 1 + each.last) / 2) for each in line.steps]
+    lows, highs = zip(*line.band, strict=True)
+    there = [f"{middle},{y.place(value)}" for middle, value in zip(middles, lows, strict=True)]
+    back = [f"{middle},{y.place(value)}" for middle, value in zip(middles, highs, strict=True)]
+    return f'<polygon class="{line.tone} band" points="{" ".join(there + back[::-1])}"/>'
 
 
 def _polyline(line: Line, x: _Axis, y: _Axis) -> str:
@@ -244,10 +276,6 @@ def figure(title: str, lines: Sequence[Line], *, unit: str, low: float | None = 
     """A picture with its title and key; none if no line has a step."""
     if not any(line.steps for line in lines):
         return []
-    keys = "".join(
-        '<span class="key"><svg viewBox="0 0 24 8" aria-hidden="true">'
-        f'<path class="{line.tone}" stroke-width="3" d="M0 4H24"/></svg>{html.escape(line.name)}</span>'
-        for line in lines
-    )
+    keys = "".join(line.key for line in lines)
     picture = draw(lines, title=title, unit=unit, low=low, over=over)
     return [f'<figure class="panel"><h2>{html.escape(title)}</h2>{picture}<figcaption>{keys}</figcaption></figure>']

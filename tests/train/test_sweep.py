@@ -1,0 +1,191 @@
+"""Sweeps: which runs they are, that they go on, and what is said of them."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from tests.train.runs import SECTIONS, clicks, config_of
+from tierstore import cli
+from tierstore.settings.sections import ConfigError
+from tierstore.train import trainer
+from tierstore.train.config import load
+from tierstore.train.sweep import axis_of, axis_of_runs, prepare, run_all, runs_of, seed_axis
+from tierstore.train.sweep_report import groups_of, page_of, rows_of, table_of
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    lines = []
+    for section, keys in (SECTIONS | {"data": SECTIONS["data"] | {"path": str(clicks(tmp_path))}}).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    path = tmp_path / "run.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def labels(text):
+    return [choice.label for choice in axis_of(text).choices]
+
+
+def test_values_are_toml_or_words():
+    assert labels("train.batch_size=256,1024") == ["256", "1024"]
+    assert labels("model.top_mlp=[64,32],[8]") == ["[64, 32]", "[8]"]
+    assert labels("optimizer.dense=sgd,adam") == ["sgd", "adam"]
+    assert labels("store.ddr=5% of tables, 64MiB") == ["5% of tables", "64MiB"]
+    assert [each.value for choice in axis_of("model.top_mlp=[64,32],[8]").choices for each in choice.overrides] == [
+        [64, 32],
+        [8],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("train.batch_size=1,1", "a value stands there twice"),
+        ("train.batch_size=1,,2", "a value is empty"),
+        ("train.batch_size=", "a value is empty"),
+        ("batch_size=1", "expected section.key=value"),
+        ("train.batch_size", "expected section.key=value"),
+    ],
+)
+def test_what_is_no_list_of_values_is_refused(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        axis_of(text)
+
+
+def test_a_list_of_runs(tmp_path):
+    path = tmp_path / "runs.toml"
+    path.write_text('[[runs]]\nname = "a"\nset = ["train.epochs=3"]\n[[runs]]\nname = "b"\nset = []\n')
+    axis = axis_of_runs(path)
+    assert [(each.label, [own[:3] for own in each.overrides]) for each in axis.choices] == [
+        ("a", [("train", "epochs", 3)]),
+        ("b", []),
+    ]
+    for text in ("", "runs = 3", '[[runs]]\nname = "a"', '[[runs]]\nname = "a"\nset = [3]', "[[runs]]\nset = []"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="write"):
+            axis_of_runs(path)
+    path.write_text('[[runs]]\nname = "a"\nset = []\n' * 2)
+    with pytest.raises(ConfigError, match="one name"):
+        axis_of_runs(path)
+
+
+def test_every_combination_has_a_folder_and_its_keys(run_file, tmp_path):
+    axes = [axis_of("train.batch_size=32,128"), axis_of("optimizer.dense=sgd"), seed_axis(5, 2)]
+    runs = runs_of(run_file, tmp_path / "out", axes, rate_rule="sqrt", warmup_samples=100)
+    assert [run.folder.name for run in runs] == [
+        f"train.batch_size={size},optimizer.dense=sgd,train.seed={seed}" for size in (32, 128) for seed in (5, 6)
+    ]
+    optimizers = [run.config.optimizer for run in runs]
+    assert [each.dense_lr for each in optimizers] == [0.02, 0.02, 0.04, 0.04]
+    assert [each.sparse_lr for each in optimizers] == [0.02, 0.02, 0.04, 0.04]
+    assert [each.warmup_steps for each in optimizers] == [4, 4, 1, 1]
+    assert {each.dense for each in optimizers} == {"sgd"}
+    linear = runs_of(run_file, tmp_path, axes, rate_rule="linear")
+    assert [run.config.optimizer.dense_lr for run in linear] == [0.02, 0.02, 0.08, 0.08]
+    assert {run.config.optimizer.warmup_steps for run in linear} == {0}
+    with pytest.raises(ConfigError, match="stands there twice"):
+        runs_of(run_file, tmp_path, [axis_of("train.epochs=1"), axis_of("train.epochs=2")])
+    with pytest.raises(ConfigError, match="20,000 runs"):
+        runs_of(run_file, tmp_path, [axis_of("train.epochs=1,2"), seed_axis(0, 10_000)])
+
+
+def test_names_that_are_no_file_names_stay_apart(run_file, tmp_path):
+    runs = runs_of(run_file, tmp_path, [axis_of("store.ddr=5% of tables,5%/of tables,../x")])
+    assert len({run.folder for run in runs}) == 3
+    assert {run.folder.parent for run in runs} == {tmp_path}
+
+
+def test_a_run_that_was_begun_with_other_keys_is_refused_before_anything_is_written(run_file, tmp_path):
+    axes = [seed_axis(0, 1)]
+    prepare(runs_of(run_file, tmp_path / "out", axes))
+    run_file.write_text(run_file.read_text().replace("epochs = 2", "epochs = 4"))
+    with pytest.raises(ConfigError, match=r"begun with train\.epochs = 2, now 4"):
+        prepare(runs_of(run_file, tmp_path / "out", axes))
+    with pytest.raises(ConfigError, match=r"begun with train\.epochs"):
+        prepare(runs_of(run_file, tmp_path / "out", [seed_axis(0, 2)]))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.seed=0"]
+
+
+def test_a_sweep_is_its_runs_one_by_one_and_goes_on(run_file, tmp_path, capsys):
+    """One run cannot be; the others end as they would alone, and are not run again."""
+    words = ["sweep", str(run_file), str(tmp_path / "out"), "--set", "store.ddr=64MiB,1", "--jobs", "2"]
+    assert cli.main(words) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 runs failed" in said
+    assert "store.ddr=1,train.seed=0: status 1: " in said
+    (row,) = csv.DictReader((tmp_path / "out" / "sweep.csv").read_text().splitlines())
+    twin = trainer.train(config_of(tmp_path, "twin"))
+    assert float(row["AUC"]) == twin.test.auc
+    assert float(row["log loss"]) == twin.test.log_loss
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())[0]["store.ddr"] == "64MiB"
+    folder = tmp_path / "out" / "store.ddr=64MiB,train.seed=0"
+    before = (folder / "result.json").stat()
+    assert cli.main([*words[:4], "store.ddr=64MiB"]) == 0
+    assert "1 run, of which 1 ended before" in capsys.readouterr().out
+    assert (folder / "result.json").stat() == before
+    assert load(folder / "run.toml").store.path == str(folder / "store")
+
+
+def test_ctrl_c_stops_what_runs_at_a_commit(run_file, tmp_path):
+    runs = runs_of(run_file, tmp_path / "out", [axis_of("train.epochs=1,100000")])
+    prepare(runs)
+
+    def told(run, status):
+        assert (run, status) == (runs[0], 0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(runs, jobs=2, told=told)
+    assert [run.result is not None for run in runs] == [True, False]
+    assert "continue with" in (runs[1].folder / "log.txt").read_text()
+
+
+def made_runs(run_file, folder):
+    runs = runs_of(run_file, folder, [axis_of("train.batch_size=32,64"), axis_of("store.ddr=<b>,5%"), seed_axis(0, 3)])
+    generator = np.random.default_rng(0)
+    for run in runs[:-1]:
+        run.folder.mkdir()
+        auc, loss, rate = generator.uniform(size=3)
+        test = {"auc": auc, "log_loss": loss, "rows": 5}
+        result = {
+            "interrupted": False,
+            "test": test,
+            "loss": None,
+            "step": 7,
+            "seconds": 2.0,
+            "samples_per_second": rate,
+        }
+        (run.folder / "result.json").write_text(json.dumps(result))
+    return runs
+
+
+def test_figures_over_seeds_are_means_and_deviations(run_file, tmp_path):
+    runs = made_runs(run_file, tmp_path)
+    assert len(rows_of(runs)) == 11
+    values = [run.result["test"]["auc"] for run in runs[:-1]]
+    for number, group in enumerate(groups_of(runs)):
+        own = values[3 * number : 3 * number + 3]
+        assert group.ended == len(own)
+        point = group.points["AUC"]
+        assert (point.low, point.high) == (min(own), max(own))
+        assert point.mean == pytest.approx(np.mean(own))
+        assert point.deviation == pytest.approx(np.std(own, ddof=1))
+        assert "training loss" not in group.points
+    head, *lines = table_of(runs).splitlines()
+    assert " ".join(head.split()) == "train.batch_size store.ddr runs AUC log loss steps seconds samples/s"
+    assert [line.split()[:3] for line in lines] == [
+        [size, ddr, str(3 - (size == "64" and ddr == "5%"))] for size in ("32", "64") for ddr in ("<b>", "5%")
+    ]
+
+
+def test_the_page_has_a_line_and_a_band_for_each_combination_and_shows_no_markup_of_names(run_file, tmp_path):
+    page = page_of("<i>", made_runs(run_file, tmp_path))
+    assert page.count("<figure") == 3
+    assert page.count("<polyline") == page.count('band"') == 3 * 2
+    assert "<b>" not in page
+    assert "<i>" not in page
+    assert "11 of 12 runs have ended" in page
+    assert "<svg" not in page_of("none yet", runs_of(run_file, tmp_path / "none", [seed_axis(0, 1)]))
